@@ -1,6 +1,7 @@
 """What is known of a run that does not move, and the incident that is written of it.
 
-An agent writes a report of its own ranks; all agents that share a run folder read each other's and write one incident.
+Each agent makes a report of its own ranks. From those of all hosts the front, or each agent that shares the run folder
+with the others, comes to the same conclusion and writes one incident.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megasdc.durable import write_durably
-from megasdc.health.blame import Blame, GroupState, RankState
+from megasdc.errors import HangError, PeerError
+from megasdc.health.blame import GONE_KIND, GroupState, RankState, find_blame
 from megasdc.health.phases import Phase
 from megasdc.health.record import Identity, Progress
 
@@ -50,39 +52,63 @@ def _groups(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, GroupState]:
     }
 
 
-def write_incident(
-    health: Path,
-    run: str,
-    message: str,
-    blame: Blame,
-    states: Sequence[RankState],
-    hosts: Sequence[str],
-    stacks: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Path:
-    """Write the incident of a run; all agents of a shared folder write the same one, under one name.
+@dataclass(frozen=True)
+class Conclusion:
+    """What follows from the reports of all hosts.
+
+    Args:
+        leave: ``exit_code`` and ``message`` with which ranks end.
+        path: of the incident.
+        incident: its content.
+    """
+
+    leave: Mapping[str, Any]
+    path: Path
+    incident: Mapping[str, Any]
+
+    def write(self) -> None:
+        """Write the incident.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(self.path, json.dumps(self.incident, indent=2) + "\n")
+
+
+def conclude(
+    health: Path, nodes: Sequence[str], reports: Sequence[Mapping[str, Any]], lost: Sequence[str]
+) -> Conclusion:
+    """Name the cause of a standstill.
 
     Args:
         health: folder of the run.
-        run: name of this start.
-        hosts: that are the cause.
-        stacks: by rank and thread.
+        nodes: names of all hosts.
+        reports: of hosts that are stuck, at least one (``WatchedRanks.report``).
+        lost: hosts that were heard of, and are no more.
     """
-    folder = health / INCIDENT_FOLDER
-    folder.mkdir(exist_ok=True)
-    path = folder / f"hang_{run}.json"
-    content = {
+    states = sorted((read_state(one) for report in reports for one in report["states"]), key=lambda one: one.rank)
+    stacks = {rank: found for report in reports for rank, found in report["stacks"].items()}
+    blame = find_blame(states, lost)
+    message = f"nothing moved for {min(one.stuck_s for one in states):.0f} s: {blame.text}"
+    unseen = set(nodes) - {one.host for one in states} - set(lost)
+    if unseen:
+        message += f" (nothing is known of {', '.join(sorted(unseen))})"
+    run = reports[0]["run"]
+    incident = {
         "kind": f"hang/{blame.kind}",
         "run": run,
         "time": time.time(),
         "message": message,
         "ranks": list(blame.ranks),
-        "hosts": list(hosts),
+        "hosts": sorted({one.host for one in states if one.rank in blame.ranks}) or list(lost),
         "waits": {str(rank): text for rank, text in blame.waits.items()},
         "states": [asdict(one) for one in states],
         "stacks": clustered(stacks),
     }
-    write_durably(path, json.dumps(content, indent=2) + "\n")
-    return path
+    path = health / INCIDENT_FOLDER / f"hang_{run}.json"
+    code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code
+    return Conclusion({"exit_code": code, "message": f"{message}; see {path}"}, path, incident)
 
 
 def clustered(stacks: Mapping[str, Mapping[str, Sequence[str]]]) -> list[dict[str, Any]]:

@@ -39,10 +39,11 @@ class RankWatch:
     Args:
         record: of this rank.
         leave: ends the process with an exit code, and the reason; called in the thread.
+        look: called in the thread several times a second.
     """
 
-    def __init__(self, record: RecordWriter, leave: Leave) -> None:
-        self._record, self._leave = record, leave
+    def __init__(self, record: RecordWriter, leave: Leave, look: Callable[[], None] = lambda: None) -> None:
+        self._record, self._leave, self._look = record, leave, look
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
         self._answered = record.asked
@@ -59,6 +60,7 @@ class RankWatch:
             if (number := self._record.asked) != self._answered:
                 self._answered = number
                 self._tell(number)
+            self._look()
             if self._record.must_leave:
                 told = leave_message(self._record.folder)
                 self._leave(told["exit_code"], told["message"])

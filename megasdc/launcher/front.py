@@ -19,6 +19,7 @@ from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import environment, host_failed, own_lines
 from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
+from megasdc.launcher.health import listening_for_agents
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
@@ -108,7 +109,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    verdict, launcher_code = _run(plan, quiet)
+    with listening_for_agents(plan):
+        verdict, launcher_code = _run(plan, quiet)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:

@@ -31,7 +31,7 @@ class LaunchPlan:
     """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
 
     ``master_port`` is None if the launcher options name one, or DeepSpeed's default is used; ``through_runner``:
-    whether DeepSpeed's runner is needed.
+    whether DeepSpeed's runner is needed; ``watched``: whether agents watch the ranks' health.
     """
 
     request: LaunchRequest
@@ -43,6 +43,7 @@ class LaunchPlan:
     run_dir: Path
     master_addr: str | None
     through_runner: bool
+    watched: bool
     master_port: int | None = None
 
     def command(self) -> list[str]:
@@ -107,6 +108,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         cwd / config.megasdc.logging.run_dir,
         options.master_addr or os.environ.get("MASTER_ADDR"),
         through_runner=request.hostfile is not None or bool(options.others),
+        watched=config.megasdc.health.enabled,
     )
 
 

@@ -6,8 +6,6 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,16 +21,17 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AgentOptions
+from megasdc.health.agent_process import AgentProcess
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordWriter
+from megasdc.health.wire import FrontAddress, take_front
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
-AGENT_START_S = 60.0
 PHASES: Mapping[type, Phase] = {
     schedule.LoadMicroBatch: Phase.DATA,
     schedule.ForwardPass: Phase.FORWARD,
@@ -46,6 +45,7 @@ PHASES: Mapping[type, Phase] = {
     schedule.OptimizerStep: Phase.OPTIMIZER,
 }
 """Phase of each instruction of the pipeline engine."""
+NEWS = {"unwatched": "nothing watches this host", "agent_restarted": "this host is watched again"}
 LeaveRank = Callable[[int, BaseException | None], None]
 
 
@@ -59,7 +59,7 @@ class Health(Hook):
     """
 
     def __init__(self, section: HealthSection, run: Run, leave: LeaveRank | None) -> None:
-        identity, options = _meet_host(section, run)
+        identity, options, front = _meet_host(section, run)
         self._record = RecordWriter(options.folder, identity)
         self._record.enter(Phase.START, run.step + 1)
         self._engine = run.engine
@@ -67,10 +67,20 @@ class Health(Hook):
         run.engine.watch_instructions(partial(self._mark, run.engine))
         run.enter = self._enter
         dist.barrier(group=run.host_group)  # the agent reads all records of its host
-        if identity.local_rank == 0 and (problem := start_agent(options)):
-            logger.warning("health: nothing watches this host: %s", problem)
-            run.events.emit("health", "unwatched", step=run.step, problem=problem)
-        self._watch = RankWatch(self._record, partial(_leave, leave))
+        self._agent = AgentProcess(options, front) if identity.local_rank == 0 else None
+        if self._agent is not None:
+            self._agent.start()
+            self._tell_news(run)
+            self._watch = RankWatch(self._record, partial(_leave, leave), self._agent.look)
+        else:
+            self._watch = RankWatch(self._record, partial(_leave, leave))
+
+    def _tell_news(self, run: Run) -> None:
+        """Report what has happened to the agent of this host."""
+        while self._agent is not None and self._agent.news:
+            name, problem = self._agent.news.popleft()
+            logger.warning("health: %s: %s", NEWS[name], problem)
+            run.events.emit("health", name, step=run.step, problem=problem)
 
     def _enter(self, phase: str) -> None:
         self._evaluates = phase == Phase.EVALUATION.name
@@ -93,6 +103,7 @@ class Health(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         """Hooks between steps follow."""
         self._enter("BETWEEN")
+        self._tell_news(run)
 
     def on_end(self, run: Run) -> None:
         """The run has ended without an error; other hooks may still save."""
@@ -102,6 +113,8 @@ class Health(Hook):
         """Say that this rank watches no more: its last hooks have run, or it has failed."""
         self._enter("DONE")
         self._watch.close()
+        if self._agent is not None:
+            self._agent.close()
         self._record.close()
 
 
@@ -113,18 +126,19 @@ def _leave(leave: LeaveRank | None, code: int, message: str) -> None:
     os._exit(code)
 
 
-def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions]:
-    """Agree on a name for this start, and on who is on which host.
+def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions, FrontAddress | None]:
+    """Agree on a name for this start, on who is on which host, and on the front, which rank 0 has been told.
 
     Collective: all ranks of the run.
     """
     dims, host = run.dims, socket.gethostname()
-    own = (host, secrets.token_hex(6))
+    front = take_front(run.folder / "health", os.environ.get(LAUNCH_ID_VARIABLE)) if dims.rank == 0 else None
+    own = (host, secrets.token_hex(6), front)
     everyone: list[Any] = [None] * dims.world_size
     dist.all_gather_object(everyone, own, group=run.host_group)
-    name = everyone[0][1]
-    nodes = tuple(dict.fromkeys(one for one, _ in everyone))
-    here = tuple(rank for rank, (one, _) in enumerate(everyone) if one == host)
+    _, name, front = everyone[0]
+    nodes = tuple(dict.fromkeys(one[0] for one in everyone))
+    here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
     folder = _shared_folder() / f"megasdc-{os.getuid()}-{name}-{nodes.index(host)}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -144,36 +158,9 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
         started_at=started_at(os.getpid()),
     )
     limits = (section.hang_floor_s, section.slow_floor_s, section.hang_factor)
-    return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *limits)
+    return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *limits), front
 
 
 def _shared_folder() -> Path:
     """Shared memory where the system has it; else the folder of temporary files."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def start_agent(options: AgentOptions) -> str:
-    """Start this host's agent; returns why it could not be started, empty: it was.
-
-    It is not one of the launch's processes: the front does not wait for it, and does not end it.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
-    command = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
-    path = options.run_folder / "health" / f"agent_{options.node:05d}.log"
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "ab") as log:
-            subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                timeout=AGENT_START_S,
-                check=True,
-            )
-    except subprocess.SubprocessError:
-        return f"its agent could not be started; see {path}"
-    except OSError as error:
-        return f"its agent could not be started: {error}"
-    return ""

@@ -1,0 +1,95 @@
+"""The process of this host's agent: the first rank of the host starts it, and starts it again if it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict
+
+from megasdc.health.agent import AGENT_FILE, AgentOptions
+from megasdc.health.blame import GONE
+from megasdc.health.process_state import process_state
+from megasdc.health.wire import FrontAddress
+from megasdc.run_lock import LAUNCH_ID_VARIABLE
+
+START_S = 60.0
+LOOK_S = 2.0
+MAX_RESTARTS = 3
+
+
+class AgentProcess:
+    """Starts the agent, and looks after it; used by one thread at a time.
+
+    It is not one of the launch's processes: the front does not wait for it, and does not end it.
+
+    Args:
+        options: of the agent.
+        front: of the launch; None: there is none. Its secret goes through a pipe.
+    """
+
+    def __init__(self, options: AgentOptions, front: FrontAddress | None) -> None:
+        self._options, self._front = options, front
+        self._look_at = time.monotonic() + LOOK_S
+        self._restarts = 0
+        self._ended = False
+        self.news: deque[tuple[str, str]] = deque()
+        """What the run has to be told, as name of an event and text; the run takes it out."""
+
+    def start(self) -> bool:
+        """Start it; returns whether that was possible, else ``news`` says why not."""
+        options = self._options
+        environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
+        path = options.run_folder / "health" / f"agent_{options.node:05d}.log"
+        problem = ""
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "ab") as log:
+                subprocess.run(
+                    [sys.executable, "-m", "megasdc.health.agent", options.encode()],
+                    input=b"" if self._front is None else json.dumps(asdict(self._front)).encode(),
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    timeout=START_S,
+                    check=True,
+                )
+        except subprocess.SubprocessError:
+            problem = f"its agent could not be started; see {path}"
+        except OSError as error:
+            problem = f"its agent could not be started: {error}"
+        if problem:
+            self._ended = True
+            self.news.append(("unwatched", problem))
+        return not problem
+
+    def look(self) -> None:
+        """Start it again if it has been killed; at most three times."""
+        if self._ended or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_S
+        if self._lives():
+            return
+        if self._restarts == MAX_RESTARTS:
+            self._ended = True
+            self.news.append(("unwatched", f"its agent was killed {MAX_RESTARTS + 1} times"))
+            return
+        self._restarts += 1
+        if self.start():
+            self.news.append(("agent_restarted", "its agent was killed, and was started again"))
+
+    def _lives(self) -> bool:
+        try:
+            found = json.loads((self._options.folder / AGENT_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return True  # it has not detached yet
+        return process_state(found["pid"], found["started_at"]) != GONE
+
+    def close(self) -> None:
+        """Remove the records where no agent is left to do so."""
+        if self._ended:
+            shutil.rmtree(self._options.folder, ignore_errors=True)

@@ -1,0 +1,82 @@
+"""The agent's connection to the front of its launch, which hears of all hosts and judges a standstill."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from megasdc.health.board import LOST_S, OwnState
+from megasdc.health.wire import ANSWER_S, FrontAddress, Hello, Wire
+
+RETRY_S = 10.0
+
+
+class FrontLink:
+    """Tells the front where this host is, and hears what it decides; connects again where that breaks.
+
+    Args:
+        address: of the front.
+        hello: who this agent is.
+    """
+
+    def __init__(self, address: FrontAddress, hello: Hello) -> None:
+        self._address, self._hello = address, hello
+        self._wire: Wire | None = None
+        self._try_at, self._heard_at = 0.0, -LOST_S
+        self._told: OwnState | None = None
+        self._answer: dict[str, Any] = {}
+        self.own = OwnState()
+
+    @property
+    def judges(self) -> bool:
+        """Whether the front knows all hosts of this run, so that it decides what happens."""
+        return bool(self._answer.get("judges")) and time.monotonic() - self._heard_at < LOST_S
+
+    @property
+    def leave(self) -> dict[str, Any] | None:
+        """With which code and message the ranks must leave; None: they may go on."""
+        leave = self._answer.get("leave")
+        return leave if self.judges and isinstance(leave, dict) else None
+
+    def exchange(self) -> None:
+        """Tell the front, and hear from it; may wait for the network.
+
+        Raises:
+            OSError: it cannot be reached; it is tried again after some seconds.
+        """
+        if self._wire is None and time.monotonic() < self._try_at:
+            return
+        try:
+            if self._wire is None:
+                self._wire, self._told = self._connect(), None
+            self._tell(self._wire)
+        except OSError:
+            self.close()
+            self._try_at = time.monotonic() + RETRY_S
+            raise
+
+    def _connect(self) -> Wire:
+        connection = socket.create_connection((self._address.address, self._address.port), timeout=ANSWER_S)
+        wire = Wire(connection, self._address.secret)
+        try:
+            wire.greet_front(self._hello)
+        except OSError:
+            wire.close()
+            raise
+        return wire
+
+    def _tell(self, wire: Wire) -> None:
+        own = self.own
+        message: dict[str, Any] = {"ended": own.ended, "stuck": own.report is not None}
+        if self._told is None or own.report != self._told.report:
+            message["report"] = own.report
+        wire.send(message)
+        self._answer = wire.receive(ANSWER_S)
+        self._told, self._heard_at = own, time.monotonic()
+
+    def close(self) -> None:
+        """Close the connection; idempotent."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None

@@ -1,0 +1,194 @@
+"""The front's side of health: hears the agents of all hosts, tells people, and judges a standstill.
+
+Once all hosts of a run have connected, the front decides for them: when every host that still speaks is stuck, it
+writes the incident and tells all to end their ranks. Each agent is answered with a few bytes, so that the front does
+the same work per host however many there are. Until then, and without a front, agents judge by the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.health.board import LOST_S
+from megasdc.health.incident import Conclusion, conclude
+from megasdc.health.wire import FrontAddress, Hello, Wire, WireError
+
+MAX_UNKNOWN = 64
+"""Connections at a time that have not shown yet that they know the secret."""
+Say = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class HostState:
+    """A host as the front knows it, from its agent's last message.
+
+    Args:
+        heard_at: when that came, on the front's monotonic clock.
+    """
+
+    host: str
+    heard_at: float
+    stuck: bool = False
+    ended: bool = False
+    report: Mapping[str, Any] | None = None
+    silent: bool = False
+
+
+class Standstill:
+    """What the front knows of the hosts of a launch, and what it decides; called from many threads.
+
+    Args:
+        health: folder of the run, where an incident is written.
+        say: tells people.
+    """
+
+    def __init__(self, health: Path, say: Say) -> None:
+        self._health, self._say = health, say
+        self._lock = threading.Lock()
+        self._run, self._num_nodes = "", 0
+        self._hosts: dict[int, HostState] = {}
+        self._conclusion: Conclusion | None = None
+
+    def greet(self, hello: Hello) -> None:
+        """An agent has connected; a run that is started again begins from nothing."""
+        with self._lock:
+            if hello.run != self._run:
+                self._run, self._num_nodes, self._hosts, self._conclusion = hello.run, hello.num_nodes, {}, None
+            self._hosts[hello.node] = HostState(hello.host, time.monotonic())
+
+    def hear(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a host's message, and return the answer to it."""
+        with self._lock:
+            if hello.run != self._run:
+                return {"judges": False, "leave": None}
+            host = self._hosts[hello.node]
+            if host.silent:
+                self._say(f"health: {host.host} is heard again")
+            host.heard_at, host.silent = time.monotonic(), False
+            host.stuck, host.ended = message.get("stuck") is True, message.get("ended") is True
+            if "report" in message:
+                host.report = message["report"]
+            self._judge()
+            leave = None if self._conclusion is None else self._conclusion.leave
+            return {"judges": len(self._hosts) == self._num_nodes, "leave": leave}
+
+    def look(self) -> None:
+        """Tell of hosts that are heard no more, and judge again."""
+        with self._lock:
+            for host in self._hosts.values():
+                if self._is_lost(host) and not host.silent:
+                    host.silent = True
+                    self._say(f"health: nothing is heard from {host.host} for {LOST_S:.0f} s")
+            self._judge()
+
+    @staticmethod
+    def _is_lost(host: HostState) -> bool:
+        return not host.ended and time.monotonic() - host.heard_at > LOST_S
+
+    def _judge(self) -> None:
+        if self._conclusion is not None or len(self._hosts) < self._num_nodes:
+            return
+        speaking = [one for one in self._hosts.values() if not one.ended and not self._is_lost(one)]
+        if not speaking or not all(one.stuck and one.report is not None for one in speaking):
+            return
+        reports = [one.report for one in self._hosts.values() if one.report is not None]
+        lost = [one.host for one in self._hosts.values() if self._is_lost(one)]
+        nodes = [self._hosts[node].host for node in sorted(self._hosts)]
+        try:
+            self._conclusion = conclude(self._health, nodes, reports, lost)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("health: a report of a host cannot be read: %r", error)
+            return
+        self._say(f"health: {self._conclusion.leave['message']}")
+        try:
+            self._conclusion.write()
+        except OSError as error:
+            self._say(f"health: the incident could not be written: {error}")
+
+
+class FrontServer(socketserver.ThreadingTCPServer):
+    """Listens for agents on one address, until ``close``.
+
+    Args:
+        launch_id: of the launch.
+        address: to listen on; agents connect to it.
+        health: folder of the run.
+        say: tells people.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+    block_on_close = False
+
+    def __init__(self, launch_id: str, address: str, health: Path, say: Say) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, 0), _Agent)
+        self.front = FrontAddress(launch_id, address, self.server_address[1], secrets.token_hex(32))
+        self.standstill = Standstill(health, say)
+        self._unknown = threading.BoundedSemaphore(MAX_UNKNOWN)
+        self._say, self._refused = say, 0
+        self._thread = threading.Thread(target=self.serve_forever, name="health", daemon=True)
+        self._thread.start()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for another connection that has not shown who it is."""
+        return self._unknown.acquire(blocking=False)
+
+    def known(self) -> None:
+        """A connection has shown who it is, or has ended without."""
+        self._unknown.release()
+
+    def refused(self, client: str, why: str) -> None:
+        """Tell, once, of a connection that is not an agent's."""
+        self._refused += 1
+        if self._refused == 1:
+            self._say(f"health: refused a connection from {client}: {why}; further ones are not told")
+
+    def service_actions(self) -> None:
+        """Look at the hosts; called about twice a second."""
+        self.standstill.look()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error of a connection, which ends with it."""
+        logger.warning("health: connection from %s failed", client_address, exc_info=True)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+class _Agent(socketserver.BaseRequestHandler):
+    """Connection of one agent."""
+
+    server: FrontServer
+
+    def handle(self) -> None:
+        wire = Wire(self.request, self.server.front.secret)
+        try:
+            hello = wire.greet_agent()
+        except (OSError, ValueError, RecursionError) as error:
+            self.server.refused(self.client_address[0], str(error) or type(error).__name__)
+            return
+        finally:
+            self.server.known()
+        self.server.standstill.greet(hello)
+        with contextlib.suppress(ConnectionError, TimeoutError, WireError):
+            while True:
+                wire.send(self.server.standstill.hear(hello, wire.receive(LOST_S)))

@@ -1,0 +1,178 @@
+"""The ranks of a host, as its agent sees them: records, processes, and the answers to its questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.durable import write_durably
+from megasdc.health.blame import GONE, RUNNING
+from megasdc.health.incident import state_of
+from megasdc.health.limits import Limits, merged
+from megasdc.health.phases import Phase
+from megasdc.health.process_state import process_state
+from megasdc.health.rank_watch import answer_path
+from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
+
+ANSWER_S = 3.0
+"""Seconds that ranks have to answer."""
+LEAVE_S = 5.0
+"""Seconds that ranks have to leave before they are killed."""
+
+
+@dataclass
+class WatchedRank:
+    """A rank as its agent sees it.
+
+    Args:
+        first_step: of its process.
+        state: of its process, at the last look.
+        damaged: what is wrong with its record; empty: nothing.
+    """
+
+    record: RecordReader
+    first_step: int
+    progress: Progress
+    state: str = RUNNING
+    damaged: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        """Its identity."""
+        return self.record.identity
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has finished, or its process is gone."""
+        return self.state == GONE or self.progress.phase == Phase.DONE
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds since its last change of phase."""
+        return time.monotonic() - self.progress.time
+
+    def look(self) -> None:
+        """Read where it is, and what its process does; with a damaged record it stays where it was last seen."""
+        try:
+            self.progress = self.record.read()
+        except ValueError as error:
+            self.damaged = str(error)
+        self.state = process_state(self.identity.pid, self.identity.started_at)
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, for people and programs."""
+        return {
+            "rank": self.identity.rank,
+            "step": self.progress.step,
+            "micro_batch": self.progress.micro_batch,
+            "phase": self.progress.phase.label,
+            "stuck_s": round(self.stuck_s, 3),
+            "process": self.state,
+        }
+
+
+class WatchedRanks:
+    """All ranks of this host.
+
+    Args:
+        folder: of the records.
+        ranks: their numbers.
+
+    Raises:
+        OSError: a record is missing.
+        ValueError: a record is damaged.
+    """
+
+    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+        self._folder = folder
+        self._ranks = [self._open(rank) for rank in ranks]
+
+    def _open(self, rank: int) -> WatchedRank:
+        record = RecordReader(record_path(self._folder, rank))
+        progress = record.read()
+        return WatchedRank(record, max(progress.step, 1), progress)
+
+    def __iter__(self) -> Iterator[WatchedRank]:
+        return iter(self._ranks)
+
+    @property
+    def run(self) -> str:
+        """Name of this start of the run."""
+        return self._ranks[0].identity.run
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have finished, or are gone."""
+        return all(rank.ended for rank in self._ranks)
+
+    def look(self) -> None:
+        """Read where all are."""
+        for rank in self._ranks:
+            rank.look()
+
+    def durations(self, kept: Mapping[Phase, Sequence[int]]) -> dict[Phase, list[int]]:
+        """Counts of durations by phase, with those of earlier starts."""
+        return merged([kept, *(rank.record.durations() for rank in self._ranks)])
+
+    def are_stuck(self, limits: Limits) -> bool:
+        """Whether every rank that has not ended has been where it is for longer than it may."""
+        waiting = [rank for rank in self._ranks if not rank.ended]
+        return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
+
+    def report(self) -> dict[str, Any]:
+        """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts."""
+        asked = {rank.identity.rank: rank.record.ask() for rank in self._ranks if rank.state == RUNNING}
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until and any(
+            rank.record.answered < asked.get(rank.identity.rank, 0) for rank in self._ranks
+        ):
+            time.sleep(0.05)
+        states, stacks = [], {}
+        for rank in self._ranks:
+            rank.look()
+            answer = self._answer(rank, asked)
+            stacks[str(rank.identity.rank)] = answer.get("stacks", {})
+            states.append(asdict(state_of(rank.identity, rank.progress, rank.state, answer)))
+        return {"run": self.run, "states": states, "stacks": stacks}
+
+    def _answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:
+        number = rank.identity.rank
+        if rank.record.answered < asked.get(number, 1):
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(answer_path(self._folder, number).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def end(self, leave: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+        """Tell all to leave, and kill those that do not.
+
+        Args:
+            leave: ``exit_code`` and ``message``.
+            tell: called with what had to be done.
+        """
+        try:
+            write_durably(self._folder / LEAVE_FILE, json.dumps(leave) + "\n")
+        except OSError as error:
+            tell(f"ranks cannot be told to leave, and are killed: {error}")
+        else:
+            for rank in self._ranks:
+                rank.record.tell_to_leave()
+            self._wait_until_gone()
+        for rank in self._ranks:
+            if rank.state != GONE:
+                tell(f"rank {rank.identity.rank} did not leave and was killed")
+                os.kill(rank.identity.pid, signal.SIGKILL)
+
+    def _wait_until_gone(self) -> None:
+        until = time.monotonic() + LEAVE_S
+        while time.monotonic() < until and not all(rank.state == GONE for rank in self._ranks):
+            time.sleep(0.1)
+            self.look()

@@ -1,0 +1,65 @@
+"""The front's side of health during a launch: agents of all hosts connect to it (``megasdc.health.front_server``)."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from megasdc.health.front_server import FrontServer
+from megasdc.health.wire import FRONT_FILE
+from megasdc.launcher import write_on_host
+from megasdc.launcher.plan import LaunchPlan
+from megasdc.launcher.supervision import say
+
+LOCAL_ADDRESS = "127.0.0.1"
+WRITE_TIMEOUT_S = 30.0
+
+
+@contextmanager
+def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
+    """Listen for the agents of this launch while it runs, if the run's health is watched.
+
+    Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
+    Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder.
+    """
+    server = _open(plan) if plan.watched else None
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _open(plan: LaunchPlan) -> FrontServer | None:
+    health = plan.run_dir / "health"
+    try:
+        server = FrontServer(plan.launch_id, _own_address(plan.master_addr), health, say)
+    except OSError as error:
+        say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
+        return None
+    request = {"path": str(health / FRONT_FILE), "text": json.dumps(asdict(server.front))}
+    first, program = plan.placement.hosts[0], Path(write_on_host.__file__)
+    (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
+    if answer.problem:
+        say(f"health: hosts cannot be told where to connect: {answer.problem}; their agents judge by the run folder")
+        server.close()
+        return None
+    return server
+
+
+def _own_address(master_addr: str | None) -> str:
+    """Address of this host on the way to rank 0's host; that of the loopback where all ranks are here.
+
+    Raises:
+        OSError: there is no way.
+    """
+    if master_addr is None:
+        return LOCAL_ADDRESS
+    family, kind, *_, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
