@@ -33,6 +33,7 @@ from megasdc.health.front_link import FrontLink
 from megasdc.health.incident import conclude
 from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations
+from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.watched import WatchedRanks
 from megasdc.health.wire import FrontAddress, Hello
@@ -153,7 +154,8 @@ class Agent:
         self._journal.write([rank.position() for rank in self._ranks], note, **more)
 
     def _finish(self, disk: Background) -> None:
-        self._note("killed" if any(rank.state == GONE for rank in self._ranks) else "ends")
+        gone = [rank.identity.rank for rank in self._ranks if rank.state == GONE and rank.progress.phase != Phase.DONE]
+        self._note(f"ends; rank {', '.join(map(str, gone))} had gone before its last step" if gone else "ends")
         self._tell(OwnState(self._report, ended=True))
         if self._options.node == 0:
             durations = self._ranks.durations(self._kept)

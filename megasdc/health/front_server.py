@@ -133,6 +133,7 @@ class FrontServer(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 1024  # all hosts connect at once
     block_on_close = False
 
     def __init__(self, launch_id: str, address: str, health: Path, say: Say) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,3 +123,31 @@ def test_a_run_whose_agent_cannot_start_goes_on_and_reports_it(tmp_path: Path, d
     (event,) = events_of(run_dir, "health", "unwatched")
     assert event["rank"] == 0 and "could not be started" in event["problem"]
     assert metrics_of(run_dir)[-1]["step"] == 6
+
+
+def test_a_killed_agent_is_started_again_and_the_run_goes_on(tmp_path: Path, data: Path) -> None:
+    """Killed while a rank sleeps: an event tells it, the second agent watches to the end, and nothing stays."""
+    run_dir = tmp_path / "run"
+    slow = [{"kind": "slow", "factor": 200.0, "rank": 1, "steps": [2, 4], "phase": "forward"}]
+    config = write_config(tmp_path / "c.json", data, run_dir, health__enabled=True, process_faults=slow)
+    killed: list[int] = []
+
+    def kill_agent() -> None:
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not killed:
+            for process in agents_of(run_dir):
+                if (run_dir / "health" / "node_00000.now").exists():
+                    process.kill()
+                    killed.append(process.pid)
+            time.sleep(0.1)
+
+    killer = threading.Thread(target=kill_agent)
+    killer.start()
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    killer.join()
+    (event,) = events_of(run_dir, "health", "agent_restarted")
+    assert event["rank"] == 0 and "was killed" in event["problem"]
+    wait_for_agents(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "health" / "node_00000.jsonl").read_text().splitlines()]
+    assert [line["note"] for line in lines if line["note"]] == ["begins", "begins", "ends"]
+    assert records_of(lines[0]["run"]) == []

@@ -1,0 +1,213 @@
+"""Agents and front know each other by a secret; the front decides once it has heard all hosts; garbage ends nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.health import board, front_server, wire
+from megasdc.health.board import OwnState
+from megasdc.health.front_link import FrontLink
+from megasdc.health.front_server import FrontServer
+from megasdc.health.phases import Phase
+from megasdc.health.wire import FrontAddress, Hello, WireError, take_front
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the front has told people."""
+    return []
+
+
+@pytest.fixture
+def server(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
+    """A front that waits two seconds for a greeting."""
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 2.0)
+    found = FrontServer("launch-1", "127.0.0.1", tmp_path / "health", said.append)
+    yield found
+    found.close()
+
+
+def link(server: FrontServer, node: int = 0, run: str = "r", num_nodes: int = 2) -> FrontLink:
+    """Agent of a host."""
+    return FrontLink(server.front, Hello(run, node, f"n{node}", num_nodes))
+
+
+def stuck(rank: int, run: str = "r", phase: Phase = Phase.FORWARD) -> OwnState:
+    """State of a host whose only rank does not move."""
+    state: dict[str, Any] = {"rank": rank, "host": f"n{rank}", "pp_rank": rank, "tp_rank": 0, "dp_rank": 0, "step": 7}
+    state |= {"micro_batch": 0, "phase": int(phase), "stuck_s": 61.0, "process": "running", "groups": {}, "where": ""}
+    return OwnState({"run": run, "states": [state], "stacks": {str(rank): {"main": ["a.py:1 f"]}}})
+
+
+def raw_connection(server: FrontServer) -> socket.socket:
+    """A connection of somebody."""
+    return socket.create_connection((server.front.address, server.front.port), timeout=5)
+
+
+def wait_for(condition: Any) -> None:
+    """Until it holds, at most five seconds."""
+    until = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_the_front_decides_when_all_hosts_are_stuck(server: FrontServer, said: list[str], tmp_path: Path) -> None:
+    """Two stages: the second computes, the first waits for it; both hear with which code and message to leave."""
+    first, second = link(server, 0), link(server, 1)
+    first.exchange()
+    assert not first.judges, "the other host has not connected yet"
+    second.exchange()
+    first.own = stuck(0, phase=Phase.RECEIVE_GRADIENT)
+    first.exchange()
+    assert first.judges and first.leave is None, "the other host still moves"
+    second.own = stuck(1)
+    second.exchange()
+    first.exchange()
+    assert first.leave == second.leave and first.leave is not None and first.leave["exit_code"] == 75
+    assert "rank 1 on n1" in first.leave["message"] and said == [f"health: {first.leave['message']}"]
+    incident = json.loads((tmp_path / "health" / "incidents" / "hang_r.json").read_text())
+    assert incident["ranks"] == [1] and incident["waits"]["0"].startswith("waits for rank 1")
+    again = link(server, 0, run="s", num_nodes=1)
+    again.exchange()
+    assert again.judges and again.leave is None, "a run that is started again begins from nothing"
+    first.exchange()
+    assert not first.judges, "an agent of the start before is told nothing more"
+
+
+def test_a_host_that_moves_again_is_not_ended(server: FrontServer) -> None:
+    """It takes back what it has reported before the other host is stuck, too."""
+    first, second = link(server, 0), link(server, 1)
+    first.own = stuck(0)
+    for one in (first, second):
+        one.exchange()
+    first.own, second.own = OwnState(), stuck(1)
+    for one in (first, second, first):
+        one.exchange()
+        assert one.leave is None
+
+
+def test_a_host_that_is_silent_is_told_and_named(
+    server: FrontServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the other one is stuck, the silent host is the cause, with the exit code of a lost one."""
+    first, second = link(server, 0), link(server, 1)
+    for one in (first, second):
+        one.exchange()
+    monkeypatch.setattr(front_server, "LOST_S", 0.3)
+    first.own = stuck(0, phase=Phase.RECEIVE_GRADIENT)
+
+    def told() -> bool:
+        first.exchange()
+        return first.leave is not None
+
+    wait_for(told)
+    assert first.leave is not None and first.leave["exit_code"] == 79 and "n1" in first.leave["message"]
+    wait_for(lambda: "health: nothing is heard from n1 for 0 s" in said)
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(server: FrontServer, said: list[str]) -> None:
+    """The front tells it once; an agent does not believe a front without the secret, and tries again later."""
+    stranger = FrontLink(replace(server.front, secret="00" * 32), Hello("r", 0, "n0", 1))
+    with pytest.raises(OSError, match=r"closed|reset"):
+        stranger.exchange()
+    stranger.exchange()
+    assert not stranger.judges and stranger.leave is None, "it waits before it tries again"
+    wait_for(lambda: said)
+    assert "does not know the secret" in said[0] and server.front.secret not in "".join(said)
+    assert server.front.secret not in repr(server.front)
+
+
+def test_a_false_front_is_not_believed() -> None:
+    """Who answers with a proof of another secret has no influence on an agent."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        front = FrontAddress("launch-1", "127.0.0.1", listening.getsockname()[1], "11" * 32)
+        agent = FrontLink(front, Hello("r", 0, "n0", 1))
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as lines:
+                connection.sendall(b'{"number": "22"}\n')
+                lines.readline()
+                connection.sendall(b'{"proof": "33"}\n{"judges": true, "leave": {"exit_code": 0, "message": ""}}\n')
+                lines.readline()
+
+        import threading
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(WireError, match="does not know the secret"):
+            agent.exchange()
+        thread.join()
+        assert not agent.judges
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000 + b"\n", b"\xff\x00\n", b"x" * 10_000, b'{"number": 7}\n', b"", b'{"numb'],
+    ids=["http", "nested", "bytes", "no line", "wrong type", "closed", "silent"],
+)
+def test_garbage_on_the_port_changes_nothing(server: FrontServer, said: list[str], garbage: bytes) -> None:
+    """It is refused and told, and agents are served beside it and after it."""
+    with raw_connection(server) as connection:
+        connection.sendall(garbage)
+        if not garbage:
+            connection.shutdown(socket.SHUT_WR)
+        agent = link(server, num_nodes=1)
+        agent.exchange()
+        assert agent.judges
+        wait_for(lambda: said)
+    assert said[0].startswith("health: refused a connection from 127.0.0.1: ")
+    agent.exchange()
+    assert agent.judges
+
+
+def test_too_many_strangers_do_not_exhaust_the_front(server: FrontServer, said: list[str]) -> None:
+    """Twice as many silent connections as allowed at a time: agents are served once these have timed out."""
+    strangers = [raw_connection(server) for _ in range(2 * front_server.MAX_UNKNOWN)]
+    agent = link(server, num_nodes=1)
+
+    def served() -> bool:
+        agent._try_at = 0.0
+        try:
+            agent.exchange()
+        except OSError:
+            return False
+        return agent.judges
+
+    wait_for(served)
+    for one in strangers:
+        one.close()
+
+
+def test_a_report_that_is_no_report_ends_nothing(server: FrontServer) -> None:
+    """An agent that knows the secret and sends nonsense: the front judges nothing, and lives."""
+    agent = link(server, num_nodes=1)
+    agent.own = OwnState({"run": "r", "states": [{"rank": "x"}], "stacks": {}})
+    agent.exchange()
+    agent.exchange()
+    assert agent.judges and agent.leave is None
+
+
+def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server: FrontServer) -> None:
+    """Of another launch, damaged, or absent: there is no front."""
+    content = json.dumps(vars(server.front))
+    for text, launch_id, expected in (
+        (content, "launch-1", server.front),
+        (content, "launch-2", None),
+        (content, None, None),
+        (content[:30], "launch-1", None),
+    ):
+        (tmp_path / wire.FRONT_FILE).write_text(text)
+        assert take_front(tmp_path, launch_id) == expected
+    (tmp_path / wire.FRONT_FILE).unlink(missing_ok=True)
+    assert take_front(tmp_path, "launch-1") is None
+    assert board.LOST_S == front_server.LOST_S
