@@ -108,7 +108,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         cwd / config.megasdc.logging.run_dir,
         options.master_addr or os.environ.get("MASTER_ADDR"),
         through_runner=request.hostfile is not None or bool(options.others),
-        watched=config.megasdc.health.enabled,
+        watched=config.megasdc.health.is_on(launched=True, studied=config.megasdc.study.replicas is not None),
     )
 
 

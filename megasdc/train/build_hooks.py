@@ -107,7 +107,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     managed = training.garbage_collection == "managed"
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
-        Health(sections.health, run, parts.signals.leave_running) if sections.health.enabled else None,
+        _health(parts),
         # Before anything is written: whether the folder is still this launch's.
         FolderWatch(parts.locks),
         StartReport(parts.clock),
@@ -141,6 +141,12 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _fault_drill(parts),
     ]
     return [hook for hook in order if hook is not None]
+
+
+def _health(parts: HookParts) -> Health | None:
+    section, leave = parts.config.megasdc.health, parts.signals.leave_running
+    is_on = section.is_on(launched=leave is not None, studied=parts.study is not None)
+    return Health(section, parts.run, leave) if is_on else None
 
 
 def _build_detection(parts: HookParts) -> Detection | None:

@@ -78,7 +78,7 @@ def pretrain(
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
         held.folder, folder = Path(config.megasdc.logging.run_dir), Path(sections.logging.run_dir)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
-        if sections.health.enabled:
+        if sections.health.is_on(launched=leave is not None, studied=cut is not None):
             record_collectives(os.environ)  # likewise
         if rank == 0:
             for warning in find_warnings(config):

@@ -10,8 +10,10 @@ class HealthSection(Section):
 
     at_resume = "applied"
 
-    enabled: bool = setting(
-        False, "Record what each rank is doing, watch it with an agent on each host, and end the run when it is stuck."
+    enabled: bool | None = setting(
+        None,
+        "Record what each rank is doing, watch it with an agent on each host, and end the run when it is stuck; null: "
+        "in runs that a launcher starts, but in no study and no run of a sweep.",
     )
     hang_floor_s: PositiveFloat = setting(
         60.0, "Least seconds without any progress after which a run is stuck; `parallel.timeout_s` still holds."
@@ -22,3 +24,12 @@ class HealthSection(Section):
     hang_factor: PositiveFloat = setting(
         10.0, "A phase may last this many times the 99th percentile of its durations in this run."
     )
+
+    def is_on(self, *, launched: bool, studied: bool) -> bool:
+        """Whether a run is watched.
+
+        Args:
+            launched: whether its ranks are processes that a launcher has started, which an agent can end.
+            studied: whether it is part of a study.
+        """
+        return launched and not studied if self.enabled is None else self.enabled
