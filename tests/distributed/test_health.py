@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, write_config
+
+from megasdc.report.run_pages.command import write_report
 
 pytestmark = pytest.mark.distributed
 
@@ -110,6 +112,10 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     ends = [one for one in events if one["kind"] == "end"]
     assert ends and ends[-1]["fields"]["exit_code"] in (75, 79)
     assert records_of(incident["run"]) == []
+    failure = failure_of(run_dir)
+    assert failure.incident == str(path) and failure.suspects[0].startswith(f"rank {rank} on ")
+    written = write_report([run_dir])
+    assert written.page.summary["hangs"] == [str(path)] and "Hangs" in {one.heading for one in written.page.sections}
 
 
 def test_a_run_whose_agent_cannot_start_goes_on_and_reports_it(tmp_path: Path, data: Path) -> None:

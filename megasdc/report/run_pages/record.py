@@ -13,6 +13,7 @@ import numpy as np
 
 from megasdc.errors import PeerError, TraceError
 from megasdc.events import Event
+from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
 from megasdc.report.result.figure import Series
@@ -41,7 +42,8 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each.
+    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each;
+    ``hangs``: oldest first.
 
     ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
     last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each.
@@ -52,6 +54,7 @@ class RunRecord:
     series: dict[str, Series]
     events: tuple[Event, ...]
     incidents: tuple[tuple[Path, Incident], ...]
+    hangs: tuple[HangIncident, ...]
     ending: Ending | None
     written_at: float | None
     notes: tuple[str, ...]
@@ -102,12 +105,15 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     events = _load_events(path, notes, on_progress)
     events = _of_this_run(events, notes)
     times = [events[-1].time] if events else []
+    hangs, unreadable = load_hangs(path)
+    notes += unreadable
     return RunRecord(
         path=path,
         config=config,
         series=series,
         events=tuple(events),
         incidents=_load_incidents(path / "reports", notes),
+        hangs=hangs,
         ending=_load_ending(path, events, notes),
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),

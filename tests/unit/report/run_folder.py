@@ -11,6 +11,9 @@ import numpy as np
 from megasdc.addresses import Address
 from megasdc.config import load_config
 from megasdc.events import EventLog
+from megasdc.health.blame import RankState, find_blame
+from megasdc.health.incident import write_incident as write_hang
+from megasdc.health.phases import Phase
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.sdc.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incident_page import write_incident
@@ -93,6 +96,19 @@ def add_incident(folder: Path, step: int) -> Path:
     log.emit("sdc", "verdict", step=step, tier="audit", action="repair", verdict="persistent")
     log.close()
     return page
+
+
+def add_hang(folder: Path, step: int, run: str = "abc") -> Path:
+    """Write the incident of a standstill: rank 1 hangs in the forward pass, rank 0 waits for its activation."""
+    phases = [Phase.RECEIVE_GRADIENT, Phase.FORWARD]
+    states = [RankState(rank, f"node{rank}", rank, 0, 0, step, 0, phase, 31.5) for rank, phase in enumerate(phases)]
+    stacks = {
+        0: {"MainThread x": ["a.py:1 outer", "b.py:2 wait"]},
+        1: {"MainThread x": ["a.py:1 outer", "c.py:3 spin"]},
+    }
+    (folder / "health").mkdir(exist_ok=True)
+    blame = find_blame(states)
+    return write_hang(folder / "health", run, f"nothing moved: {blame.text}", blame, states, ["node1"], stacks)
 
 
 def columns(path: Path) -> dict[str, list[str]]:
