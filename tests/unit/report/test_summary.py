@@ -138,7 +138,7 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_hang_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the failure: who hung and where its evidence lies; of the run: how many hangs; one of before is not its cause."""
+    """Of the failure who hung, and the file; of the run how many hangs; one of an earlier start is not the cause."""
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     assert "hangs" not in render(replace(RUN, failure=None))
     before = add_hang(folder, 10, "before")
