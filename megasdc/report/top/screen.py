@@ -21,6 +21,7 @@ FIT = "fit"
 OLD_S = 3.0
 """An older description of a host is shown with its age."""
 _STATES = {"running": "green", "done": "green", "starting": "bold", "stopped": "bold", "silent": "yellow"}
+_INCIDENTS = {"sdc": ("case of corruption", "cases of corruption"), "hang": ("hang", "hangs")}
 _HOW_TO_WATCH = (
     "Ranks are not watched: start the run with megasdc.health.enabled=true to see what each is doing, and to have a "
     "run that is stuck named and ended."
@@ -171,8 +172,7 @@ def _foot(view: RunView) -> list[RenderableType]:
         who = f"{one['host']}, ranks {', '.join(map(str, one['ranks']))}"
         lines.append(_line(f"slow: {who}: {one['ratio']:.1f} times slower since step {one['since_step']}", "yellow"))
     lines += _verdicts(view)
-    names = {"sdc": "of corruption", "hang": "of hangs"}
-    counts = [f"{count} {names[kind]}" for kind, count in view.incidents.items() if count]
+    counts = [f"{count} {_INCIDENTS[kind][count > 1]}" for kind, count in view.incidents.items() if count]
     lines.append(_line(f"incidents: {', '.join(counts) or 'none'}", "red" if counts else ""))
     if view.last_incident is not None:
         last = view.last_incident

@@ -17,6 +17,7 @@ from run_folder import add_hang, add_incident, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.errors import DataError
 from megasdc.events import EventLog
 from megasdc.health.hosts import LOST_S, FileClock
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
@@ -78,7 +79,7 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     assert "node 1     2    21      -  receive activation" in text and "1.8 times slower" in text
     assert "slow: node 1, ranks 3: 1.8 times slower since step 12" in text
     assert "devices: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit" in text and "GPU-8:" not in text
-    assert "incidents: 1 of corruption, 1 of hangs" in text and str(hang) in "".join(text.split("\n"))
+    assert "incidents: 1 case of corruption, 1 hang\n" in text and str(hang) in "".join(text.split("\n"))
     assert "save checkpoint step 20" in text and "running, step 20 of 60" in text
     said = json.loads(CliRunner().invoke(app, ["top", str(folder), "--json"]).stdout)
     assert [one["rank"] for host in said["hosts"] for one in host["ranks"]] == [0, 1, 2, 3]
@@ -87,8 +88,8 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     assert once.exit_code == 0 and "receive activation" in once.stdout, "no terminal: once"
 
 
-@pytest.mark.parametrize("height", [12, 16, 24, 40, 60])
-@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("height", [12, 24, 60])
+@pytest.mark.parametrize("width", [60, 160])
 def test_nothing_is_cut_off_without_a_word(height: int, width: int, tmp_path: Path) -> None:
     """Ranks that do not fit become a row a host, with the one to look at; hosts that do not fit are counted."""
     folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
@@ -178,10 +179,6 @@ def test_a_follower_reads_what_is_new_and_forgets_what_was_cut(tmp_path: Path) -
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """Nothing there, no folder, or a study: exit code 71, and what to give instead."""
     (tmp_path / "replicas" / "study").mkdir(parents=True)
-    for path, why in (
-        (tmp_path, "holds no run"),
-        (tmp_path / "no", "is no folder"),
-        (tmp_path / "replicas", "replica_K"),
-    ):
-        result = CliRunner().invoke(app, ["top", str(path), "--once"])
-        assert type(result.exception).__name__ == "DataError" and why in str(result.exception)
+    for name, why in ((".", "holds no run"), ("no", "is no folder"), ("replicas", "replica_K")):
+        result = CliRunner().invoke(app, ["top", str(tmp_path / name), "--once"])
+        assert isinstance(result.exception, DataError) and why in str(result.exception)
