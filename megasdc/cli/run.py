@@ -1,8 +1,9 @@
-"""Commands on runs and their data: `megasdc prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`."""
+"""Commands on runs and their data: `prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`, `top`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -177,3 +178,36 @@ def summary(
     found = summarize(run_dir)
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
     raise typer.Exit(int(require_finished and not found.finished))
+
+
+@app.command("top", epilog="Example: megasdc top runs/smoke")
+def top(
+    run_dir: Annotated[Path, input_argument(DataError, help="Run folder (megasdc.logging.run_dir).")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the run as it is now, with all ranks, and end; so without a terminal.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Seconds between two looks.")
+    ] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Watch a run on a terminal, from any host that sees its folder: what each rank is doing and for how long, who is
+    slow, devices, incidents, loss, speed, time left.
+
+    What ranks are doing is known with megasdc.health.enabled. Ends when the run has, or by Ctrl-C. Exit code 0, however
+    the run ended; 71: the folder holds no run; 130: Ctrl-C.
+    """
+    from rich.console import Console
+
+    from megasdc.report.top.command import watch
+    from megasdc.report.top.screen import Screen
+    from megasdc.report.top.view import RunWatcher
+
+    watcher = RunWatcher(run_dir)
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    if as_json:
+        typer.echo(json.dumps(watcher.look().as_dict(), indent=2))
+    elif once or not console.is_terminal:
+        console.print(Screen(watcher.look()))
+    else:
+        watch(watcher, console, interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megasdc.checkpoint.files import step_folder
@@ -12,6 +12,7 @@ from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.events import Event
+from megasdc.health.incident_file import HangIncident
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
 from megasdc.report.run_pages.status import status_of
@@ -23,11 +24,11 @@ from megasdc.study.log import STUDY_FOLDER
 class Failure:
     """How the last launch of a run failed; the text is the cause, as the launch or the failed rank recorded it.
 
-    ``rank``: that failed first, None: not known; ``verdict`` and ``incident``: of the report on silent data corruption,
-    None: another failure, or no report; ``suspects``: ranks that it names, or of which one is wrong, for NaN and Inf
-    where they appeared first; ``verified_checkpoint``: the newest after which an audit agreed, None: none;
-    ``repeats``: in how many repeats the worst suspect was wrong, as text, None: not repeated; ``injected``: fields by
-    which faults were injected on purpose, according to the report.
+    ``rank``: that failed first, None: not known; ``verdict``: of the report on silent data corruption, None: another
+    failure, or no report; ``incident``: that report, or the file of the hang that the launch ended with; ``suspects``:
+    ranks that it names, or of which one is wrong, for NaN and Inf where they appeared first; ``verified_checkpoint``:
+    the newest after which an audit agreed, None: none; ``repeats``: in how many repeats the worst suspect was wrong, as
+    text, None: not repeated; ``injected``: fields by which faults were injected on purpose, according to the report.
     """
 
     exit_code: int
@@ -43,12 +44,26 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Hang:
+    """A standstill of the run: its kind, time (UTC, by the clock of the host that wrote it), cause and file."""
+
+    kind: str
+    time: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    who: str
+    message: str
+    path: str
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """Summary of a run; losses in nats, None where none was reported or it was not finite.
 
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
-    blend and without data; ``tokens_per_s``: median over windows, all ranks.
+    blend and without data; ``tokens_per_s``: median over windows, all ranks;
+    ``hangs``: oldest first.
     """
 
     run_dir: str
@@ -65,6 +80,7 @@ class RunSummary:
     changed_settings: list[str]
     checkpoints: list[str]
     failure: Failure | None = None
+    hangs: tuple[Hang, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -110,6 +126,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         changed_settings=[_change_text(event) for event in run.of("resume", "changed")],
         checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
+        hangs=tuple(map(_hang, run.hangs)),
     )
 
 
@@ -130,6 +147,8 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
             one for one in run.of("nonfinite", "first") if one.time >= since and one.fields.get("rank") is not None
         ]
         suspects = [_place(one) for one in places[-1:]]
+    if page is None and not suspects and (hang := _hang_of_failure(run, ending, since)) is not None:
+        page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
     verified = None
     if any(checkpoints.glob("step_*/verified.json")):
         from megasdc.checkpoint.marks import list_verified  # imports torch
@@ -147,6 +166,17 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         repeats=repeats,
         injected=injected,
     )
+
+
+def _hang_of_failure(run: RunRecord, ending: Ending, since: float) -> HangIncident | None:
+    """The standstill that a launch ended with: the one that its message names, else the last since its start."""
+    named = [one for one in run.hangs if one.path.name in ending.text]
+    return next(reversed(named or [one for one in run.hangs if one.time >= since]), None)
+
+
+def _hang(one: HangIncident) -> Hang:
+    time = datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds")
+    return Hang(one.kind, time, one.ranks, one.hosts, one.who, one.message, str(one.path))
 
 
 def _place(event: Event) -> str:
@@ -178,6 +208,9 @@ def render(summary: RunSummary) -> str:
     lines = [f"run folder        {summary.run_dir}", f"steps             {summary.steps} of {planned}{skipped}"]
     if summary.failure is not None:
         lines += _render_failure(summary.failure)
+    if summary.hangs:
+        last = summary.hangs[-1]
+        lines.append(f"hangs             {len(summary.hangs)}, the last ({last.kind}, {last.who}): {last.path}")
     if summary.tokens_per_s is not None:
         losses = " -> ".join(map(_nats, (summary.first_loss, summary.last_loss)))
         lines.append(f"training loss     {losses} nats per token")
@@ -211,7 +244,8 @@ def _render_failure(failure: Failure) -> list[str]:
     elif failure.rank is not None:
         lines.append(f"first to fail     rank {failure.rank} on {failure.host}")
     if failure.incident is not None:
-        lines.append(f"what to do        {failure.incident}")
+        label = "evidence" if failure.verdict is None else "what to do"
+        lines.append(f"{label:<18}{failure.incident}")
     if failure.injected:
         options = " ".join(map(without_faults, failure.injected))
         lines.append(

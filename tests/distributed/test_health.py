@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,13 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from terminal import Terminal
+from typer.testing import CliRunner
+from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, write_config
+
+from megasdc.cli import app
+from megasdc.report.run_pages.command import write_report
+from megasdc.report.top.view import RunWatcher
 
 pytestmark = pytest.mark.distributed
 
@@ -66,6 +74,9 @@ def test_with_health_a_run_has_the_same_bits_and_nothing_stays(tmp_path: Path, d
     name = "checkpoints/step_00000006"
     assert state_of(tmp_path / "plain" / name) == state_of(tmp_path / "watched" / name)
     wait_for_agents(tmp_path / "watched")
+    said = json.loads(CliRunner().invoke(app, ["top", str(tmp_path / "watched"), "--once", "--json"]).stdout)
+    assert (said["state"], said["over"], said["step"], said["eta_s"]) == ("done", True, 6, None)
+    assert [(one["rank"], one["phase"]) for one in said["hosts"][0]["ranks"]] == [(rank, "done") for rank in range(4)]
     health = tmp_path / "watched" / "health"
     lines = [json.loads(line) for line in (health / "node_00000.jsonl").read_text().splitlines()]
     assert [one["phase"] for one in lines[-1]["ranks"]] == ["done"] * 4
@@ -111,6 +122,44 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     ends = [one for one in events if one["kind"] == "end"]
     assert ends and ends[-1]["fields"]["exit_code"] in (75, 79)
     assert records_of(incident["run"]) == []
+    failure = failure_of(run_dir)
+    assert failure.incident == str(path) and failure.suspects[0].startswith(f"rank {rank} on ")
+    written = write_report([run_dir])
+    assert written.page.summary["hangs"] == [str(path)] and "Hangs" in {one.heading for one in written.page.sections}
+
+
+def test_a_run_is_watched_in_a_terminal_until_it_has_ended(tmp_path: Path, data: Path) -> None:
+    """A real terminal shows steps counting, then each rank and its phase, then how the run ended, and gives it back."""
+    run_dir, faults = tmp_path / "run", [{"kind": "hang", "rank": 1, "phase": "forward", "steps": [30, 30]}]
+    (run_dir / "events").mkdir(parents=True)  # of a run that is about to start
+    config = write_config(tmp_path / "c.json", data, run_dir, training__steps=50, process_faults=faults, **QUICK)
+    terminal = Terminal(["top", str(run_dir), "--interval", "0.1"])
+    terminal.wait_for("starting, no step was reported yet")
+    run_distributed(train_and_leave, 2, str(config), init=False, expect_exit={1: 75}, timeout_s=180)
+    assert terminal.wait() == 0
+    steps = [int(step) for step in re.findall(r"running, step (\d+) of 50", terminal.screens)]
+    assert len(set(steps)) > 1 and steps == sorted(steps) and max(steps) == 29
+    rows = re.findall(r"\b([01]) +(\d+) +(\d+|-)  ([a-z ]+?)  +", terminal.screens + terminal.after)
+    assert {row[0] for row in rows} == {"0", "1"} and ("1", "30", "0", "forward") in rows
+    assert "failed at step 29 of 50 with exit code 75" in terminal.after and "incidents: 1 hang\r" in terminal.after
+
+
+def test_ranks_that_were_killed_are_shown_where_they_were(tmp_path: Path, data: Path) -> None:
+    """Of a run whose ranks were all killed: gone, at which step, in which phase; nobody else recorded an end."""
+    run_dir = tmp_path / "run"
+    faults = [{"kind": "sigkill", "rank": rank, "phase": "backward", "steps": [4, 4]} for rank in range(2)]
+    config = write_config(tmp_path / "c.json", data, run_dir, process_faults=faults, **QUICK)
+    run_distributed(train_and_leave, 2, str(config), init=False, expect_exit={0: -9, 1: -9}, timeout_s=180)
+    wait_for_agents(run_dir)
+    for path in run_dir.rglob("*.*"):
+        os.utime(path, (time.time() - 3600,) * 2)  # an hour later
+    view = RunWatcher(run_dir).look()
+    assert (view.state, view.over, view.step, view.eta_s) == ("gone", True, 3, None)
+    (host,) = view.hosts
+    assert host.state == "ended" and host.name == socket.gethostname()
+    assert {(one.rank, one.step, one.phase, one.process) for one in host.ranks} == {
+        (rank, 4, "backward", "gone") for rank in range(2)
+    }
 
 
 def test_a_run_whose_agent_cannot_start_goes_on_and_reports_it(tmp_path: Path, data: Path) -> None:

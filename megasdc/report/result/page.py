@@ -14,10 +14,18 @@ State = Literal["same", "different", "unsure", "plain"]
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Text of fixed width below a title; a page shows it on request."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of a result under a heading, none where that is empty.
 
-    Sentences come first, then items of a list, facts by label, tables and figures.
+    Sentences come first, then items of a list, facts by label, tables, folded texts and figures.
     """
 
     heading: str = ""
@@ -26,6 +34,7 @@ class Section:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     items: Sequence[str] = ()
+    folds: Sequence[Fold] = ()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def printer(build: Callable[..., Page]) -> Callable[[Any, Console], None]:
 
 
 def _print_section(section: Section, console: Console) -> None:
-    if not (section.sentences or section.items or section.facts or any(one.rows for one in section.tables)):
+    told = (section.sentences, section.items, section.facts, section.folds)
+    if not (any(told) or any(one.rows for one in section.tables)):
         return
     if section.heading:
         say(f"\n{section.heading}", console, "bold")
@@ -59,6 +60,8 @@ def _print_section(section: Section, console: Console) -> None:
         say(f"  {label:{wide}}  {value}", console)
     for table in section.tables:
         print_table(table, console)
+    for fold in section.folds:
+        say(f"\n{fold.title}\n{fold.text}", console)
     for text in filter(None, (figure.text for figure in section.figures)):
         say(f"\n{text}", console)
 

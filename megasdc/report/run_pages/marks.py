@@ -12,10 +12,11 @@ from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import clock
 
 FINDING, INCIDENT, FAULT, NOT_FINITE, SKIP = "finding", "incident", "fault injected", "not finite", "skipped step"
+HANG = "hang"
 WARNING, DROPS, SAVE, RESUME, START = "warning", "drop decision", "save", "resume", "start, stop"
-LANES = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, WARNING, DROPS, SAVE, RESUME, START)
+LANES = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, WARNING, DROPS, SAVE, RESUME, START)
 """Kinds of marks, the most severe first."""
-LINED = (INCIDENT, SKIP, RESUME)
+LINED = (INCIDENT, HANG, SKIP, RESUME)
 """Kinds that are drawn as lines through every figure."""
 _LANE_OF = {
     ("sdc", "verdict"): INCIDENT,
@@ -93,6 +94,7 @@ def marks_of(run: RunRecord) -> list[Mark]:
         )
         for (lane, step), events in found.items()
     ]
+    marks += [Mark(HANG, one.step, 1, one.message) for one in run.hangs]
     loss = run.series.get("train/loss")
     if loss is not None:
         told = {mark.step for mark in marks if mark.lane == NOT_FINITE}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from megasdc.errors import PeerError, TraceError
 from megasdc.events import Event
+from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
 from megasdc.report.result.figure import Series
@@ -41,7 +42,8 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each.
+    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each;
+    ``hangs``: oldest first.
 
     ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
     last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each.
@@ -52,6 +54,7 @@ class RunRecord:
     series: dict[str, Series]
     events: tuple[Event, ...]
     incidents: tuple[tuple[Path, Incident], ...]
+    hangs: tuple[HangIncident, ...]
     ending: Ending | None
     written_at: float | None
     notes: tuple[str, ...]
@@ -97,24 +100,28 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     read at all.
     """
     notes: list[str] = []
-    config = _load_config(path / CONFIG_FILE, notes)
+    config = load_config(path / CONFIG_FILE, notes)
     series, last_line = _load_series(path, notes)
     events = _load_events(path, notes, on_progress)
     events = _of_this_run(events, notes)
     times = [events[-1].time] if events else []
+    hangs, unreadable = load_hangs(path)
+    notes += unreadable
     return RunRecord(
         path=path,
         config=config,
         series=series,
         events=tuple(events),
-        incidents=_load_incidents(path / "reports", notes),
-        ending=_load_ending(path, events, notes),
+        incidents=load_incidents(path / "reports", notes),
+        hangs=hangs,
+        ending=load_ending(path, events, notes),
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),
     )
 
 
-def _load_config(path: Path, notes: list[str]) -> dict[str, Any]:
+def load_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """A run's configuration; empty where it cannot be read, which is noted."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -127,7 +134,8 @@ def _load_config(path: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _metrics_row(row: dict[str, Any]) -> dict[str, Any]:
+def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics, checked; raises ValueError, TypeError or KeyError where it is none."""
     step, time = row["step"], row["time"]
     if not isinstance(step, int) or step < 0 or not isinstance(time, int | float):
         raise ValueError("no step or time")
@@ -143,26 +151,33 @@ def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], lis
     if not (folder / METRICS_FILE).exists():
         notes.append(f"{METRICS_FILE} is missing: no number was reported yet")
         return {}, []
-    lines = read_lines(folder / METRICS_FILE, _metrics_row)
+    lines = read_lines(folder / METRICS_FILE, metrics_row)
     notes.extend(lines.notes)
+    series, twice = series_of(lines.rows)
+    if twice:
+        notes.append(f"{METRICS_FILE}: {twice} numbers were reported twice for a step; the later is shown")
+    return series, [row["time"] for row in lines.rows[-1:]]
+
+
+def series_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int]:
+    """Metrics by name, of rows in order; and how many numbers came twice for a step, of which the later is taken."""
     values: dict[str, dict[int, float]] = {}
     twice = 0
-    for row in lines.rows:
+    for row in rows:
         for name, value in row.items():
             if name not in ("step", "time"):
                 own = values.setdefault(name, {})
                 twice += row["step"] in own
                 own[row["step"]] = math.nan if value is None else float(value)
-    if twice:
-        notes.append(f"{METRICS_FILE}: {twice} numbers were reported twice for a step; the later is shown")
     series = {}
     for name, own in values.items():
         steps = np.array(sorted(own), dtype=np.int64)
         series[name] = Series(steps, np.array([own[step] for step in steps.tolist()], dtype=np.float64))
-    return series, [row["time"] for row in lines.rows[-1:]]
+    return series, twice
 
 
-def _event(row: dict[str, Any]) -> Event:
+def event_row(row: dict[str, Any]) -> Event:
+    """A line of events, checked; raises ValueError or TypeError where it is none."""
     event = Event(**row)
     right = isinstance(event.time, int | float) and isinstance(event.rank, int) and isinstance(event.fields, dict)
     if not (right and isinstance(event.kind, str) and isinstance(event.name, str) and isinstance(event.host, str)):
@@ -178,7 +193,7 @@ def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None)
         notes.append("events/ holds no file of a rank: what happened is not known")
     events = []
     for number, path in enumerate(paths, 1):
-        lines = read_lines(path, _event)
+        lines = read_lines(path, event_row)
         notes.extend(f"events/{note}" for note in lines.notes)
         events.extend(lines.rows)
         if on_progress is not None:
@@ -196,7 +211,8 @@ def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
     return kept
 
 
-def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident], ...]:
+def load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident], ...]:
+    """Incidents of corruption in a folder of reports, with the page of each; what cannot be read is noted."""
     found = []
     for path in sorted(folder.glob("incident_step_*.json")):
         try:
@@ -206,7 +222,7 @@ def _load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Inciden
     return tuple(found)
 
 
-def _load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
+def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
     """How the last launch ended, from the launcher's record, else from those of its ranks."""
     launches = [one for one in sorted((folder / "done").glob("*")) if one.is_dir()]
     holder = read_holder(folder)

@@ -14,9 +14,11 @@ from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
 from megasdc.report.run_pages.figures.drops import drop_figures
 from megasdc.report.run_pages.figures.run import run_figures
+from megasdc.report.run_pages.hangs import hang_sections
 from megasdc.report.run_pages.marks import (
     FAULT,
     FINDING,
+    HANG,
     INCIDENT,
     NOT_FINITE,
     SAVE,
@@ -30,8 +32,8 @@ from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline
 
-_COUNTED = (INCIDENT, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
-"""Marks that are counted at the top of the page where there are any; the first two always."""
+_COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
+"""Marks that are counted at the top of the page where there are any; incidents and findings always."""
 
 
 def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
@@ -42,6 +44,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     figures = run_figures(run, marks)
     sections = [
         Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
+        *hang_sections(run),
         Section("Over the steps", figures=figures) if figures else None,
         _drops_section(drops),
         Section("Configuration", facts=highlights(run)),
@@ -51,7 +54,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     return Page(
         kind="run",
         title=title or f"Run {run.name}",
-        verdict=f"{title or 'Run ' + run.name}: {status.text}{_of_incidents(counts.get(INCIDENT, 0))}",
+        verdict=f"{title or 'Run ' + run.name}: {_with_counts(status.text, counts, INCIDENT, HANG)}",
         state=state_of(status, counts),
         sentences=[f"Run folder {run.path}."],
         tiles=_tiles(run, status, counts),
@@ -61,8 +64,9 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     )
 
 
-def _of_incidents(count: int) -> str:
-    return f" {count:,} incident{'' if count == 1 else 's'}." if count else ""
+def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:
+    told = [f"{counts[one]:,} {one}{'' if counts[one] == 1 else 's'}." for one in lanes if one in counts]
+    return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
 
 
 def state_of(status: Status, counts: dict[str, int]) -> State:
@@ -167,6 +171,7 @@ def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[st
             "eval_loss": last.get("eval/loss"),
             "marks": counts_of(marks),
             "incidents": [str(page) for page, _ in run.incidents],
+            "hangs": [str(one.path) for one in run.hangs],
             "notes": list(run.notes),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 from megasdc.addresses import Address
 from megasdc.config import load_config
 from megasdc.events import EventLog
+from megasdc.health.blame import RankState
+from megasdc.health.incident import conclude
+from megasdc.health.phases import Phase
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.sdc.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incident_page import write_incident
@@ -93,6 +97,20 @@ def add_incident(folder: Path, step: int) -> Path:
     log.emit("sdc", "verdict", step=step, tier="audit", action="repair", verdict="persistent")
     log.close()
     return page
+
+
+def add_hang(folder: Path, step: int, run: str = "abc") -> Path:
+    """Write the incident of a standstill: rank 1 hangs in the forward pass, rank 0 waits for its activation."""
+    phases = [Phase.RECEIVE_GRADIENT, Phase.FORWARD]
+    states = [RankState(rank, f"node{rank}", rank, 0, 0, step, 0, phase, 31.5) for rank, phase in enumerate(phases)]
+    stacks = {
+        "0": {"MainThread x": ["a.py:1 outer", "b.py:2 wait"]},
+        "1": {"MainThread x": ["a.py:1 outer", "c.py:3 spin"]},
+    }
+    report = {"run": run, "states": [asdict(one) for one in states], "stacks": stacks}
+    conclusion = conclude(folder / "health", ["node0", "node1"], [report], [])
+    conclusion.write()
+    return conclusion.path
 
 
 def columns(path: Path) -> dict[str, list[str]]:

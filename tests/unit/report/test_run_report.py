@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from browser import Browser, needs_browser
 from recorded_run import write_run as write_times
-from run_folder import VERSIONS, add_incident, columns, losses, write_run
+from run_folder import VERSIONS, add_hang, add_incident, columns, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
@@ -21,10 +21,11 @@ from megasdc.events import EventLog
 from megasdc.report.result.figure import Figure
 from megasdc.report.result.files import write_tables
 from megasdc.report.result.thin import thin
+from megasdc.report.run_pages.command import write_report
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.figures.drops import drop_figures
 from megasdc.report.run_pages.figures.run import run_figures
-from megasdc.report.run_pages.marks import marks_of
+from megasdc.report.run_pages.marks import counts_of, marks_of
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import SILENT_S, status_of
@@ -344,3 +345,24 @@ def test_what_files_say_is_text_not_markup(browser: Browser, tmp_path: Path) -> 
     assert evil in browser.run("find('events').innerText")
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.errors == []
+
+
+def test_hangs_are_shown_with_states_and_stacks(tmp_path: Path) -> None:
+    """Every hang is a row and a mark, the last ones have each rank's state, wait and stack; a damaged file is noted."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    paths = [add_hang(folder, step, f"start{step}") for step in range(16, 21)]
+    for age, path in enumerate(reversed(paths)):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "time": 1.7e9 - age}))
+    paths[0].write_text("{}")
+    written = write_report([folder])
+    assert written.page.summary["hangs"] == [str(path) for path in paths[1:]]
+    assert counts_of(marks_of(load_run(folder)))["hang"] == 4 and written.page.verdict.endswith(" 4 hangs.")
+    assert any("hang_start16.json is left out" in note for note in written.page.notes)
+    hangs, *details = [one for one in written.page.sections if one.heading.startswith("Hang")]
+    assert [row[1].text for row in hangs.tables[0].rows] == ["20", "19", "18", "17"], "the newest first"
+    assert [one.heading for one in details] == [f"Hang in step {step}: rank 1 on node1" for step in (20, 19, 18)]
+    states = [[cell.text for cell in row] for row in details[0].tables[0].rows]
+    assert states[0][:6] == ["0", "node0", "20", "0", "receive gradient", "31.5"]
+    assert "waits for rank 1 in receive gradient of step 20" in states[0][7] and "waits for nobody" in states[1][7]
+    page = written.path.read_text()
+    assert "<summary>rank 1 MainThread: c.py:3 spin</summary><pre>a.py:1 outer\nc.py:3 spin</pre>" in page

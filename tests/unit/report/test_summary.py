@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_folder import add_incident, losses, write_run
+from run_folder import add_hang, add_incident, losses, write_run
 
 from megasdc.errors import (
     CheckpointError,
@@ -135,6 +135,31 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     incident.write_text(json.dumps({**content, "time": "2001-01-01T00:00:00+00:00"}))
     old = summarize(folder).failure
     assert old is not None and old.incident is None, "a report of an earlier start is not this one's"
+
+
+def test_a_hang_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the failure who hung, and the file; of the run how many hangs; one of an earlier start is not the cause."""
+    folder = write_run(tmp_path / "run", losses(20), ended=False)
+    assert "hangs" not in render(replace(RUN, failure=None))
+    before = add_hang(folder, 10, "before")
+    before.write_text(json.dumps({**json.loads(before.read_text()), "time": 1e9}))
+    _fails(folder, PeerError("lost"), monkeypatch)
+    failure = summarize(folder).failure
+    assert failure is not None and failure.incident is None and failure.suspects == []
+    path = add_hang(folder, 20)
+    found = summarize(folder)
+    assert found.failure is not None and found.failure.incident == str(path)
+    assert found.failure.suspects == ["rank 1 on node1 (forward of step 20, micro-batch 0)"]
+    assert [(one.path, one.kind, one.ranks, one.hosts) for one in found.hangs] == [
+        (str(place), "hang/behind", (1,), ("node1",)) for place in (before, path)
+    ]
+    said = render(found)
+    assert "who               rank 1 on node1 (forward of step 20, micro-batch 0)" in said
+    assert f"evidence          {path}" in said
+    assert f"hangs             2, the last (hang/behind, rank 1 on node1): {path}" in said
+    _fails(folder, HangError(f"nothing moved; see {before}"), monkeypatch)
+    failure = summarize(folder).failure
+    assert failure is not None and failure.incident == str(before), "the one that its message names"
 
 
 def test_nan_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from megasdc.report.run_pages.marks import (
     DROPS,
     FAULT,
     FINDING,
+    HANG,
     INCIDENT,
     LANES,
     LINED,
@@ -43,6 +44,7 @@ MAX_MARKS = 1500
 """Maximum of marks of a kind in the figure of events."""
 LOOKS = {
     INCIDENT: ("x", "var(--bad)"),
+    HANG: ("hourglass", "var(--bad)"),
     FINDING: ("diamond", "var(--bad)"),
     NOT_FINITE: ("star", "var(--c4)"),
     SKIP: ("triangle-right", "var(--c4)"),

@@ -1,0 +1,96 @@
+"""Incidents of runs that were stuck, as the run folder keeps them: read for the summary, reports and live views."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.health.blame import RankState
+from megasdc.health.incident import INCIDENT_FOLDER, read_state
+
+
+@dataclass(frozen=True)
+class SharedStack:
+    """A stack, and the threads that all have it, as ``rank 3 MainThread``."""
+
+    threads: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HangIncident:
+    """One standstill of a run.
+
+    Args:
+        path: its file.
+        kind: as ``hang/behind``.
+        run: name of the start in which it was.
+        time: seconds since the epoch, by the clock of the host that wrote it.
+        message: the cause in a sentence.
+        ranks: the cause; empty where nobody is named.
+        hosts: the cause; empty where nobody is named.
+        waits: by rank, what it waited for.
+        states: of all ranks of which something was known.
+        stacks: those of most threads first.
+    """
+
+    path: Path
+    kind: str
+    run: str
+    time: float
+    message: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    waits: Mapping[int, str]
+    states: tuple[RankState, ...]
+    stacks: tuple[SharedStack, ...]
+
+    @property
+    def named(self) -> list[RankState]:
+        """States of the ranks that are the cause."""
+        return [one for one in self.states if one.rank in self.ranks]
+
+    @property
+    def who(self) -> str:
+        """The cause in a few words."""
+        if self.named:
+            return ", ".join(one.label for one in self.named)
+        return f"host {', '.join(self.hosts)}" if self.hosts else "nobody is named"
+
+    @property
+    def step(self) -> int:
+        """In which the cause was, or the rank that was behind all others; 0: before the first."""
+        return min((one.step for one in self.named or self.states), default=0)
+
+
+def load_hangs(run_folder: Path) -> tuple[tuple[HangIncident, ...], list[str]]:
+    """Standstills of a run, oldest first.
+
+    Returns:
+        The incidents, and a sentence for each file that cannot be read.
+    """
+    hangs, notes = [], []
+    for path in (run_folder / "health" / INCIDENT_FOLDER).glob("hang_*.json"):
+        try:
+            hangs.append(_hang_of(path, json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            notes.append(f"health/{INCIDENT_FOLDER}/{path.name} is left out: {error!r}")
+    return tuple(sorted(hangs, key=lambda one: one.time)), notes
+
+
+def _hang_of(path: Path, raw: Mapping[str, Any]) -> HangIncident:
+    return HangIncident(
+        path=path,
+        kind=str(raw["kind"]),
+        run=str(raw["run"]),
+        time=float(raw["time"]),
+        message=str(raw["message"]),
+        ranks=tuple(map(int, raw["ranks"])),
+        hosts=tuple(map(str, raw["hosts"])),
+        waits={int(rank): str(text) for rank, text in raw["waits"].items()},
+        states=tuple(map(read_state, raw["states"])),
+        stacks=tuple(SharedStack(tuple(one["of"]), tuple(one["stack"])) for one in raw["stacks"]),
+    )

@@ -1,0 +1,220 @@
+"""What a live view of a run shows: progress, hosts and ranks, who is slow, devices, incidents, when it will be done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import DataError
+from megasdc.events import Event
+from megasdc.health.hosts import LOST_S, FileClock, HostPosition, read_hosts
+from megasdc.report.result.page import plain_values
+from megasdc.report.run_pages.marks import details, lane_of
+from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run
+from megasdc.report.run_pages.status import SILENT_S, Status, clock, status_of
+from megasdc.report.top.follow import Look, RunFollower
+from megasdc.run_lock import read_holder
+from megasdc.sdc.incident_page import headline
+from megasdc.study.log import STUDY_FOLDER
+
+SHOWN_EVENTS = 5
+OVER = ("done", "stopped", "failed", "gone")
+"""States of a run in which nothing more comes."""
+
+
+@dataclass(frozen=True)
+class LastIncident:
+    """The newest incident; ``kind``: ``sdc`` or as ``hang/behind``; ``time``: UTC, by the clock of its host."""
+
+    kind: str
+    time: str
+    text: str
+    path: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment.
+
+    Args:
+        state: starting, running, stuck, silent, done, stopped, failed; ending: all ranks have ended; gone: so they have
+            for long, and no end was recorded.
+        over: whether nothing more is expected.
+        step: last one that was reported, or that by health all ranks have done.
+        planned: None: not known.
+        step_s: seconds of a step without evaluations and saves.
+        eta_s: seconds until all steps are done; None: not known, or the run is not running.
+        quiet_s: seconds since metrics or events were written.
+        health: whether the run is watched (``health.enabled``).
+        slow: of ``health/suspects.json``: host, ranks, ratio, since_step.
+        incidents: number by kind: ``sdc``, ``hang``.
+        events: the last ones, oldest first.
+        local_clock: ages are by this host's clock, since no file could be made in the run folder.
+        notes: what was left out, a sentence each.
+    """
+
+    run_dir: str
+    state: str
+    text: str
+    over: bool
+    step: int
+    planned: int | None
+    loss: float | None
+    eval_loss: float | None
+    step_s: float | None
+    tokens_per_s: float | None
+    eta_s: float | None
+    quiet_s: float | None
+    health: bool
+    hosts: tuple[HostPosition, ...]
+    slow: tuple[dict[str, Any], ...]
+    incidents: dict[str, int]
+    last_incident: LastIncident | None
+    events: tuple[str, ...]
+    local_clock: bool
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return plain_values(asdict(self))
+
+    def slow_ratio(self, rank: int) -> float | None:
+        """How many times slower a rank is than usual; None: it is not slow."""
+        return next((float(one["ratio"]) for one in self.slow if rank in one["ranks"]), None)
+
+
+class RunWatcher:
+    """Views of one run folder, one after the other.
+
+    Raises:
+        DataError: the folder holds no run, or a study.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if (folder / STUDY_FOLDER).is_dir():
+            raise DataError(f"{folder} holds a study; give one of its folders replica_K")
+        if not is_run(folder):
+            raise DataError(
+                f"{folder} {'' if folder.is_dir() else 'is no folder, and '}holds no run ({CONFIG_FILE}, "
+                f"{METRICS_FILE} or events/); give the folder that megasdc.logging.run_dir names, once the run has "
+                "started"
+            )
+        self._folder = folder
+        health = folder / "health"
+        self._clock = FileClock(health if health.is_dir() else folder)
+        self._follower = RunFollower(folder, self._clock)
+
+    def look(self) -> RunView:
+        """The run now."""
+        look = self._follower.look()
+        run, notes = look.run, list(look.run.notes)
+        health = bool(run.setting("megasdc.health.enabled"))
+        hosts: tuple[HostPosition, ...] = ()
+        if health:
+            hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
+            notes += left_out
+        state, status = _state_of(look, hosts)
+        step, planned = max(status.step, _done_by_all(hosts)), status.planned
+        last = {name: float(one.values[-1]) for name, one in run.series.items()}
+        holder = read_holder(self._folder)
+        return RunView(
+            run_dir=str(self._folder),
+            state=state,
+            text=status.text if state == status.state and state in OVER else _text_of(state, step, planned, look),
+            over=state in OVER and not (holder is not None and holder.lives_here),
+            step=step,
+            planned=planned,
+            loss=last.get("train/loss"),
+            eval_loss=last.get("eval/loss"),
+            step_s=last.get("speed/step_s"),
+            tokens_per_s=last.get("speed/tokens_per_s"),
+            eta_s=_eta_s(look, step, planned) if state == "running" else None,
+            quiet_s=look.quiet_s,
+            health=health,
+            hosts=hosts,
+            slow=_slow(self._folder / "health" / "suspects.json", notes) if health else (),
+            incidents={"sdc": len(run.incidents), "hang": len(run.hangs)},
+            last_incident=_last_incident(run),
+            events=_last_events(run),
+            local_clock=self._clock.is_local,
+            notes=tuple(notes),
+        )
+
+
+def _state_of(look: Look, hosts: Sequence[HostPosition]) -> tuple[str, Status]:
+    """State of a run: what its agents see now counts, else what was recorded, else when it last wrote something."""
+    run, quiet_s = look.run, look.quiet_s or 0.0
+    # Now by the clock of whoever wrote the last line: its time, and the file's age.
+    status = status_of(run, (run.written_at or 0.0) + quiet_s)
+    live = [one for one in hosts if one.state in ("watched", "stuck")]
+    if live:
+        return ("stuck" if all(one.state == "stuck" for one in live) else "running"), status
+    if status.state in OVER:
+        return status.state, status
+    ended = [one.age_s for one in hosts if one.state == "ended"]
+    if ended and len(ended) == len(hosts) and min(ended) < quiet_s + LOST_S:  # else they are of the start before
+        return ("gone" if quiet_s > LOST_S else "ending"), status
+    if run.written_at is None or not run.series:
+        return ("starting" if quiet_s <= SILENT_S else "silent"), status
+    return status.state, status
+
+
+def _done_by_all(hosts: Sequence[HostPosition]) -> int:
+    """Last step that no rank is in any more; 0: none."""
+    return min((rank.step for host in hosts for rank in host.ranks), default=1) - 1
+
+
+def _eta_s(look: Look, step: int, planned: int | None) -> float | None:
+    return None if planned is None or look.pace_s is None else max(0, planned - step) * look.pace_s
+
+
+def _text_of(state: str, step: int, planned: int | None, look: Look) -> str:
+    at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
+    quiet = "nothing was written yet" if look.quiet_s is None else f"nothing was written for {look.quiet_s:.0f} s"
+    return {
+        "starting": "starting, no step was reported yet",
+        "running": f"running, {at}",
+        "stuck": f"no rank has moved for longer than it may, at {at}",
+        "silent": f"{quiet}, at {at}; it hangs, or was killed",
+        "ending": f"all ranks have ended at {at}, how is not recorded yet",
+        "gone": f"all ranks have ended at {at}, and no end was recorded: they were killed",
+    }[state]
+
+
+def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    """Slow ranks that health names; empty: none, or nobody looks for them."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return tuple({name: one[name] for name in ("host", "ranks", "ratio", "since_step")} for one in found)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"health/{path.name} is left out: {error!r}")
+        return ()
+
+
+def _last_incident(run: RunRecord) -> LastIncident | None:
+    found = [LastIncident(one.kind, clock(one.time), one.message, str(one.path)) for one in run.hangs[-1:]]
+    for page, one in run.incidents:
+        found.append(LastIncident("sdc", one.time.replace("T", " ")[:19] + " UTC", headline(one), str(page)))
+    return max(found, key=lambda one: one.time, default=None)
+
+
+def _last_events(run: RunRecord) -> tuple[str, ...]:
+    """Last events that a report marks; those of one kind and step are one line, by whoever was the first."""
+    found: dict[tuple[Any, ...], list[Event]] = {}
+    for event in run.events:
+        if lane_of(event):
+            found.setdefault((event.kind, event.name, event.step), []).append(event)
+    return tuple(_event_text(one) for one in [*found.values()][-SHOWN_EVENTS:])
+
+
+def _event_text(events: Sequence[Event]) -> str:
+    first, others = events[0], len({one.rank for one in events}) - 1
+    who = f"rank {first.rank}" + (f" and {others} more" if others else "")
+    step = "" if first.step is None else f"step {first.step}"
+    parts = (clock(first.time)[11:19], who, first.kind, first.name.replace("_", " "), step, details(first))
+    return " ".join(filter(None, parts))

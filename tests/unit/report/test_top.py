@@ -1,0 +1,184 @@
+"""The live view of a run: what its folder says, on a terminal of any size, and again when more was written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from run_folder import add_hang, add_incident, losses, write_run
+from typer.testing import CliRunner
+
+from megasdc.cli import app
+from megasdc.errors import DataError
+from megasdc.events import EventLog
+from megasdc.health.hosts import LOST_S, FileClock
+from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
+from megasdc.report.run_pages.record import load_run
+from megasdc.report.run_pages.status import status_of
+from megasdc.report.top.follow import RunFollower
+from megasdc.report.top.screen import Screen
+from megasdc.report.top.view import RunView, RunWatcher
+
+WATCHED = ("megasdc.health.enabled=true",)
+
+
+def add_host(
+    folder: Path, node: int, ranks: Sequence[int], *, sign: dict[str, Any] | None = None, age_s: float = 0.5, **of: Any
+) -> None:
+    """Write what an agent writes of its ranks; ``of``: what differs from a forward pass of step 21."""
+    own = {"step": 21, "micro_batch": 1, "phase": "forward", "stuck_s": 0.25, "process": "running", **of}
+    content = {"run": "abc", "time": 0.0, "note": "", "ranks": [{"rank": rank, **own} for rank in ranks]}
+    files = {"jsonl": content, "status": {"run": "abc", "time": 0.0, "ended": False, "stuck": False, **(sign or {})}}
+    for ending, value in files.items():
+        path = folder / "health" / f"node_{node:05d}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(value) + "\n")
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+def shown(view: RunView, width: int = 100, height: int | None = None) -> str:
+    """What a terminal of this size shows."""
+    console = Console(width=width, height=height or 25, file=io.StringIO(), color_system=None)
+    console.print(Screen(view, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Let metrics and events be as old."""
+    for path in (folder / "metrics.jsonl", *(folder / "events").iterdir()):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
+    """State, progress, a row a rank with its host, who is slow, devices, incidents, events; the same as JSON."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
+    add_host(folder, 0, [0, 1], process="stopped", stuck_s=40.0)
+    add_host(folder, 1, [2, 3], micro_batch=-1, phase="receive activation")
+    suspects = [{"host": "node 1", "ranks": [3], "ratio": 1.84, "since_step": 12}]
+    (folder / "health" / "suspects.json").write_text(json.dumps(suspects))
+    now = json.loads((folder / "health" / "node_00001.jsonl").read_text())
+    devices = [{"name": "GPU-7", "verdict": "unfit"}, {"name": "GPU-8", "verdict": "fit"}]
+    (folder / "health" / "node_00001.now").write_text(json.dumps({**now, "devices": devices}))
+    add_incident(folder, 20)
+    hang = add_hang(folder, 10)
+    view = RunWatcher(folder).look()
+    assert (view.state, view.over, view.step, view.planned) == ("running", False, 20, 60)
+    assert view.eta_s is not None and view.loss == losses(20)[-1]
+    text = shown(view)
+    rows = [line.split() for line in text.splitlines()]
+    assert any(row[:4] == ["1", "21", "1", "forward"] and row[-1] == "stopped" for row in rows)
+    assert "node 1     2    21      -  receive activation" in text and "1.8 times slower" in text
+    assert "slow: node 1, ranks 3: 1.8 times slower since step 12" in text
+    assert "devices: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit" in text and "GPU-8:" not in text
+    assert "incidents: 1 case of corruption, 1 hang\n" in text and str(hang) in "".join(text.split("\n"))
+    assert "save checkpoint step 20" in text and "running, step 20 of 60" in text
+    said = json.loads(CliRunner().invoke(app, ["top", str(folder), "--json"]).stdout)
+    assert [one["rank"] for host in said["hosts"] for one in host["ranks"]] == [0, 1, 2, 3]
+    assert said["slow"] == suspects and said["last_incident"]["path"] == str(hang)
+    once = CliRunner().invoke(app, ["top", str(folder)])
+    assert once.exit_code == 0 and "receive activation" in once.stdout, "no terminal: once"
+
+
+@pytest.mark.parametrize("height", [12, 24, 60])
+@pytest.mark.parametrize("width", [60, 160])
+def test_nothing_is_cut_off_without_a_word(height: int, width: int, tmp_path: Path) -> None:
+    """Ranks that do not fit become a row a host, with the one to look at; hosts that do not fit are counted."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
+    for node in range(20):
+        add_host(folder, node, range(8 * node, 8 * node + 8))
+    add_host(folder, 17, range(136, 144), stuck_s=90.0)
+    text = shown(RunWatcher(folder).look(), width, height)
+    lines = text.splitlines()
+    assert len(lines) <= height
+    rows = [line for line in lines if line.startswith(("node ", socket.gethostname()))]
+    left = [int(line.split()[0]) for line in lines if "more hosts are not shown" in line]
+    assert len(rows) + sum(left) == 20 and rows[0].startswith("node 17"), "the one to look at is the first"
+    assert "160 ranks do not fit" in text.replace("\n", " ") and "136" in rows[0]
+    assert shown(RunWatcher(folder).look(), width).count("forward") == 160, "--once shows all"
+
+
+def test_a_run_that_is_not_watched_shows_progress_and_how_to_watch_it(tmp_path: Path) -> None:
+    """Without health: loss, speed, time left, events, and the setting that shows more; ended, it is over."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False)
+    view = RunWatcher(folder).look()
+    assert view.state == "running" and view.eta_s is not None and view.hosts == ()
+    assert "megasdc.health.enabled=true" in shown(view) and "1,020 tokens/s" in shown(view)
+    log = EventLog(folder, 0)
+    log.emit("end", "run", step=20, reason="stopped on request")
+    log.close()
+    view = RunWatcher(folder).look()
+    assert view.state == "stopped" and view.over and "stopped on request" in shown(view)
+
+
+@pytest.mark.parametrize(
+    ("signs", "process", "age_s", "quiet_s", "state", "over"),
+    [
+        (({}, {}), "running", 1, 300, "running", False),
+        (({"stuck": True}, {}), "running", 1, 30, "running", False),
+        (({"stuck": True}, {"stuck": True}), "running", 1, 30, "stuck", False),
+        (({"ended": True}, {"ended": True}), "gone", 2, 2, "ending", False),
+        (({"ended": True}, {"ended": True}), "gone", 60, LOST_S + 46, "gone", True),
+        (({"ended": True}, {"ended": True}), "gone", 900, 10, "running", False),
+        (({}, {}), "running", LOST_S + 200, 300, "silent", False),
+    ],
+)
+def test_its_agents_tell_the_state_of_a_run(
+    signs: tuple[dict[str, Any], ...],
+    process: str,
+    age_s: float,
+    quiet_s: float,
+    state: str,
+    over: bool,
+    tmp_path: Path,
+) -> None:
+    """Watched hosts show that it runs; ranks that have ended without a record, that it was killed; none is silent."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
+    for node, sign in enumerate(signs):
+        add_host(folder, node, [node], sign=sign, age_s=age_s, process=process)
+    age(folder, quiet_s)
+    view = RunWatcher(folder).look()
+    assert (view.state, view.over) == (state, over)
+    assert "no sign for" in shown(view) or state != "silent"
+
+
+def test_a_follower_reads_what_is_new_and_forgets_what_was_cut(tmp_path: Path) -> None:
+    """New lines, torn ones once they are whole; a resume that cuts metrics back, a run anew in the same folder."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False)
+    follower = RunFollower(folder, FileClock(folder))
+    assert follower.look().run.last_step == 20
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('broken\n{"step": 21, "time": 1.0, "train/l')
+        file.flush()
+        look = follower.look()
+        assert look.run.last_step == 20 and look.run.notes == ("metrics.jsonl: 1 damaged lines are left out",)
+        file.write('oss": 2.5}\n')
+    assert follower.look().run.series["train/loss"].at(21) == 2.5
+    cut_back(folder, 10)
+    assert follower.look().run.series["train/loss"].steps[-1] == 10
+    set_aside(folder)
+    log, writer = EventLog(folder, 0), MetricsWriter(folder)
+    log.emit("start", "run", world_size=2)
+    log.emit("start", "metrics_set_aside")
+    writer.write(1, {"train/loss": 7.0})
+    for one in (log, writer):
+        one.close()
+    run = follower.look().run
+    assert run.last_step == load_run(folder).last_step == 1 and run.of("save") == []
+    assert status_of(run, time.time()) == status_of(load_run(folder), time.time())
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    """Nothing there, no folder, or a study: exit code 71, and what to give instead."""
+    (tmp_path / "replicas" / "study").mkdir(parents=True)
+    for name, why in ((".", "holds no run"), ("no", "is no folder"), ("replicas", "replica_K")):
+        result = CliRunner().invoke(app, ["top", str(tmp_path / name), "--once"])
+        assert isinstance(result.exception, DataError) and why in str(result.exception)
