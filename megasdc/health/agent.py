@@ -119,9 +119,10 @@ class Agent:
         """Report what is known of the ranks once they are stuck, and take it back if something moves again."""
         own = self._options
         durations = self._ranks.durations(self._kept)
-        stuck = self._ranks.are_stuck(Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, durations))
+        limits = Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, durations)
+        stuck = self._ranks.are_stuck(limits)
         if stuck and self._report is None:
-            self._report = self._ranks.report()
+            self._report = self._ranks.report(limits)
         elif not stuck and self._report is not None:  # it was slow, not stuck
             self._report = None
             self._note("moved again")

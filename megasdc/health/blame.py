@@ -9,6 +9,7 @@ nobody is named.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ class GroupState:
     """What a rank's flight recorder holds of a process group.
 
     Args:
+        ranks: of the group.
         joined: sequence number of the last collective that the rank has joined.
         ended: of the last one that has ended for it.
         recent: last collectives by sequence number, as ``all_reduce [4096] Float``.
     """
 
+    ranks: tuple[int, ...]
     joined: int
     ended: int
     recent: Mapping[int, str] = field(default_factory=dict)
@@ -49,6 +52,7 @@ class RankState:
         process: running, stopped, waiting for a disk, or gone.
         groups: by name; empty where the rank did not answer.
         where: innermost line of the run's own code in its main thread; empty: unknown.
+        limit_s: seconds that its phase may last.
     """
 
     rank: int
@@ -63,6 +67,7 @@ class RankState:
     process: str = RUNNING
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     where: str = ""
+    limit_s: float = math.inf
 
     @property
     def label(self) -> str:
@@ -149,9 +154,14 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
                 edges[one.rank] |= {
                     other.rank
                     for other in states
-                    if other.rank != one.rank and name in other.groups and other.groups[name].joined < group.waits_in
+                    if other.rank in group.ranks and other.groups and _joined(other, name) < group.waits_in
                 }
     return edges
+
+
+def _joined(one: RankState, name: str) -> int:
+    """Number of the last collective of a group that a rank has joined."""
+    return one.groups[name].joined if name in one.groups else 0
 
 
 def _waiting(one: RankState) -> bool:

@@ -22,7 +22,9 @@ from megasdc.health.record import Identity, Progress
 INCIDENT_FOLDER = "incidents"
 
 
-def state_of(identity: Identity, progress: Progress, process: str, answer: Mapping[str, Any]) -> RankState:
+def state_of(
+    identity: Identity, progress: Progress, limit_s: float, process: str, answer: Mapping[str, Any]
+) -> RankState:
     """State of a rank, from its record, its process, and its answer (``megasdc.health.rank_watch``); empty: none."""
     return RankState(
         rank=identity.rank,
@@ -34,6 +36,7 @@ def state_of(identity: Identity, progress: Progress, process: str, answer: Mappi
         micro_batch=progress.micro_batch,
         phase=progress.phase,
         stuck_s=time.monotonic() - progress.time,
+        limit_s=limit_s,
         process=process,
         groups=_groups(answer.get("groups", {})),
         where=answer.get("where", ""),
@@ -47,7 +50,12 @@ def read_state(raw: Mapping[str, Any]) -> RankState:
 
 def _groups(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, GroupState]:
     return {
-        name: GroupState(one["joined"], one["ended"], {int(number): text for number, text in one["recent"].items()})
+        name: GroupState(
+            tuple(one["ranks"]),
+            one["joined"],
+            one["ended"],
+            {int(number): text for number, text in one["recent"].items()},
+        )
         for name, one in raw.items()
     }
 

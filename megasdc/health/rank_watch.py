@@ -100,17 +100,30 @@ def _lines(frame: FrameType) -> list[str]:
 
 
 def collectives() -> dict[str, dict[str, Any]]:
-    """What PyTorch's flight recorder holds, by group: numbers of the last collective joined and ended, recent ones.
+    """What PyTorch knows of each group of this rank: its ranks, the last collective joined and ended, recent ones.
 
-    Empty where the recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
+    Of groups whose collectives its flight recorder no longer holds, or never did, all have ended. Empty where the
+    recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
     ``torch.distributed``, the same on all ranks; sequence numbers count the collectives of a group.
     """
     if "torch" not in sys.modules:
         return {}
     from torch._C import _distributed_c10d
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import _world
 
     dump = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # not in the stubs
-    return groups_of(json.loads(dump(True, True)))
+    recorded = groups_of(json.loads(dump(True, True)))
+    if not recorded:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for group, ranks in list(_world.pg_group_ranks.items()):
+        if not isinstance(group, ProcessGroup):
+            continue  # the mark of groups that this rank is not in
+        count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stubs
+        known = recorded.get(name := _world.pg_names[group], {"joined": count, "ended": count, "recent": {}})
+        found[name] = {**known, "ranks": sorted(ranks)}
+    return found
 
 
 def groups_of(recorded: dict[str, Any]) -> dict[str, dict[str, Any]]:

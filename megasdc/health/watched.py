@@ -125,7 +125,7 @@ class WatchedRanks:
         waiting = [rank for rank in self._ranks if not rank.ended]
         return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, limits: Limits) -> dict[str, Any]:
         """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts."""
         asked = {rank.identity.rank: rank.record.ask() for rank in self._ranks if rank.state == RUNNING}
         until = time.monotonic() + ANSWER_S
@@ -138,7 +138,8 @@ class WatchedRanks:
             rank.look()
             answer = self._answer(rank, asked)
             stacks[str(rank.identity.rank)] = answer.get("stacks", {})
-            states.append(asdict(state_of(rank.identity, rank.progress, rank.state, answer)))
+            limit_s = limits.of(rank.progress, rank.first_step)
+            states.append(asdict(state_of(rank.identity, rank.progress, limit_s, rank.state, answer)))
         return {"run": self.run, "states": states, "stacks": stacks}
 
     def _answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:

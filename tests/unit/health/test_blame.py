@@ -27,9 +27,11 @@ def state(
     return RankState(rank, f"n{rank}", *place, 40, 0, phase, 90.0, process, groups or {}, "")
 
 
-def group(joined: int, ended: int, op: str = "all_reduce [8] Float") -> GroupState:
+def group(
+    joined: int, ended: int, op: str = "all_reduce [8] Float", ranks: tuple[int, ...] = tuple(range(8))
+) -> GroupState:
     """A group whose collectives are all alike."""
-    return GroupState(joined, ended, {number: op for number in range(max(1, joined - 3), joined + 1)})
+    return GroupState(ranks, joined, ended, {number: op for number in range(max(1, joined - 3), joined + 1)})
 
 
 def waiting(rank: int, **fields: object) -> RankState:
@@ -55,12 +57,12 @@ def test_an_endless_loop_in_a_collective_phase_is_named_by_its_missing_entry() -
 def test_in_a_pipeline_the_end_of_the_chain_of_waits_is_named() -> None:
     """Stages 0 and 1 wait for stage 2, which computes; so does another replica, in a collective."""
     chain = [
-        state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0, groups={"dp0": group(6, 6)}),
-        state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0, groups={"dp1": group(6, 6)}),
-        state(2, Phase.BACKWARD, pp=2, dp=0, groups={"dp2": group(6, 6)}),
-        state(3, Phase.REDUCTION, pp=0, dp=1, groups={"dp0": group(7, 6)}),
-        state(4, Phase.REDUCTION, pp=1, dp=1, groups={"dp1": group(7, 6)}),
-        state(5, Phase.REDUCTION, pp=2, dp=1, groups={"dp2": group(7, 6)}),
+        state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0, groups={"dp0": group(6, 6, ranks=(0, 3))}),
+        state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0, groups={"dp1": group(6, 6, ranks=(1, 4))}),
+        state(2, Phase.BACKWARD, pp=2, dp=0, groups={"dp2": group(6, 6, ranks=(2, 5))}),
+        state(3, Phase.REDUCTION, pp=0, dp=1, groups={"dp0": group(7, 6, ranks=(0, 3))}),
+        state(4, Phase.REDUCTION, pp=1, dp=1, groups={"dp1": group(7, 6, ranks=(1, 4))}),
+        state(5, Phase.REDUCTION, pp=2, dp=1, groups={"dp2": group(7, 6, ranks=(2, 5))}),
     ]
     blame = find_blame(chain)
     assert (blame.kind, blame.ranks) == ("behind", (2,))
@@ -84,8 +86,8 @@ def test_a_rank_that_skipped_a_collective_is_named_by_the_others_order() -> None
     """Its collectives of the group are shifted by one, so one of them is another operation than everyone else's."""
     order = {5: "all_reduce [8] Float", 6: "all_gather [2] Float", 7: "all_reduce [8] Float"}
     skipped = {5: "all_reduce [8] Float", 6: "all_reduce [8] Float"}
-    ranks = [state(rank, Phase.OPTIMIZER, groups={WORLD: GroupState(6, 5, order)}) for rank in (0, 1, 3)]
-    ranks.insert(2, state(2, Phase.OPTIMIZER, groups={WORLD: GroupState(6, 5, skipped)}))
+    ranks = [state(rank, Phase.OPTIMIZER, groups={WORLD: GroupState((0, 1, 2, 3), 6, 5, order)}) for rank in (0, 1, 3)]
+    ranks.insert(2, state(2, Phase.OPTIMIZER, groups={WORLD: GroupState((0, 1, 2, 3), 6, 5, skipped)}))
     blame = find_blame(ranks)
     assert (blame.kind, blame.ranks) == ("mismatch", (2,))
     assert (
@@ -97,6 +99,14 @@ def test_a_rank_that_skipped_one_group_and_waits_in_another_is_named() -> None:
     """A circle: all others wait for it in one group, it waits for them in the next; most wait for it."""
     ranks = [state(rank, Phase.REDUCTION, groups={"a": group(7, 6), "b": group(3, 3)}) for rank in (0, 1, 2)]
     ranks.append(state(3, Phase.OPTIMIZER, groups={"a": group(6, 6), "b": group(4, 3)}))
+    blame = find_blame(ranks)
+    assert (blame.kind, blame.ranks) == ("circle", (3,))
+
+
+def test_a_rank_that_never_joined_a_collective_of_a_group_is_named() -> None:
+    """The others wait for it in the group's first collective, of which its own recorder knows nothing."""
+    ranks = [state(rank, Phase.REDUCTION, groups={"new": group(1, 0), WORLD: group(6, 6)}) for rank in (0, 1, 2)]
+    ranks.append(state(3, Phase.REDUCTION, groups={WORLD: group(7, 6)}))
     blame = find_blame(ranks)
     assert (blame.kind, blame.ranks) == ("circle", (3,))
 

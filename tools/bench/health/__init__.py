@@ -1,0 +1,1 @@
+"""Campaigns of hangs: who is named, and how fast a stuck run ends."""

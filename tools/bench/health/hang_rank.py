@@ -1,0 +1,130 @@
+"""A rank of a drill: trains as the entry script does, and hangs, or makes others hang, where it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.train import build
+from tools.bench.health.hang_kinds import Strike
+
+
+class Hang(Hook):
+    """Brings the hang about.
+
+    Collective: all ranks of the run make the groups of the collectives that are skipped or mixed up.
+    """
+
+    def __init__(self, strike: Strike, run: Run, struck: Path) -> None:
+        self._strike, self._rank, self._struck = strike, run.dims.rank, struck
+        self._causes = self._rank in strike.ranks
+        self._dataset = type(run.loader.dataset)
+        self._everyone = dist.new_group(backend="gloo")
+        self._pairs = [dist.new_group(list(strike.ranks), backend="gloo") for _ in range(2 * (len(strike.ranks) == 2))]
+
+    def before_step(self, run: Run) -> None:
+        """Make the loader or the disk block."""
+        if run.step + 1 != self._strike.step or not self._causes:
+            return
+        if self._strike.kind == "data":
+            self._dataset.__getitem__ = self._block  # type: ignore[method-assign,assignment]
+        elif self._strike.kind == "save":
+            self._fsync, os.fsync = os.fsync, self._block_in_save  # type: ignore[assignment]
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Act there."""
+        self._act("forward", engine)
+
+    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Act there."""
+        self._act("backward", engine)
+
+    def before_reduction(self, engine: TrainingEngine) -> None:
+        """Act there, or in collectives of the campaign's own."""
+        self._act("collective", engine)
+        if engine.step_number == self._strike.step:
+            self._mix_up()
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Act there."""
+        self._act("update", engine)
+
+    def _act(self, phase: str, engine: TrainingEngine) -> None:
+        strike = self._strike
+        if not self._causes or engine.step_number != strike.step or phase != strike.phase:
+            return
+        self._tell()
+        if strike.kind == "loop":
+            while True:
+                time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGSTOP if strike.kind == "stopped" else signal.SIGKILL)
+
+    def _mix_up(self) -> None:
+        """Skip a collective that all others join, or call two in the order that the other rank has not."""
+        if self._strike.kind == "skip":
+            if self._causes:
+                self._tell()
+            else:
+                dist.all_reduce(torch.zeros(8), group=self._everyone)
+        elif self._strike.kind == "order" and self._causes:
+            self._tell()
+            first = self._rank == self._strike.ranks[0]
+            for group in self._pairs if first else reversed(self._pairs):
+                dist.all_reduce(torch.zeros(8), group=group)
+
+    def _block_in_save(self, descriptor: Any) -> None:
+        """Write what the threads of the package write, and nothing of the checkpoint."""
+        if threading.current_thread() is threading.main_thread():
+            self._block()
+        self._fsync(descriptor)
+
+    def _block(self, *_: Any) -> NoReturn:
+        """Wait in the kernel for what never comes."""
+        self._tell()
+        reading, _writing = os.pipe()
+        os.read(reading, 1)
+        raise AssertionError("nobody writes into this pipe")
+
+    def _tell(self) -> None:
+        """Keep when it began; the first rank's time counts."""
+        try:
+            with open(self._struck, "x", encoding="utf-8") as file:
+                file.write(repr(time.time()))
+        except FileExistsError:
+            pass
+
+
+def main() -> None:
+    """Train; the first argument is the request: ``config``, ``strike`` (None: none), and the file ``struck``."""
+    from megasdc.train.main import pretrain
+
+    request = json.loads(sys.argv[1])
+    if request["strike"] is not None:
+        strike = Strike(**{**request["strike"], "ranks": tuple(request["strike"]["ranks"])})
+        hooks_of = build.build_hooks
+
+        def with_hang(parts: build.HookParts) -> list[Hook]:
+            return [*hooks_of(parts), Hang(strike, parts.run, Path(request["struck"]))]
+
+        build.build_hooks = with_hang  # type: ignore[assignment]
+
+    def leave(code: int, _error: BaseException | None) -> NoReturn:
+        os._exit(code)
+
+    leave(*pretrain(request["config"], request["overrides"], (), leave))
+
+
+if __name__ == "__main__":
+    main()

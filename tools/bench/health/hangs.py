@@ -1,0 +1,251 @@
+"""Hangs, ``python -m tools.bench hangs``: whether the right rank is named, nobody else ever, and the run ended in time.
+
+Real ranks of this machine train a tiny model; in each drill some rank is stopped, loops, waits for data or a disk,
+skips a collective, takes two in the wrong order, or is killed. The rank must be named in 99 % of the hangs, no other
+one in any drill, and all ranks must have ended ten seconds after the limit of their phases. Then runs without a hang,
+with evaluations, saves, resumes, DropCompute, collections of garbage and other load on the machine: no alarm may come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.health.board import node_name
+from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.processes import Process, start_module
+from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
+from tools.bench.health.options import HangOptions
+from tools.bench.machine import describe_machine
+from tools.bench.rank import scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+
+FLOOR_S, SLOW_FLOOR_S = 3.0, 8.0
+GIVE_UP_S = 150.0
+CLEAN_PART = 500
+"""Steps of a run without a hang; each goes on from the one before."""
+LEAST_RIGHT = 0.99
+
+
+@dataclass(frozen=True)
+class HangResult(Result):
+    """All drills, and the steps without a hang with the alarms in them."""
+
+    drills: Sequence[Drill] = field(repr=False)
+    clean_steps: int
+    clean_alarms: int
+    clean_failures: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bars are met."""
+        hangs = [one for one in self.drills if KINDS[one.strike.kind].is_hang]
+        return (
+            not self.clean_alarms
+            and not self.clean_failures
+            and all(one.in_time and not one.wrong for one in self.drills)
+            and sum(one.right for one in hangs) >= LEAST_RIGHT * len(hangs)
+        )
+
+    def report(self) -> Report:
+        """Counts by kind and by layout, the drills that went wrong, and what came of the runs without a hang."""
+        for title, key in (("kind", _kind), ("layout", _layout)):
+            groups: dict[str, list[Drill]] = {}
+            for one in self.drills:
+                groups.setdefault(key(one), []).append(one)
+            rows = [_row(name, found) for name, found in sorted(groups.items())]
+            rows.append(_row("all", list(self.drills)))
+            columns = (title, "drills", "right", "a wrong name", "in time", "seconds, median and longest")
+            yield table(f"hangs by {title}", columns, rows, total=True)
+        for one in self.drills:
+            if not one.right or not one.in_time:
+                told = f"{one.found or 'nothing'} {one.named}"
+                yield f"{_layout(one)} {one.strike}: told {told} after {one.seconds} s, exit codes {one.codes}"
+        yield f"{self.clean_steps:,} steps without a hang: {self.clean_alarms} alarms"
+        yield from self.clean_failures
+
+
+def _kind(one: Drill) -> str:
+    return KINDS[one.strike.kind].title
+
+
+def _layout(one: Drill) -> str:
+    return "x".join(map(str, one.layout))
+
+
+def _row(name: str, drills: list[Drill]) -> tuple[str, ...]:
+    seconds = sorted(one.seconds for one in drills if one.seconds is not None)
+    times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else "-"
+    counts = (sum(one.right for one in drills), sum(one.wrong for one in drills), sum(one.in_time for one in drills))
+    return (name, str(len(drills)), *map(str, counts), times)
+
+
+def bench_hangs(options: HangOptions, on_progress: Progress = lambda what, done, total: None) -> HangResult:
+    """Run the drills, then the runs without a hang."""
+    machine = describe_machine()
+    chance = random.Random(options.seed)
+    drills: list[Drill] = []
+    with scratch_folder() as folder:
+        data = _prepare(folder)
+        cells = [(kind, layout) for kind in options.drawn_kinds for layout in options.sizes]
+        planned = [cells[number % len(cells)] for number in range(options.drills)]
+        for number, (kind, layout) in enumerate(planned):
+            on_progress("drills", number, len(planned))
+            strike = KINDS[kind].draw(kind, math.prod(layout), chance)
+            drills.append(_run_drill(folder / f"drill_{number}", data, layout, strike))
+        on_progress("drills", len(planned), len(planned))
+        steps, alarms, failures = _run_clean(folder / "clean", data, options, on_progress)
+    return HangResult(machine, options, drills, steps, alarms, failures)
+
+
+def _prepare(folder: Path) -> Path:
+    """Tokens of some modules of Python's library."""
+    from megasdc.config.sections.data import DataSection
+    from megasdc.data.prepare import prepare
+
+    texts = folder / "texts"
+    texts.mkdir()
+    for name in ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile"):
+        source = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
+        (texts / f"{name}.txt").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    section = {
+        "path": str(folder / "data"),
+        "split": [8, 1, 1],
+        "sources": [{"kind": "files", "path": str(texts)}],
+        "tokenizer": {"vocab_size": 500, "train_characters": 200_000},
+    }
+    prepare(DataSection.model_validate(section), folder / "data", 1, progress=False)
+    return folder / "data"
+
+
+def _config(folder: Path, data: Path, layout: tuple[int, int, int], steps: int, **sections: Any) -> Path:
+    """Configuration of a run, with limits of some seconds."""
+    tensor, pipeline, replicas = layout
+    raw = {
+        "train_batch_size": 2 * replicas,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megasdc": {
+            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
+            "data": {"path": str(data), "sequence_length": 32},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 2 * GIVE_UP_S},
+            "training": {"steps": steps},
+            "checkpoint": {"interval": SAVE_INTERVAL, "keep_last": 1},
+            "logging": {"run_dir": str(folder / "run"), "interval": 10, "progress_bar": False},
+            "health": {"enabled": True, "hang_floor_s": FLOOR_S, "slow_floor_s": SLOW_FLOOR_S},
+        },
+    }
+    for name, values in sections.items():
+        raw["megasdc"][name] = {**raw["megasdc"].get(name, {}), **values}  # type: ignore[dict-item,index,attr-defined]
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    return path
+
+
+def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> tuple[Any, list[Process]]:
+    """Start the ranks; the store must be kept until they have ended."""
+    store, folder = hold_store(), config.parent
+    request = json.dumps(
+        {
+            "config": str(config),
+            "strike": None if strike is None else asdict(strike),
+            "struck": str(folder / "struck"),
+            "overrides": overrides,
+        }
+    )
+    processes = []
+    for rank in range(ranks):
+        environment = {**rank_environment(rank, ranks, 1, "127.0.0.1", store.port), "TORCH_FR_BUFFER_SIZE": "2000"}
+        with open(folder / f"rank_{rank}.log", "ab") as log:
+            streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
+            processes.append(start_module("tools.bench.health.hang_rank", [request], environment, *streams))
+    return store, processes
+
+
+def _wait(processes: list[Process], until: float) -> bool:
+    """Wait until all have ended, or end them; returns whether they have ended by themselves."""
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > until:
+            for process in processes:
+                process.kill()
+                process.wait()
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _run_drill(folder: Path, data: Path, layout: tuple[int, int, int], strike: Strike) -> Drill:
+    config = _config(folder, data, layout, steps=10_000)
+    _store, processes = _start(config, math.prod(layout), strike)
+    ended = _wait(processes, time.monotonic() + GIVE_UP_S)
+    now, struck = time.time(), folder / "struck"
+    seconds = now - float(struck.read_text(encoding="utf-8")) if ended and struck.exists() else None
+    codes = tuple(process.wait() for process in processes)
+    _wait_for_agent(folder)
+    incident = next(iter(_incidents(folder)), {})
+    limits = [one["limit_s"] for one in incident.get("states", [])]
+    found, named = incident.get("kind", ""), tuple(incident.get("ranks", ()))
+    return Drill(strike, layout, found, named, max(limits, default=FLOOR_S), seconds, codes)
+
+
+def _wait_for_agent(folder: Path) -> None:
+    """Wait until this host's agent has ended, which writes into the folder until then."""
+    until, now = time.monotonic() + 30, folder / "run" / "health" / f"{node_name(0)}.now"
+    while now.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def _incidents(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted((folder / "run" / "health" / "incidents").glob("hang_*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _run_clean(folder: Path, data: Path, options: HangOptions, on_progress: Progress) -> tuple[int, int, list[str]]:
+    """Train without a hang, in parts that go on from each other, under other load; returns steps, alarms, failures."""
+    if not options.clean_steps:
+        return 0, 0, []
+    total = math.ceil(options.clean_steps / CLEAN_PART) * CLEAN_PART
+    config = _config(
+        folder,
+        data,
+        (1, 2, 2),
+        total,
+        training={"eval_interval": 50, "eval_samples": 4, "garbage_collection": "managed"},
+        checkpoint={"interval": 100},
+        drop_compute={"enabled": True, "threshold": 30.0},
+    )
+    load = subprocess.Popen(["python3", "-c", "while True: sum(range(10**6))"])
+    failures = []
+    try:
+        for reached in range(0, total, CLEAN_PART):
+            on_progress("steps without a hang", reached, total)
+            stop = f"megasdc.training.stop_step={reached + CLEAN_PART}"
+            _store, processes = _start(config, 4, None, *([stop] if reached + CLEAN_PART < total else []))
+            _wait(processes, time.monotonic() + 1200)
+            codes = [process.wait() for process in processes]
+            _wait_for_agent(folder)
+            if any(codes):
+                failures.append(f"steps {reached} to {reached + CLEAN_PART}: exit codes {codes}")
+    finally:
+        load.kill()
+        load.wait()
+    on_progress("steps without a hang", total, total)
+    withdrawn = _withdrawn(folder)
+    return total, len(_incidents(folder)) + withdrawn, failures
+
+
+def _withdrawn(folder: Path) -> int:
+    """Standstills that were told and taken back."""
+    path = folder / "run" / "health" / f"{node_name(0)}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sum("moved again" in json.loads(line)["note"] for line in lines)
