@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megasdc.health.front_server import FrontServer
 from megasdc.health.wire import FRONT_FILE
-from megasdc.launcher import write_on_host
+from megasdc.launcher import files_on_host
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.supervision import say
 
@@ -42,7 +42,7 @@ def _open(plan: LaunchPlan) -> FrontServer | None:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
     request = {"path": str(health / FRONT_FILE), "text": json.dumps(asdict(server.front))}
-    first, program = plan.placement.hosts[0], Path(write_on_host.__file__)
+    first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
     (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
     if answer.problem:
         say(f"health: hosts cannot be told where to connect: {answer.problem}; their agents judge by the run folder")

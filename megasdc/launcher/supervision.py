@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from megasdc.launcher import environment, read_on_host, running_on_host
+from megasdc.launcher import environment, files_on_host, running_on_host
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
 
@@ -93,7 +93,7 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
     """Add the records of hosts to ``records``; return the problem of each host that gave none."""
     request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
     unreachable = {}
-    for answer in plan.transport.run(hosts, Path(read_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
+    for answer in plan.transport.run(hosts, Path(files_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
         if answer.problem:
             unreachable[answer.host] = answer.problem
             continue

@@ -1,0 +1,27 @@
+"""Reads and writes small files on one host; its source is sent there, so it imports nothing from megasdc."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Return the content of every ``*_*.json`` in ``folder`` by name; empty if the folder does not exist.
+
+    With ``text`` instead, replace the file ``path``, which its user alone may read; its folder is made.
+    """
+    if "text" in request:
+        _write(pathlib.Path(request["path"]), request["text"])
+        return {}
+    return {path.name: path.read_text() for path in pathlib.Path(request["folder"]).glob("*_*.json")}
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    os.replace(part, path)
