@@ -181,6 +181,7 @@ class _Agent(socketserver.BaseRequestHandler):
     server: FrontServer
 
     def handle(self) -> None:
+        """Check who connects, then answer its messages until it leaves."""
         wire = Wire(self.request, self.server.front.secret)
         try:
             hello = wire.greet_agent()

@@ -184,6 +184,7 @@ def test_too_many_strangers_do_not_exhaust_the_front(server: FrontServer, said: 
         return agent.judges
 
     wait_for(served)
+    assert agent.judges and len(said) == 1 and said[0].startswith("health: refused a connection")
     for one in strangers:
         one.close()
 
