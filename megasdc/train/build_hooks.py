@@ -14,6 +14,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.engine.step_times import StepTimes
 from megasdc.engine.time_split import TimeSplit
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
@@ -41,6 +42,7 @@ from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.saving import Saver, checkpoint_folder
 from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.stragglers import StragglerWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
@@ -102,6 +104,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     recording = _recording(parts)
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
     drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
+    times, slow = _times_and_stragglers(parts, drop, writer)
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
@@ -112,7 +115,8 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         FolderWatch(parts.locks),
         StartReport(parts.clock),
         # How much a step computes, and how long it takes. Times begin before injected delays, and so include them.
-        drop and drop.times,
+        times,
+        slow,
         drills.delays and drills.delays.delays,
         parts.split,
         drop,
@@ -141,6 +145,18 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _fault_drill(parts),
     ]
     return [hook for hook in order if hook is not None]
+
+
+def _times_and_stragglers(
+    parts: HookParts, drop: DropCompute | None, writer: MetricsWriter | None
+) -> tuple[StepTimes | None, StragglerWatch | None]:
+    """The hook that measures steps, one for all that read it, and the watch for stragglers; each where it is asked."""
+    health = parts.config.megasdc.health
+    times = None if drop is None else drop.times
+    if not health.enabled:
+        return times, None
+    times = times or StepTimes(parts.run.engine.device)
+    return times, StragglerWatch(health.slow_ratio, parts.run, times, writer)
 
 
 def _build_detection(parts: HookParts) -> Detection | None:
