@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
+from megasdc.report.run_pages.slowness import load_slowness
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incident import Incident, incident_from_json
 
@@ -44,7 +45,8 @@ class RunRecord:
     """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each.
 
     ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
-    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each.
+    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each;
+    ``slowness``: time over that of the peers by rank, empty where nothing was compared.
     """
 
     path: Path
@@ -55,6 +57,7 @@ class RunRecord:
     ending: Ending | None
     written_at: float | None
     notes: tuple[str, ...]
+    slowness: dict[int, Series] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -101,6 +104,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     series, last_line = _load_series(path, notes)
     events = _load_events(path, notes, on_progress)
     events = _of_this_run(events, notes)
+    slowness = load_slowness(path, notes)
     times = [events[-1].time] if events else []
     return RunRecord(
         path=path,
@@ -111,6 +115,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
         ending=_load_ending(path, events, notes),
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),
+        slowness=slowness,
     )
 
 
