@@ -31,7 +31,7 @@ class Case:
 class SleepingGpt(SmallGpt):
     """The model of replicas that sleep: as little computation as there can be."""
 
-    micro_batches: int = option(2, "Of a replica's step.")
+    micro_batches: int = option(4, "Of a replica's step.")
 
 
 @dataclass(frozen=True)
