@@ -143,5 +143,21 @@ class StepTimes(Hook):
             self._between(self._origin, self._stepped),
         )
 
+    def busy_later(self) -> Callable[[], list[float]]:
+        """What reads the busy seconds of the finished step's micro-batches, [completed], also while the next step runs.
+
+        Returns:
+            A function. On CUDA it waits for the end of that step's last micro-batch, and for nothing when the next
+            step's work has been issued and the device has come to it.
+        """
+        spans = self._spans
+
+        def read() -> list[float]:
+            if self._on_device and spans:
+                spans[-1][-1][1].synchronize()
+            return [sum(self._between(*span) for span in one) for one in spans]
+
+        return read
+
     def _between(self, first: Any, second: Any) -> float:
         return float(first.elapsed_time(second)) / 1000.0 if self._on_device else float(second - first)

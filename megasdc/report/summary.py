@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.config import parse_config
@@ -63,7 +64,7 @@ class RunSummary:
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
-    ``hangs``: oldest first.
+    ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first.
     """
 
     run_dir: str
@@ -79,6 +80,7 @@ class RunSummary:
     resumed_from: list[int]
     changed_settings: list[str]
     checkpoints: list[str]
+    stragglers: list[str] = field(default_factory=list)
     failure: Failure | None = None
     hangs: tuple[Hang, ...] = ()
 
@@ -125,6 +127,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         resumed_from=sorted({one.step for one in run.of("resume", "checkpoint") if one.step is not None}),
         changed_settings=[_change_text(event) for event in run.of("resume", "changed")],
         checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
+        stragglers=_stragglers(run),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
         hangs=tuple(map(_hang, run.hangs)),
     )
@@ -194,6 +197,22 @@ def _change_text(event: Event) -> str:
     return f"{event.fields['path']}: {old} -> {new} after step {event.step}"
 
 
+def _stragglers(run: RunRecord) -> list[str]:
+    """Ranks named as slow since the last start, and when they recovered, as text."""
+    since = run.started_at or 0.0
+    found: dict[tuple[Any, Any], str] = {}
+    for event in run.of("health", "straggler", "recovered"):
+        place = event.fields.get("replica"), event.fields.get("stage")
+        if event.time < since:
+            continue
+        if event.name == "straggler":
+            again = f"{found[place]}; " if place in found else ""
+            found[place] = f"{again}{event.fields.get('message')}; since step {event.step}"
+        elif place in found:
+            found[place] += f", until step {event.step}"
+    return list(found.values())
+
+
 def _unigram_entropy(data: Path) -> float | None:
     try:
         return Manifest.load(data).unigram_entropy_nats
@@ -228,6 +247,7 @@ def render(summary: RunSummary) -> str:
     if summary.resumed_from:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
     lines += [f"changed           {text}" for text in summary.changed_settings]
+    lines += [f"straggler         {text}" for text in summary.stragglers]
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
     return "\n".join(lines)
 

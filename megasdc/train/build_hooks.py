@@ -14,6 +14,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.engine.step_times import StepTimes
 from megasdc.engine.time_split import TimeSplit
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
@@ -41,6 +42,7 @@ from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.saving import Saver, checkpoint_folder
 from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.stragglers import StragglerWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
@@ -102,6 +104,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     recording = _recording(parts)
     writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
     drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
+    times, slow = _times_and_stragglers(parts, drop, writer)
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
@@ -112,7 +115,8 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         FolderWatch(parts.locks),
         StartReport(parts.clock),
         # How much a step computes, and how long it takes. Times begin before injected delays, and so include them.
-        drop and drop.times,
+        times,
+        slow,
         drills.delays and drills.delays.delays,
         parts.split,
         drop,
@@ -143,10 +147,26 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     return [hook for hook in order if hook is not None]
 
 
+def _is_watched(parts: HookParts) -> bool:
+    launched = parts.signals.leave_running is not None
+    return parts.config.megasdc.health.is_on(launched=launched, studied=parts.study is not None)
+
+
 def _health(parts: HookParts) -> Health | None:
-    section, leave = parts.config.megasdc.health, parts.signals.leave_running
-    is_on = section.is_on(launched=leave is not None, studied=parts.study is not None)
-    return Health(section, parts.run, leave) if is_on else None
+    if not _is_watched(parts):
+        return None
+    return Health(parts.config.megasdc.health, parts.run, parts.signals.leave_running)
+
+
+def _times_and_stragglers(
+    parts: HookParts, drop: DropCompute | None, writer: MetricsWriter | None
+) -> tuple[StepTimes | None, StragglerWatch | None]:
+    """The hook that measures steps, one for all that read it, and the watch for stragglers; each where it is asked."""
+    times = None if drop is None else drop.times
+    if not _is_watched(parts):
+        return times, None
+    times = times or StepTimes(parts.run.engine.device)
+    return times, StragglerWatch(parts.config.megasdc.health.slow_ratio, parts.run, times, writer)
 
 
 def _build_detection(parts: HookParts) -> Detection | None:

@@ -1,12 +1,16 @@
-"""Section `health`: what ranks are doing, and how a run that is stuck ends."""
+"""Section `health`: what ranks are doing, how a run that is stuck ends, and which ranks are slow."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
 
 from megasdc.config.fields import PositiveFloat, Section, setting
 
 
 class HealthSection(Section):
-    """Progress records of every rank, an agent on each host, and hangs that are named and ended."""
+    """Progress records of every rank, an agent on each host, hangs that are named and ended, and stragglers."""
 
     at_resume = "applied"
 
@@ -23,6 +27,11 @@ class HealthSection(Section):
     )
     hang_factor: PositiveFloat = setting(
         10.0, "A phase may last this many times the 99th percentile of its durations in this run."
+    )
+    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = setting(
+        1.05,
+        "A rank whose micro-batches take so many times as long as those of its peers of the same stage is a straggler, "
+        "if noise does not explain it; above 1. Healthy devices of one kind differ by less.",
     )
 
     def is_on(self, *, launched: bool, studied: bool) -> bool:

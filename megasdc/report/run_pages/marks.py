@@ -29,6 +29,8 @@ _LANE_OF = {
     ("fault", "injected"): FAULT,
     ("fault", "process"): FAULT,
     ("skip", "optimizer_step"): SKIP,
+    ("health", "straggler"): WARNING,
+    ("health", "recovered"): WARNING,
     ("drop", "threshold"): DROPS,
     ("drop", "limit"): DROPS,
     ("drop", "slow_replica"): DROPS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
+from megasdc.report.run_pages.slowness import load_slowness
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incident import Incident, incident_from_json
 
@@ -46,7 +47,8 @@ class RunRecord:
     ``hangs``: oldest first.
 
     ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
-    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each.
+    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each;
+    ``slowness``: time over that of the peers by rank, empty where nothing was compared.
     """
 
     path: Path
@@ -58,6 +60,7 @@ class RunRecord:
     ending: Ending | None
     written_at: float | None
     notes: tuple[str, ...]
+    slowness: dict[int, Series] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -104,6 +107,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     series, last_line = _load_series(path, notes)
     events = _load_events(path, notes, on_progress)
     events = _of_this_run(events, notes)
+    slowness = load_slowness(path, notes)
     times = [events[-1].time] if events else []
     hangs, unreadable = load_hangs(path)
     notes += unreadable
@@ -117,6 +121,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
         ending=load_ending(path, events, notes),
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),
+        slowness=slowness,
     )
 
 

@@ -1,1 +1,1 @@
-"""Campaigns of hangs: who is named, and how fast a stuck run ends."""
+"""Benchmarks of health."""

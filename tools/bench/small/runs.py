@@ -1,7 +1,7 @@
 """Several small runs trained by the ranks of a benchmark in the same processes.
 
-Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, `optimizer_hooks`, `faults`,
-watching for skipped steps and evaluation as a run of the training program has them.
+Groups are made once; each run builds its engine anew, with `drop_compute`, `delay`, `optimizer_hooks`, `faults`, the
+stragglers of `health`, watching for skipped steps and evaluation as a run of the training program has them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.engine.step_times import StepTimes
 from megasdc.events import EventLog
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
@@ -36,6 +37,7 @@ from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
 from megasdc.train.stop import SkipWatch
+from megasdc.train.stragglers import StragglerWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 
 
@@ -72,8 +74,14 @@ def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None)
     delays = [DelayReport(sections.delay, interval, run)] if sections.delay else []
     drops = [DropCompute(sections.drop_compute, run, writer, interval)] if sections.drop_compute.enabled else []
     bounds = [GradientBounds(sections.optimizer_hooks, run, interval, writer)] if sections.optimizer_hooks else []
+    times = [drop.times for drop in drops]
+    slow = []
+    if sections.health.enabled:
+        times = times or [StepTimes(engine.device)]
+        slow.append(StragglerWatch(sections.health.slow_ratio, run, times[0], writer))
     run.hooks = [
-        *(drop.times for drop in drops),
+        *times,
+        *slow,
         *(one.delays for one in delays),
         *([] if injector is None else [StateFaults(engine, injector)]),
         *drops,

@@ -19,6 +19,7 @@ from megasdc.report.result.figure import (
     rule,
     scatter,
 )
+from megasdc.report.run_pages.figures.slowness import slowness_figure
 from megasdc.report.run_pages.marks import (
     DROPS,
     FAULT,
@@ -108,6 +109,8 @@ def run_figures(run: RunRecord, marks: Sequence[Mark]) -> list[Figure]:
         found.insert(-1, drops)
     if (parts := _time_parts(run, lines)) is not None:
         found.append(parts)
+    if (slow := slowness_figure(run.slowness, lines)) is not None:
+        found.append(slow)
     if marks:
         found.insert(1, happened(marks))
     return found

@@ -1,0 +1,176 @@
+"""Who is named as a straggler, ``python -m tools.bench stragglers``: gloo replicas that sleep, one of them longer.
+
+Each trial is a run of the real engine with the hook that a run has. Micro-batches sleep for what was drawn, and compute
+little beside it, so that many ranks fit few cores and the truth is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasdc.events import read_events
+from tools.bench.health.straggler_options import CLEAN, Case, StragglerOptions
+from tools.bench.machine import describe_machine
+from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.small.log import RunLog
+from tools.bench.small.runs import build_run, train_in_turn
+
+LITTLE, ENOUGH = 1.3, 0.95
+"""From this ratio on every trial must name the slow one; below it, this share of the trials."""
+SLEPT = 0.9
+"""Share of a micro-batch's time that must be sleep, so that the cores do not decide."""
+COLUMNS = ("noise", "slower", "runs", "steps", "named", "wrong", "median step", "slept", "imbalance", "bar", "verdict")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: replicas named in their order, the step of the first, and the share of sleep in micro-batches.
+
+    ``imbalance``: the stage that was told to be slow by design, -1: none.
+    """
+
+    case: Case
+    named: list[int]
+    step: int | None
+    slept: float
+    imbalance: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """All trials of one noise and ratio; ``right``: those that named the slow replica, in time and no other."""
+
+    also = ("passed",)
+
+    noise: float
+    ratio: float
+    runs: int
+    right: int
+    wrong: int
+    median_step: float
+    slept: float
+    imbalance: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether enough were named, nobody wrongly, and sleep decided."""
+        least = 0.0 if self.ratio == CLEAN else 1.0 if self.ratio >= LITTLE else ENOUGH
+        return self.right >= least * self.runs and not self.wrong and self.slept >= SLEPT
+
+
+@dataclass(frozen=True)
+class StragglerResult(Result):
+    """A row for each noise and ratio, and all trials."""
+
+    rows: Sequence[Row]
+    trials: Sequence[Trial]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row meets its bar."""
+        return all(row.passed for row in self.rows)
+
+    def report(self) -> Report:
+        """The table."""
+        options = self.options
+        peers = options.replicas - 1
+        yield (
+            f"{options.replicas} replicas of {options.stages} stage(s), so {peers} peer(s) each; {options.gpt}; a "
+            f"micro-batch sleeps {options.sleep_s:g} s with log-normal noise of its own"
+        )
+        yield table("Stragglers named", COLUMNS, [_row(row, options) for row in self.rows], tight=True)
+
+
+def _row(row: Row, options: StragglerOptions) -> list[str]:
+    clean = row.ratio == CLEAN
+    bar = "none" if clean else "all" if row.ratio >= LITTLE else f">= {ENOUGH:.0%}"
+    return [
+        f"{row.noise:.0%}",
+        f"{row.ratio - 1:.0%}",
+        str(row.runs),
+        str(options.clean_steps if clean else options.steps),
+        str(row.right),
+        str(row.wrong),
+        f"{row.median_step:g}",
+        f"{row.slept:.1%}",
+        str(row.imbalance) if options.stages > 1 else "-",
+        bar,
+        "pass" if row.passed else "FAIL",
+    ]
+
+
+def score(trials: Sequence[Trial], options: StragglerOptions) -> list[Row]:
+    """Rows in the order of the trials."""
+    found = []
+    for noise, ratio in dict.fromkeys((one.case.noise, one.case.ratio) for one in trials):
+        own = [one for one in trials if (one.case.noise, one.case.ratio) == (noise, ratio)]
+        truth = [set() if ratio == CLEAN else {options.slow_replica(one.case)} for one in own]
+        right = sum(bool(one.named) and set(one.named) == true for one, true in zip(own, truth, strict=True))
+        wrong = sum(bool(set(one.named) - true) for one, true in zip(own, truth, strict=True))
+        steps = [one.step for one in own if one.step is not None]
+        told = sum(one.imbalance == options.stages - 1 for one in own)
+        slept = float(np.median([one.slept for one in own]))
+        found.append(
+            Row(noise, ratio, len(own), right, wrong, float(np.median(steps)) if steps else math.nan, slept, told)
+        )
+    return found
+
+
+def bench_stragglers(
+    options: StragglerOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+) -> StragglerResult:
+    """Make the trials that are not in the log yet, with all ranks on this machine.
+
+    Args:
+        log: file that keeps finished trials; None: none does.
+
+    Raises:
+        MegasdcError: the log cannot be used, or a rank failed.
+    """
+    machine, kept = describe_machine(), RunLog(log, options, Trial)
+    done = {one.case for one in kept.runs}
+    every = list(options.cases())
+    cases = [case for case in every if case not in done]
+
+    def take(message: dict[str, Any]) -> None:
+        kept.add(message["trial"])
+        on_progress("trials", len(kept.runs), len(every))
+
+    if cases:
+        on_progress("trials", len(kept.runs), len(every))
+        with scratch_folder() as folder:
+            arguments = {"options": options, "cases": cases, "folder": folder}
+            run_in_ranks(measure_rank, arguments, options.replicas * options.stages, folder, take)
+    return StragglerResult(machine, options, score(kept.runs, options), kept.runs)
+
+
+def measure_rank(messages: Messages, options: StragglerOptions, cases: Sequence[Case], folder: Path) -> None:
+    """Make the trials one after the other, and report each."""
+    dims = join_ranks(pipeline=options.stages)
+    for number, case in enumerate(cases):
+        sleeps = folder / f"sleeps_{number}_{dims.rank}.npy"
+        np.save(sleeps, options.sleeps(case))
+        run = build_run(options.config(case, folder / str(number), sleeps), dims, options.gpt.vocab)[0]
+        train_in_turn([run])
+        if dims.rank == 0:
+            messages.send(trial=_trial(case, options, run.folder))
+
+
+def _trial(case: Case, options: StragglerOptions, run: Path) -> Trial:
+    """What rank 0 of a run told."""
+    named = list(read_events(run, kind="health", name="straggler", rank=0))
+    imbalance = list(read_events(run, kind="health", name="imbalance", rank=0))
+    lines = (run / "health" / "slowness.jsonl").read_text(encoding="utf-8").splitlines()
+    busy_s = json.loads(lines[-1])["stage_s"][0]
+    slept_s = float(np.median(np.median(options.sleeps(case)[..., 0], axis=2)))
+    replicas = [int(one.fields["replica"]) for one in named]
+    stage = int(imbalance[0].fields["slowest_stage"]) if imbalance else -1
+    return Trial(case, replicas, named[0].step if named else None, slept_s / busy_s, stage)
