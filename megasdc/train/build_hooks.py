@@ -34,7 +34,8 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.health import Health
+from megasdc.train.health.progress import Health
+from megasdc.train.health.stragglers import StragglerWatch
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
@@ -42,7 +43,6 @@ from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.saving import Saver, checkpoint_folder
 from megasdc.train.stop import SkipWatch, StopWatch
-from megasdc.train.stragglers import StragglerWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.health.slow_report import HEALTH_FOLDER, SLOWNESS_FILE
+from megasdc.health.slow.report import HEALTH_FOLDER, SLOWNESS_FILE
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 

@@ -34,10 +34,10 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.health.stragglers import StragglerWatch
 from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
 from megasdc.train.stop import SkipWatch
-from megasdc.train.stragglers import StragglerWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megasdc.health.slowness import Slowness, Values, compare_with_peers, stage_times
+from megasdc.health.slow.slowness import Slowness, Values, compare_with_peers, stage_times
 
 SHORT, LONG = 12, 40
 """Steps of the two windows; with the long one and 10 % of noise, 10 % of slowness are named within 50 steps."""

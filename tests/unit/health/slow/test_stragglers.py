@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megasdc.health.slowness import compare_with_peers
-from megasdc.health.stragglers import LONG, SHORT, Stragglers
+from megasdc.health.slow.slowness import compare_with_peers
+from megasdc.health.slow.stragglers import LONG, SHORT, Stragglers
 
 TRIALS = 100
 

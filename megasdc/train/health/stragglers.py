@@ -15,8 +15,8 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.health.limits import FIRST_STEPS
-from megasdc.health.slow_report import SlowReport, Where, metrics
-from megasdc.health.stragglers import LONG, Change, Place, Stragglers
+from megasdc.health.slow.report import SlowReport, Where, metrics
+from megasdc.health.slow.stragglers import LONG, Change, Place, Stragglers
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megasdc.durable import write_durably
-from megasdc.health.stragglers import Change, Place, Straggler, Stragglers
+from megasdc.health.slow.stragglers import Change, Place, Straggler, Stragglers
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
 LARGEST_BYTES = 4_000_000

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from megasdc.events import EventLog
-from megasdc.health.slow_report import SlowReport, Where
-from megasdc.health.stragglers import LONG, Stragglers
+from megasdc.health.slow.report import SlowReport, Where
+from megasdc.health.slow.stragglers import LONG, Stragglers
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.summary import render, summarize
 
-SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
 
 def told(

@@ -1,0 +1,1 @@
+"""Which ranks are slower than their peers of the same stage."""
