@@ -34,6 +34,7 @@ from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.health import Health
+from megasdc.train.links import LinkPings
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
@@ -108,6 +109,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
         Health(sections.health, run, parts.signals.leave_running) if sections.health.enabled else None,
+        _link_pings(parts, writer),
         # Before anything is written: whether the folder is still this launch's.
         FolderWatch(parts.locks),
         StartReport(parts.clock),
@@ -178,6 +180,13 @@ def _recording(parts: HookParts) -> Recording:
         build_toleranced(config.megasdc, run, parts.signals),
         None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
     )
+
+
+def _link_pings(parts: HookParts, writer: MetricsWriter | None) -> LinkPings | None:
+    health, timeout_s = parts.config.megasdc.health, parts.config.megasdc.parallel.timeout_s
+    if not (health.enabled and health.ping_interval):
+        return None
+    return LinkPings(health.ping_interval, timeout_s, parts.run, writer)
 
 
 def _evaluator(parts: HookParts, writer: MetricsWriter | None) -> Evaluator | None:

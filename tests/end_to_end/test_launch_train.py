@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Cluster, unavailable_reason
+from slow_link import limit_rate, slow_link
 
 from megasdc.config import parse_config
 
@@ -143,3 +146,90 @@ def test_a_node_that_missed_the_last_save(tmp_path: Path, folder: Path) -> None:
 
 def _losses(line: str) -> dict[str, Any]:
     return {key: value for key, value in json.loads(line).items() if key == "step" or key.startswith("train/")}
+
+
+def link_events(folder: Path) -> list[tuple[str, str]]:
+    """Name and place of each event of links, in order."""
+    path = folder / "run" / "events" / "rank_00000.jsonl"
+    found = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    names = ("slow_link", "link_recovered", "link_unmeasured")
+    return [(one["name"], one["fields"].get("place")) for one in found if one["name"] in names]
+
+
+@contextlib.contextmanager
+def training_with_pings(cluster: Cluster, folder: Path, hosts: int, interval: int) -> Iterator[Callable[..., None]]:
+    """Inside, training goes on; gives a function that waits until a condition holds."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["health"] = {"enabled": True, "ping_interval": interval}
+    raw["megasdc"]["training"]["steps"] = 10 * STEPS
+    raw["megasdc"]["checkpoint"] = {"interval": 0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(cluster.hostfile(cluster.names[:hosts]))]
+    run = cluster.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder))
+
+    def wait(condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end and run.poll() is None, link_events(folder)
+            time.sleep(0.1)
+
+    try:
+        yield wait
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 0
+    finally:
+        run.kill()
+        run.wait()
+
+
+def pings(folder: Path) -> list[int]:
+    """Steps after which links were measured."""
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [found["step"] for found in map(json.loads, lines) if "health/ping_ms" in found]
+
+
+def test_a_slow_link_is_named_while_training(cluster: Cluster, folder: Path) -> None:
+    """5 ms from one of three hosts to another: an event says so after two measurements, and no other pair is named."""
+    limit_rate(cluster, 200)
+    with slow_link(cluster, "node2", "node3", delay_s=5e-3), training_with_pings(cluster, folder, 3, 5) as wait:
+        wait(lambda: len(pings(folder)) >= 4)
+    assert link_events(folder)[0] == ("slow_link", "node2 -> node3")
+    assert len(link_events(folder)) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize(
+    ("slow", "ways", "kind"),
+    [
+        ({"delay_s": 5e-3}, 2, "latency"),
+        ({"loss": 0.01}, 2, "loss"),
+        ({"bytes_per_s": 2.5e6}, 2, "bandwidth"),
+        ({"delay_s": 5e-3}, 1, "latency"),
+        ({"loss": 0.01}, 1, "loss"),
+        ({"bytes_per_s": 2.5e6}, 1, "bandwidth"),
+    ],
+)
+def test_a_link_becomes_slow_and_recovers(
+    cluster: Cluster, folder: Path, slow: dict[str, float], ways: int, kind: str, hosts: int
+) -> None:
+    """Also of two hosts, by their past: named within three measurements (losses: ten), then reported as recovered.
+
+    Two hosts have no third clock: which way a delay lies is not told.
+    """
+    limit_rate(cluster, 200)
+    place = "node1 - node2" if ways == 2 or (hosts == 2 and kind == "latency") else "node1 -> node2"
+    with training_with_pings(cluster, folder, hosts, 5) as wait:
+        wait(lambda: len(pings(folder)) >= 8)
+        with contextlib.ExitStack() as links:
+            for way in [("node1", "node2"), ("node2", "node1")][:ways]:
+                links.enter_context(slow_link(cluster, *way, **slow))
+            before = len(pings(folder))
+            wait(lambda: link_events(folder))
+            took = len(pings(folder)) - before
+        wait(lambda: len(link_events(folder)) >= 2)
+    assert link_events(folder) == [("slow_link", place), ("link_recovered", place)]
+    assert took <= (10 if kind == "loss" else 4)
+    events = (folder / "run" / "events" / "rank_00000.jsonl").read_text()
+    assert f'"kinds": ["{kind}"]' in events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.config.fields import PositiveFloat, Section, setting
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, Section, setting
 
 
 class HealthSection(Section):
@@ -21,4 +21,7 @@ class HealthSection(Section):
     )
     hang_factor: PositiveFloat = setting(
         10.0, "A phase may last this many times the 99th percentile of its durations in this run."
+    )
+    ping_interval: NonNegativeInt = setting(
+        200, "Steps between measurements of the links between hosts, of a few milliseconds; 0: never."
     )
