@@ -56,8 +56,10 @@ def slow_link(
     try:
         assert relay.stdout is not None and relay.stdout.readline() == b"ready\n", "no TAP device"
         _switch(cluster, "ip", "link", "set", tap, "master", "br0", "up")
-        # It returns frames of a host on another port: the switch must not learn that this host lies behind it.
-        _switch(cluster, "bridge", "link", "set", "dev", tap, "learning", "off", "flood", "off")
+        # It returns frames of a host on another port: the switch must not learn that this host lies behind it, nor hand
+        # it anything but those frames, or two such devices would hand each other broadcasts for ever.
+        off = [word for what in ("learning", "flood", "mcast_flood", "bcast_flood") for word in (what, "off")]
+        _switch(cluster, "bridge", "link", "set", "dev", tap, *off)
         _switch(cluster, "tc", "qdisc", "replace", "dev", port, "clsact")
         mac = cluster.mac(target).replace(":", "")
         match = [*_match("u16", mac[:4], -14), *_match("u32", mac[4:], -12)]
