@@ -22,7 +22,7 @@ class LinkWatch:
 
     def __init__(self) -> None:
         self.slow: dict[Pair, SlowLink] = {}
-        """Pairs that are slow, and the latest finding of each."""
+        """Pairs that are slow, and the finding with which each was reported."""
         self._past: defaultdict[Pair, deque[LinkFigures]] = defaultdict(lambda: deque(maxlen=PAST))
         self._counted: defaultdict[Pair, deque[LinkFigures]] = defaultdict(lambda: deque(maxlen=COUNTED))
         self._streak: defaultdict[Pair, int] = defaultdict(int)
@@ -35,9 +35,7 @@ class LinkWatch:
         for one in figures:
             pair, was_slow = one.pair, one.pair in self.slow
             self._streak[pair] = 0 if (pair in found) == was_slow else self._streak[pair] + 1
-            if was_slow and pair in found:
-                self.slow[pair] = found[pair]
-            elif self._streak[pair] >= CONFIRM:
+            if self._streak[pair] >= CONFIRM:
                 self._streak[pair] = 0
                 if was_slow:
                     ended.append(self.slow.pop(pair))

@@ -169,6 +169,11 @@ def _usual_s(own: LinkFigures, way: Pair, figures: Sequence[LinkFigures], past: 
     return min([lower_quartile(each.seconds for one in figures for each in one.ways().values()), *before])
 
 
+def _usual_loss(figures: Sequence[LinkFigures]) -> float:
+    """Of all directions; a single pair is judged by ``LOSS_FLOOR`` alone: losses both ways do not excuse each other."""
+    return lower_quartile(way.loss for one in figures for way in one.ways().values()) if len(figures) > 1 else 0.0
+
+
 def _judge(
     own: LinkFigures,
     figures: Sequence[LinkFigures],
@@ -178,7 +183,7 @@ def _judge(
 ) -> SlowLink | None:
     """A pair's finding; ``usual_rtt``: None where its round trip is not slow."""
     texts, ways, kinds = [], set(), []
-    usual_loss = lower_quartile(each.loss for one in figures for each in one.ways().values())
+    usual_loss = _usual_loss(figures)
     times = {way: (each.seconds, _usual_s(own, way, figures, past)) for way, each in own.ways().items()}
     if usual_rtt is not None:
         kinds.append(LATENCY)

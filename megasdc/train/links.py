@@ -157,7 +157,8 @@ class LinkPings(Hook):
 
     def _report(self, place: str, found: Sequence[SlowLink]) -> None:
         pairs = [{"place": one.place, "kinds": one.kinds, "text": one.text} for one in found]
-        logger.warning("slow link %s: %s", place, "; ".join(f"{one.place}: {one.text}" for one in found))
+        texts = [one.text if one.place == place else f"{one.place}: {one.text}" for one in found]
+        logger.warning("slow link %s: %s", place, "; ".join(texts))
         hosts = sorted({host for one in found for host in one.pair})
         self._run.events.emit("health", "slow_link", step=self._run.step, place=place, hosts=hosts, pairs=pairs)
 

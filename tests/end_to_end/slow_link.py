@@ -123,6 +123,7 @@ def _frames(device: int) -> Iterator[bytes]:
 
 
 if __name__ == "__main__":
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a link waits for no busy processor
     tap = open_tap(sys.argv[1])
     print("ready", flush=True)
     forward(tap, *(float(one) for one in sys.argv[2:5]))

@@ -34,6 +34,16 @@ def test_a_slow_link_must_repeat_and_so_must_its_recovery() -> None:
     assert not watch.slow
 
 
+def test_a_link_recovers_under_the_name_with_which_it_was_reported() -> None:
+    """Losses both ways; one way stops before the other."""
+    watch = LinkWatch()
+    lossy = ring(resent=9)
+    both = [replace(lossy[0], backward=replace(lossy[0].backward, resent=30)), *lossy[1:]]
+    told = [watch.take(one) for one in [both] * 3 + [ring()] * 30]
+    assert [names(begun) for begun, _ in told if begun] == [["node1 - node2"]]
+    assert [names(ended) for _, ended in told if ended] == [["node1 - node2"]]
+
+
 def test_two_hosts_are_judged_by_their_past_which_slow_times_do_not_enter() -> None:
     """After five usual measurements; however long it stays slow, it is not taken for usual."""
     watch = LinkWatch()

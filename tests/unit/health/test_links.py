@@ -146,6 +146,13 @@ def test_pairs_without_a_common_host_are_named_each() -> None:
     assert set(places(circle.all_pairs(8))) == {"node1 -> node2", "node2 -> node3", "node3 -> node1"}
 
 
+def test_losses_of_a_single_pair_are_named_in_both_directions() -> None:
+    """One in a hundred each way: the other direction is no excuse."""
+    network = Network(2)
+    network.loss = {("node1", "node2"): 0.01, ("node2", "node1"): 0.01}
+    assert places(network.all_pairs(2)) == {"node1 - node2": (LOSS,)}
+
+
 def test_a_single_pair_is_judged_by_its_past() -> None:
     """Two hosts: nothing says what is usual, except what was measured before."""
     network = Network(5)
