@@ -146,6 +146,13 @@ def test_pairs_without_a_common_host_are_named_each() -> None:
     assert set(places(circle.all_pairs(8))) == {"node1 -> node2", "node2 -> node3", "node3 -> node1"}
 
 
+def test_what_a_step_would_not_notice_is_not_slow() -> None:
+    """Half a millisecond to a host in another rack, ten times that of the others: nobody is named."""
+    network = Network(4, rtt_s=5e-5)
+    network.delay_s = {("node1", "node3"): 5e-4, ("node2", "node3"): 5e-4}
+    assert places(network.all_pairs(3)) == {}
+
+
 def test_losses_of_a_single_pair_are_named_in_both_directions() -> None:
     """One in a hundred each way: the other direction is no excuse."""
     network = Network(2)

@@ -27,7 +27,7 @@ def figures(first: str, second: str, rtt_s: float = 1e-4) -> dict[str, Any]:
     return LinkFigures(first, second, rtt_s, 0.0, 2_000_000, *[Direction(2e-3, 1400, 0)] * 2).as_dict()
 
 
-def tested(rtt_s: Mapping[tuple[str, str], float] | None = None) -> list[HostState]:
+def after_three_rounds(rtt_s: Mapping[tuple[str, str], float] | None = None) -> list[HostState]:
     """Three hosts after three rounds."""
     states = {name: HostState(name, PLAN, rounds=3) for name in "abc"}
     for number in range(1, 4):
@@ -45,8 +45,8 @@ def result_of(states: list[HostState]) -> StressResult:
 
 def test_a_slow_link_ends_with_78_and_leaves_hosts_healthy() -> None:
     """It is in the JSON and on the terminal; without it the code is 0."""
-    assert result_of(tested()).exit_code == 0
-    slow = result_of(tested({("a", "c"): 6e-3}))
+    assert result_of(after_three_rounds()).exit_code == 0
+    slow = result_of(after_three_rounds({("a", "c"): 6e-3}))
     assert slow.exit_code == 78 and [one.status for one in slow.verdicts] == [HEALTHY] * 3
     assert set(json.loads(json.dumps(slow.as_dict()))["links"]["slow"]) == {"a - c"}
     text = io.StringIO()
@@ -68,7 +68,7 @@ def test_links_that_were_asked_for_and_not_measured_are_no_success() -> None:
 
 def test_figures_survive_a_resume_and_stay_few(tmp_path: Path) -> None:
     """They are part of a host's state; the oldest go."""
-    first, *_ = states = tested()
+    first, *_ = states = after_three_rounds()
     for number in range(20):
         keep_figures(
             {one.host: one for one in states}, {("a", "b"): {"failed": None, "figures": figures("a", "b")}}, number
