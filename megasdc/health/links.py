@@ -20,6 +20,8 @@ FLOOR_S = 1e-3
 """Least excess of a round trip, and of a transfer, in seconds."""
 LOSS_FLOOR = 0.005
 LEAST_RESENT = 5
+ROUND_TRIPS = 8
+"""Round trips that a transfer may contain, until TCP's window is open: no finding of their own where they are slow."""
 ONE_WAY_SHARE = 0.6
 """A delay lies one way if the clocks show this share of it or more."""
 LATENCY, BANDWIDTH, LOSS = "latency", "bandwidth", "loss"
@@ -189,10 +191,8 @@ def _judge(
         kinds.append(LATENCY)
         ways |= _way_of_delay(own, own.rtt_s - usual_rtt, clocks)
         texts.append(f"round trip {_ms(own.rtt_s)}, usual {_ms(usual_rtt)}")
-        # Every transfer contains round trips; the other direction contains as many.
-        forward, backward = own.ways()
-        times = {forward: (times[forward][0], times[backward][0]), backward: (times[backward][0], times[forward][0])}
-    slow = {way for way, (seconds, usual) in times.items() if _is_slow(seconds, usual)}
+    round_trips_s = 0.0 if usual_rtt is None else ROUND_TRIPS * (own.rtt_s - usual_rtt)
+    slow = {way for way, (seconds, usual) in times.items() if _is_slow(seconds - round_trips_s, usual)}
     for way in sorted(slow):
         seconds, usual = times[way]
         rates = [f"{own.payload_bytes / one / 1e6:,.1f}" for one in (seconds, usual)]

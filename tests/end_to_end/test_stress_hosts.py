@@ -111,7 +111,7 @@ def test_every_kind_of_slow_link_is_named(
             links.enter_context(slow_link(cluster, *way, **slow))
         code, said = stress(cluster, tmp_path, "--only", "links", hosts=3)
     found = {name: {one for each in links for one in each["kinds"]} for name, links in said["links"]["slow"].items()}
-    assert (code, found) == ((0, {}) if place is None else (78, {place: {kind}})), said["links"]
+    assert (code, found) == ((0, {}) if place is None else (78, {place: {kind}})), said["links"]["slow"]
 
 
 @pytest.mark.full

@@ -153,6 +153,15 @@ def test_what_a_step_would_not_notice_is_not_slow() -> None:
     assert places(network.all_pairs(3)) == {}
 
 
+def test_bandwidth_is_judged_beside_a_slow_round_trip() -> None:
+    """2 ms more and a tenth of the bandwidth: both are told; the delay alone is not told as bandwidth."""
+    network = Network(6, rate=2.5e7)
+    network.delay_s = {("node1", "node2"): 2e-3}
+    assert places(network.all_pairs(3)) == {"node1 -> node2": (LATENCY,)}
+    network.slower = {("node1", "node2"): 10.0, ("node2", "node1"): 10.0}
+    assert places(network.all_pairs(3)) == {"node1 - node2": (BANDWIDTH, LATENCY)}
+
+
 def test_losses_of_a_single_pair_are_named_in_both_directions() -> None:
     """One in a hundred each way: the other direction is no excuse."""
     network = Network(2)
