@@ -26,7 +26,7 @@ class StressOptions:
     )
     rounds: int = option(3, "Rounds of all tests.", min=1)
     minutes: float | None = option(None, "Instead of --rounds: so long.", min=0)
-    only: str = option("collectives,gemm,training", "Tests to run, of collectives,gemm,training.")
+    only: str = option("collectives,gemm,training,links", "Tests to run, of collectives,gemm,training,links.")
     golden: Path | None = option(
         None, "Folder of golden values; the files for each device are used.", make=input_option, reads=TraceError
     )
@@ -44,9 +44,11 @@ class StressOptions:
 def stress(options: StressOptions, as_json: Json = False) -> None:
     """Repeat collectives, matrix products and a small training run on all hosts, and report which hosts are healthy.
 
+    Links between pairs of hosts are measured, too, and slow ones named.
+
     Exit code 0: all are; 73: one is unhealthy, or one of several is and none can be named; 78: a host could not be
-    tested to the end. Ctrl-C ends the test with the verdict so far. With --out FILE the results of each host are
-    kept in FILE.hosts/HOST.json after each round.
+    tested to the end, or a link between hosts is slow. Ctrl-C ends the test with the verdict so far. With --out FILE
+    the results of each host are kept in FILE.hosts/HOST.json after each round.
     """
     from rich.console import Console
 
@@ -83,8 +85,11 @@ def _plan(options: StressOptions) -> StressPlan:
     from megasdc.stress.drill import read_drill
     from megasdc.stress.golden import GoldenFolder, load_folder
     from megasdc.stress.run import StressPlan
+    from megasdc.stress.state import LINKS
 
     slots = {LOCAL_HOST: 0} if options.hostfile is None else read_hostfile(options.hostfile)
+    if len(slots) == 1 and options.only == LINKS:
+        raise typer.BadParameter("--only links needs a --hostfile of two hosts or more, there is one")
     return StressPlan(
         slots=slots,
         remote=options.hostfile is not None,

@@ -34,6 +34,7 @@ METRICS: dict[str, str] = {
     "health/imbalance_ratio": "time of the slowest stage over the mean of all stages, last 40 steps",
     "memory/host_peak_bytes": "peak resident memory of rank 0",
     "memory/device_peak_bytes": "peak allocated device memory of rank 0; absent on CPU",
+    "health/ping_ms": "longest round trip between two hosts, with `health.ping_interval`",
     "eval/loss": "mean loss over the tokens of the validation samples, nats",
     "eval/perplexity": "exp of that",
     "time/eval_s": "seconds that training stood still for the evaluation",

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megasdc.errors import CorruptionError, LaunchError
 from megasdc.stress.drill import DrillRequest
+from megasdc.stress.pair_links import LinksReport
 from megasdc.stress.state import HostState
 from megasdc.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict
 
@@ -29,7 +30,7 @@ class StressResult:
     """Verdicts and states of all hosts, in the order of the hostfile.
 
     ``drill``: injected faults, None: none; ``drilled``: their effects, from ``summarize``, None: not known;
-    ``interrupted``: by Ctrl-C.
+    ``interrupted``: by Ctrl-C; ``links``: between hosts, None: not asked for, or one host.
     """
 
     verdicts: Sequence[HostVerdict]
@@ -37,12 +38,17 @@ class StressResult:
     drilled: list[dict[str, Any]] | None
     interrupted: bool
     states: Sequence[HostState]
+    links: LinksReport | None = None
 
     @property
     def exit_code(self) -> int:
-        """See ``EXIT_CODES``; 0: all hosts are healthy."""
+        """See ``EXIT_CODES``; where all hosts are healthy, 78 for a slow link or none measured, else 0."""
         given = {verdict.status for verdict in self.verdicts}
-        return next((code for status, code in EXIT_CODES.items() if status in given), 0)
+        return next((code for status, code in EXIT_CODES.items() if status in given), self._code_of_links)
+
+    @property
+    def _code_of_links(self) -> int:
+        return 0 if self.links is None or self.links.is_fit else LaunchError.exit_code
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -52,6 +58,7 @@ class StressResult:
             "counts": {status: sum(v.status == status for v in self.verdicts) for status in _STYLES},
             "drill": self.drill_report(),
             "hosts": [verdict.as_dict() for verdict in self.verdicts],
+            "links": None if self.links is None else self.links.as_dict(),
         }
 
     def drill_report(self) -> dict[str, Any] | None:
@@ -105,6 +112,8 @@ def render_result(result: StressResult, console: Console) -> None:
             console.print(Text(f"{verdict.host}: {reason.status}: {reason.test}: {reason.text}"))
         for note in verdict.notes:
             console.print(Text(f"{verdict.host}: {note}"))
+    for line in [] if result.links is None else result.links.lines():
+        console.print(Text(line))
     _render_drill(result.drill_report(), console)
     counts = ", ".join(f"{sum(v.status == status for v in result.verdicts)} {status}" for status in _STYLES)
     hosts = "1 host" if len(result.verdicts) == 1 else f"{len(result.verdicts)} hosts"

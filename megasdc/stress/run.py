@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,20 @@ from megasdc.stress.arrange import pairings, turns_of_round
 from megasdc.stress.drill import DrillRequest, summarize
 from megasdc.stress.golden import GoldenFolder
 from megasdc.stress.link import Links, Place
+from megasdc.stress.pair_links import keep_figures, measure_pairs, report_links
 from megasdc.stress.result import StressResult
-from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TESTS, TRAINING, Count, HostState, load_state, save_state
+from megasdc.stress.state import (
+    ALONE,
+    COLLECTIVES,
+    GEMM,
+    LINKS,
+    TESTS,
+    TRAINING,
+    Count,
+    HostState,
+    load_state,
+    save_state,
+)
 from megasdc.stress.verdict import judge
 
 MEETINGS = 3
@@ -86,7 +99,8 @@ def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -
     finally:
         test.note_losses()
         links.close()
-    return StressResult(judge(list(states.values())), plan.drill, drill, interrupted, list(states.values()))
+    whole = list(states.values())
+    return StressResult(judge(whole), plan.drill, drill, interrupted, whole, report_links(whole))
 
 
 def _state(plan: StressPlan, host: str) -> HostState:
@@ -130,7 +144,12 @@ class _Test:
 
     def run_round(self, number: int) -> None:
         """One round of all tests on all hosts that are alive; the states are saved at its end."""
-        tests = {COLLECTIVES: self._collectives, GEMM: self._products, TRAINING: self._training}
+        tests = {
+            COLLECTIVES: self._collectives,
+            GEMM: self._products,
+            TRAINING: self._training,
+            LINKS: self._measure_links,
+        }
         for name in self._plan.only:
             tests[name](number)
         for host in self._links.alive:
@@ -210,11 +229,19 @@ class _Test:
     def _collectives(self, number: int) -> None:
         alone = {(host,): self._links.places([host], every=True) for host in self._links.alive}
         self._meet(number, {group: places for group, places in alone.items() if len(places) > 1})
+        for pairs in self._pairs(number):
+            self._meet(number, {pair: self._links.places(pair) for pair in pairs})
+
+    def _measure_links(self, number: int) -> None:
+        for pairs in self._pairs(number):
+            keep_figures(self._states, measure_pairs(pairs, self._ask, secrets.token_hex), number)
+
+    def _pairs(self, number: int) -> Iterator[list[tuple[str, str]]]:
+        """The pairs of a round, in sets whose pairs have no host in common, of hosts that are alive."""
         turns = pairings(list(self._plan.slots))
         for turn in turns_of_round(number, len(turns), MEETINGS) if turns else []:
             alive = set(self._links.alive)
-            pairs = [pair for pair in turns[turn] if alive >= set(pair)]
-            self._meet(number, {pair: self._links.places(pair) for pair in pairs})
+            yield [pair for pair in turns[turn] if alive >= set(pair)]
 
     def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
         """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from megasdc.config import DeterminismSection
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.stress.pair_links import LinkEnd
 
 
 class Slot:
@@ -33,6 +34,7 @@ class Slot:
         self._run: Any = None
         self._store: Any = None
         self._timeout_s = 0.0
+        self._link_end = LinkEnd(self._timeout_s)
 
     def hello(self, task: dict[str, Any]) -> dict[str, Any]:
         """Configures all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
@@ -43,6 +45,7 @@ class Slot:
         from megasdc.train.detection.golden_key import machine_key
 
         self._timeout_s = task["timeout_s"]
+        self._link_end = LinkEnd(self._timeout_s / 2)
         self._drill = SlotDrill(task["faults"])
         self._products = Products(self._device, self._drill.harm)
         on_accelerator = self._device.type == "cuda"
@@ -92,6 +95,14 @@ class Slot:
         except RuntimeError as error:  # of the backend: another rank did not answer
             return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).partition("\n")[0] or repr(error)}
         return {**said, "failed": None}
+
+    def open_link(self, _task: dict[str, Any]) -> dict[str, Any]:
+        """Listens for the other end of a link."""
+        return {"port": self._link_end.open()}
+
+    def link(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Measures a link: leads it, or follows where this process listens."""
+        return self._link_end.measure(task)
 
     def drill(self, _task: dict[str, Any]) -> dict[str, Any]:
         """Effects of the faults."""

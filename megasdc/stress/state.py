@@ -13,7 +13,7 @@ from typing import Any
 from megasdc.durable import write_durably
 from megasdc.errors import StorageError, TraceError
 
-COLLECTIVES, GEMM, TRAINING = TESTS = ("collectives", "gemm", "training")
+COLLECTIVES, GEMM, TRAINING, LINKS = TESTS = ("collectives", "gemm", "training", "links")
 ALONE = "alone"
 """In place of a partner: the group of a host's own processes."""
 SHOWN = 30
@@ -40,7 +40,8 @@ class HostState:
 
     ``plan``: a test with other settings cannot continue; ``key``: device and versions of its first process, empty: it
     never answered; ``products``: first checksums of each slot, by case; ``runs``: first training run of each slot;
-    ``golden``: tests with golden values; ``checked``: products compared with fp64; ``lost``: how and why, None: alive.
+    ``golden``: tests with golden values; ``checked``: products compared with fp64; ``lost``: how and why, None: alive;
+    ``links``: last figures of links (``megasdc.health.links.judgement.LinkFigures``) by partner, where this host led.
     """
 
     host: str
@@ -59,6 +60,7 @@ class HostState:
     checked: int = 0
     notes: list[str] = field(default_factory=list)
     lost: dict[str, str] | None = None
+    links: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, test: str, number: int, slot: int, said: dict[str, Any]) -> None:
         """Adds a process's results of a round of a test: its ``compared``, ``wrong`` and ``findings``."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.sdc.replay import rate_bound
 from megasdc.stress.arrange import Pair, name_culprits
-from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, TRAINING, Count, HostState
+from megasdc.stress.state import ALONE, COLLECTIVES, GEMM, LINKS, TRAINING, Count, HostState
 
 HEALTHY, UNHEALTHY, INCONCLUSIVE, NOT_TESTED = "healthy", "unhealthy", "inconclusive", "not tested"
 MEANS = {
@@ -205,8 +205,9 @@ def _untested(state: HostState) -> list[Reason]:
     if state.lost is not None:
         text = f"{state.lost['how']} after {state.rounds:,} whole rounds: {state.lost['detail']}"
         return [Reason(NOT_TESTED, "all", "no answer", text)]
-    missing = [test for test in state.plan["only"] if not state.tests.get(test) or not state.tests[test].compared]
-    if not missing or (_has_nobody_to_meet(state) and missing == [COLLECTIVES] != state.plan["only"]):
+    asked = [test for test in state.plan["only"] if test != LINKS]  # of pairs; no verdict on a host rests on them
+    missing = [test for test in asked if not state.tests.get(test) or not state.tests[test].compared]
+    if not missing or (_has_nobody_to_meet(state) and missing == [COLLECTIVES] != asked):
         return []
     return [Reason(NOT_TESTED, test, "no answer", f"nothing was compared in {test}") for test in missing]
 

@@ -34,6 +34,7 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.health.links import LinkPings
 from megasdc.train.health.progress import Health
 from megasdc.train.health.stragglers import StragglerWatch
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
@@ -111,6 +112,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
         _health(parts),
+        _link_pings(parts, writer),
         # Before anything is written: whether the folder is still this launch's.
         FolderWatch(parts.locks),
         StartReport(parts.clock),
@@ -204,6 +206,11 @@ def _recording(parts: HookParts) -> Recording:
         build_toleranced(config.megasdc, run, parts.signals),
         None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
     )
+
+
+def _link_pings(parts: HookParts, writer: MetricsWriter | None) -> LinkPings | None:
+    interval, timeout_s = parts.config.megasdc.health.ping_interval, parts.config.megasdc.parallel.timeout_s
+    return LinkPings(interval, timeout_s, parts.run, writer) if _is_watched(parts) and interval else None
 
 
 def _evaluator(parts: HookParts, writer: MetricsWriter | None) -> Evaluator | None:

@@ -201,9 +201,7 @@ class Cluster:
         script = ["sh", "-c", BOOT_SCRIPT, "boot", name, self.addresses[name], str(self.folder), INTERFACE]
         pid = self._spawn(name, flags, script)
         self._in_switch("ip", "link", "del", f"p{number}", check=False)  # the port of an earlier life
-        # A fixed MAC address: after a reboot the others must not send to a stale one.
-        mac = f"02:00:00:00:00:{10 + number:02x}"
-        cable = ["type", "veth", "peer", "name", INTERFACE, "address", mac, "netns", str(pid)]
+        cable = ["type", "veth", "peer", "name", INTERFACE, "address", self.mac(name), "netns", str(pid)]
         _run("ip", "link", "add", f"p{number}", "netns", str(self._first_pid["switch"]), *cable)
         self._in_switch("ip", "link", "set", f"p{number}", "master", "br0", "up")
 
@@ -227,8 +225,16 @@ class Cluster:
         # --wdns resolves the folder inside the host's mounts; plain --wd would leak ours.
         return ["nsenter", "-t", str(self._first_pid[name]), f"--wdns={cwd}", *namespaces]
 
+    def in_switch(self, *argv: str) -> list[str]:
+        """Return the command that runs a program in the switch's network, where host n has the port ``pn``."""
+        return ["nsenter", "-t", str(self._first_pid["switch"]), "--net", *argv]
+
+    def mac(self, name: str) -> str:
+        """Return the address of a host's network card, the same after a reboot, or others would send to a stale one."""
+        return f"02:00:00:00:00:{11 + self.names.index(name):02x}"
+
     def _in_switch(self, *argv: str, check: bool = True) -> None:
-        _run("nsenter", "-t", str(self._first_pid["switch"]), "--net", *argv, check=check)
+        _run(*self.in_switch(*argv), check=check)
 
     def _switch_port(self, name: str, state: str) -> None:
         self._in_switch("ip", "link", "set", f"p{self.names.index(name) + 1}", state)
@@ -238,7 +244,7 @@ class Cluster:
         assert _wait(self._has_bridge, 5.0), f"no bridge: {self.log('switch')}"
 
     def _has_bridge(self) -> bool:
-        argv = ["nsenter", "-t", str(self._first_pid["switch"]), "--net", "ip", "link", "show", "br0"]
+        argv = self.in_switch("ip", "link", "show", "br0")
         return subprocess.run(argv, capture_output=True, check=False).returncode == 0
 
     def _spawn(self, name: str, flags: Sequence[str], argv: Sequence[str]) -> int:

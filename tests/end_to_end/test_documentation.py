@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 GUIDES = (
     *("data", "models", "memory", "checkpoints", "resume", "determinism", "hugging-face", "compare", "traces"),
     *("golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching", "fault-injection"),
-    *("health", "stragglers", "studies", "sweeps", "reports", "gpu"),
+    *("health", "stragglers", "links", "studies", "sweeps", "reports", "gpu"),
 )
 """In an order in which a page uses only what those before it make."""
 TOOLS = {
@@ -56,6 +56,9 @@ RUN_ELSEWHERE = {
     "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",
     "megasdc stress --hostfile hosts --minutes": f"{HOSTS}/test_stress_hosts.py::test_a_healthy_pair_passes",
     "megasdc stress --hostfile hosts --drill": f"{HOSTS}/test_stress_hosts.py::test_the_harmed_host_is_named",
+    "megasdc stress --hostfile hosts --only links": (
+        f"{HOSTS}/test_stress_hosts.py::test_a_link_with_a_delay_in_one_direction_is_named"
+    ),
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",

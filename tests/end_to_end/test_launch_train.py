@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster import Cluster, unavailable_reason
+from slow_link import limit_rate, slow_link
 
 from megasdc.config import parse_config
 
@@ -143,3 +147,98 @@ def test_a_node_that_missed_the_last_save(tmp_path: Path, folder: Path) -> None:
 
 def _losses(line: str) -> dict[str, Any]:
     return {key: value for key, value in json.loads(line).items() if key == "step" or key.startswith("train/")}
+
+
+def link_events(folder: Path) -> list[tuple[str, str, set[str]]]:
+    """Name, place and kinds of each event of links, in order."""
+    path = folder / "run" / "events" / "rank_00000.jsonl"
+    found = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    names = ("slow_link", "link_recovered", "link_unmeasured")
+    return [
+        (
+            one["name"],
+            one["fields"].get("place"),
+            {kind for pair in one["fields"].get("pairs", []) for kind in pair["kinds"]},
+        )
+        for one in found
+        if one["name"] in names
+    ]
+
+
+def pings(folder: Path) -> int:
+    """How often links were measured."""
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text().count("health/ping_ms") if path.exists() else 0
+
+
+@contextlib.contextmanager
+def training_with_pings(cluster: Cluster, folder: Path, hosts: int) -> Iterator[Callable[..., None]]:
+    """Inside, training goes on and measures links every 5 steps; gives a function that waits for a condition."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["health"] = {"enabled": True, "ping_interval": 5}
+    raw["megasdc"]["training"]["steps"] = 10 * STEPS
+    raw["megasdc"]["checkpoint"] = {"interval": 0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(cluster.hostfile(cluster.names[:hosts]))]
+    run = cluster.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder))
+
+    def wait(condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end and run.poll() is None, link_events(folder)
+            time.sleep(0.1)
+
+    limit_rate(cluster, 200)
+    try:
+        yield wait
+        (launch,) = psutil.Process(run.pid).children()  # of the program that enters the host
+        launch.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 0
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_slow_link_is_named_while_training(cluster: Cluster, folder: Path) -> None:
+    """5 ms from one of three hosts to another: an event says so after two measurements, and no other pair is named."""
+    with slow_link(cluster, "node2", "node3", delay_s=5e-3), training_with_pings(cluster, folder, 3) as wait:
+        wait(lambda: link_events(folder))
+        assert pings(folder) <= 4
+        wait(lambda: pings(folder) >= 5)
+    assert link_events(folder) == [("slow_link", "node2 -> node3", {"latency"})]
+
+
+SLOW_LINKS = [
+    ({"delay_s": 5e-3}, 2, "latency", 4),
+    ({"bytes_per_s": 2.5e6}, 2, "bandwidth", 4),
+    ({"loss": 0.01}, 2, "loss", 12),
+    ({"delay_s": 5e-3}, 1, "latency", 4),
+    ({"bytes_per_s": 2.5e6}, 1, "bandwidth", 4),
+    ({"loss": 0.01}, 1, "loss", 12),
+]
+"""What is wrong, in how many directions, what it is called, and measurements until it is named at the latest."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_links_become_slow_and_recover(cluster: Cluster, folder: Path, hosts: int) -> None:
+    """One after the other in one run, also of two hosts, by their past: named, then reported as recovered.
+
+    Two hosts have no third clock: which way a delay lies is not told.
+    """
+    with training_with_pings(cluster, folder, hosts) as wait:
+        wait(lambda: pings(folder) >= 8)
+        for number, (slow, ways, kind, within) in enumerate(SLOW_LINKS):
+            told, before = 2 * number, pings(folder)
+            with contextlib.ExitStack() as links:
+                for way in [("node1", "node2"), ("node2", "node1")][:ways]:
+                    links.enter_context(slow_link(cluster, *way, **slow))
+                wait(lambda told=told: len(link_events(folder)) > told)
+            took = pings(folder) - before
+            one_way = ways == 1 and not (hosts == 2 and kind == "latency")
+            place = "node1 -> node2" if one_way else "node1 - node2"
+            assert link_events(folder)[told] == ("slow_link", place, {kind}) and took <= within, (slow, ways, took)
+            print(f"{hosts} hosts, {slow}, {ways} directions: {place} named after {took} measurements")
+            wait(lambda told=told: len(link_events(folder)) > told + 1)
+            assert link_events(folder)[told + 1][:2] == ("link_recovered", place)
+    assert len(link_events(folder)) == 2 * len(SLOW_LINKS)

@@ -1,7 +1,8 @@
-"""Does a stress test over real SSH pass healthy hosts and name the one that a profile harms?"""
+"""Does a stress test over real SSH pass healthy hosts, name the one that a profile harms, and slow links?"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, unavailable_reason
+from slow_link import limit_rate, slow_link
 
 REASON = unavailable_reason()
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +27,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two hosts."""
+    """Two hosts, and a third one that only tests of links use."""
     env = {
         "PATH": os.environ["PATH"],
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    with Cluster(tmp_path_factory.mktemp("cluster"), 2, env=env) as hosts:
+    with Cluster(tmp_path_factory.mktemp("cluster"), 3, env=env) as hosts:
         yield hosts
 
 
@@ -43,8 +45,9 @@ def start(cluster: Cluster, folder: Path, *options: str) -> subprocess.Popen[str
     return cluster.popen("node1", argv, cwd=str(folder), **pipes)
 
 
-def stress(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
-    process = start(cluster, folder, "--hostfile", str(cluster.hostfile()), *options)
+def stress(cluster: Cluster, folder: Path, *options: str, hosts: int = 2) -> tuple[int, dict[str, Any]]:
+    hostfile = cluster.hostfile(cluster.names[:hosts])
+    process = start(cluster, folder, "--hostfile", str(hostfile), *options)
     said, errors = process.communicate(timeout=400)
     assert said, errors
     return process.returncode, json.loads(said)
@@ -66,6 +69,49 @@ def test_the_harmed_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
     assert any(finding.get("bits") for finding in harmed["findings"])
     kept = {file.name for file in (tmp_path / "said.json.hosts").iterdir()}
     assert kept == {"node1.json", "node2.json"}
+
+
+RATE = 200
+"""Mbit per second of each host's network card in tests of links."""
+BOTH = [("node1", "node2"), ("node2", "node1")]
+
+
+def test_a_link_with_a_delay_in_one_direction_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """5 ms more from one host to another: 78, from which to which, hosts healthy, and the other pairs not slow."""
+    limit_rate(cluster, RATE)
+    with slow_link(cluster, "node3", "node1", delay_s=5e-3):
+        code, said = stress(cluster, tmp_path, "--rounds", "1", "--only", "links", hosts=3)
+    assert (code, set(verdicts(said).values())) == (78, {"healthy"})
+    assert said["links"]["pairs"] == len(said["links"]["measured"]) == 3
+    assert set(said["links"]["slow"]) == {"node3 -> node1"}, said["links"]
+    assert said["links"]["slow"]["node3 -> node1"][0]["kinds"] == ["latency"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("slow", "ways", "place", "kind"),
+    [
+        ({}, [("node1", "node2")], None, None),
+        ({"delay_s": 5e-3}, BOTH, "node1 - node2", "latency"),
+        ({"delay_s": 5e-3}, BOTH[:1], "node1 -> node2", "latency"),
+        ({"loss": 0.01}, BOTH, "node1 - node2", "loss"),
+        ({"loss": 0.01}, BOTH[1:], "node2 -> node1", "loss"),
+        ({"bytes_per_s": RATE * 1e6 / 80}, BOTH, "node1 - node2", "bandwidth"),
+        ({"bytes_per_s": RATE * 1e6 / 80}, BOTH[:1], "node1 -> node2", "bandwidth"),
+        ({"delay_s": 5e-3}, [*BOTH, ("node2", "node3"), ("node3", "node2")], "node2", "latency"),
+    ],
+)
+def test_every_kind_of_slow_link_is_named(
+    cluster: Cluster, tmp_path: Path, slow: dict[str, float], ways: list[tuple[str, str]], place: str, kind: str
+) -> None:
+    """A pair, one direction, or the host that slow pairs share; nobody where frames only take the same detour."""
+    limit_rate(cluster, RATE)
+    with contextlib.ExitStack() as links:
+        for way in ways:
+            links.enter_context(slow_link(cluster, *way, **slow))
+        code, said = stress(cluster, tmp_path, "--only", "links", hosts=3)
+    found = {name: {one for each in links for one in each["kinds"]} for name, links in said["links"]["slow"].items()}
+    assert (code, found) == ((0, {}) if place is None else (78, {place: {kind}})), said["links"]["slow"]
 
 
 @pytest.mark.full

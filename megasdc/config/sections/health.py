@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megasdc.config.fields import PositiveFloat, Section, setting
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, Section, setting
 
 
 class HealthSection(Section):
@@ -32,6 +32,9 @@ class HealthSection(Section):
         1.05,
         "A rank whose micro-batches take so many times as long as those of its peers of the same stage is a straggler, "
         "if noise does not explain it; above 1. Healthy devices of one kind differ by less.",
+    )
+    ping_interval: NonNegativeInt = setting(
+        200, "Steps between measurements of the links between hosts, of a few milliseconds; 0: never."
     )
 
     def is_on(self, *, launched: bool, studied: bool) -> bool:

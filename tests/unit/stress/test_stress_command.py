@@ -16,6 +16,7 @@ from megasdc.errors import MegasdcError
     [
         (["--only", "gem"], "there is no test 'gem'"),
         (["--only", ""], "there is no test ''"),
+        (["--only", "links"], "needs a --hostfile of two hosts or more"),
         (["--record"], "--record needs --golden DIR"),
         (["--record", "--golden", "x", "--hostfile", "x"], "--record needs --golden DIR"),
         (["--resume"], "--resume needs the --out FILE"),

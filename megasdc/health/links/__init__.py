@@ -1,0 +1,1 @@
+"""Links between hosts: how they are measured, and which are slow."""

@@ -1,0 +1,134 @@
+"""Links of pairs of hosts in a stress test: round trips, bandwidth and losses each way, beside the pair's values.
+
+They are of the host network, between the first processes of two hosts. A slow link says nothing about a host's
+results: verdicts stay as they are, and slow links are a finding of their own, with exit code 78.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from megasdc.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
+from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.stress.state import LINKS, HostState
+
+PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)
+KEPT = 10
+"""Last measurements of a pair that are kept."""
+Place = tuple[str, int]
+Ask = Callable[[Mapping[Place, Mapping[str, Any]]], dict[Place, dict[str, Any]]]
+"""Sends tasks to processes and returns their answers."""
+
+
+class LinkEnd:
+    """One end of a link, in a process of a host; ``timeout_s`` is of a wait for the other end."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._server: Any = None
+
+    def open(self) -> int:
+        """Listen for the other end; returns the port."""
+        self._server = listen()
+        port: int = self._server.getsockname()[1]
+        return port
+
+    def measure(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure with the other end as ``task`` says; returns ``failed``, and the ``figures`` where this end leads."""
+        token, server, self._server = bytes.fromhex(task["token"]), self._server, None
+        try:
+            if server is None:
+                with connect(task["host"], task["port"], token, 0, self._timeout_s) as connection:
+                    return {"failed": None, "figures": lead(connection, PLAN, *task["pair"]).as_dict()}
+            with server, accept(server, token, self._timeout_s)[1] as connection:
+                follow(connection, PLAN)
+        except OSError as error:
+            return {"failed": str(error) or repr(error), "figures": None}
+        return {"failed": None, "figures": None}
+
+
+def measure_pairs(
+    pairs: Sequence[tuple[str, str]], ask: Ask, tokens: Callable[[int], str]
+) -> dict[tuple[str, str], Any]:
+    """Measure pairs without a common host at the same time; returns what the leading end of each answered.
+
+    Args:
+        pairs: of hosts; the first leads.
+        ask: see ``Ask``.
+        tokens: returns so many random bytes as hexadecimal digits.
+    """
+    opened = ask({(second, 0): {"do": "open_link"} for _, second in pairs})
+    tasks: dict[Place, dict[str, Any]] = {}
+    for first, second in pairs:
+        if (second, 0) in opened:
+            host = second.rpartition("@")[2]  # hostfiles may contain `user@`
+            task = {"do": "link", "token": tokens(HELLO_BYTES), "pair": [first, second], "host": host}
+            for end in (first, second):
+                tasks[end, 0] = {**task, "port": opened[second, 0]["port"]}
+    answers = ask(tasks)
+    return {pair: answers[pair[0], 0] for pair in pairs if all((end, 0) in answers for end in pair)}
+
+
+def keep_figures(states: Mapping[str, HostState], answers: Mapping[tuple[str, str], Any], number: int) -> None:
+    """Keep measurements of a round in the state of the first host of each pair; failures become notes."""
+    for (first, second), said in answers.items():
+        if said["failed"] is not None:
+            states[first].note(f"the link with {second} was not measured in round {number}: {said['failed']}")
+            continue
+        kept = states[first].links.setdefault(second, [])
+        kept.append(said["figures"])
+        del kept[:-KEPT]
+
+
+@dataclass(frozen=True)
+class LinksReport:
+    """Links of all pairs that were measured; ``pairs``: how many pairs the hosts have."""
+
+    figures: Sequence[LinkFigures]
+    slow: Mapping[str, Sequence[SlowLink]]
+    pairs: int
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether something was measured, and nothing was slow."""
+        return bool(self.figures) and not self.slow
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "pairs": self.pairs,
+            "measured": [one.as_dict() for one in self.figures],
+            "slow": {place: [vars(one) for one in found] for place, found in self.slow.items()},
+        }
+
+    def lines(self) -> list[str]:
+        """What was measured and what is slow, as sentences."""
+        if not self.figures:
+            return [f"links: none of {self.pairs} pairs of hosts was measured"]
+        rtts = sorted(1e3 * one.rtt_s for one in self.figures)
+        rates = sorted(one.payload_bytes / way.seconds / 1e6 for one in self.figures for way in one.ways().values())
+        lines = [
+            f"links: {len(self.figures):,} of {self.pairs:,} pairs of hosts measured, round trips {rtts[0]:,.3g} to "
+            f"{rtts[-1]:,.3g} ms, {rates[0]:,.3g} to {rates[-1]:,.3g} MB/s"
+        ]
+        if len(self.figures) == 1:
+            lines.append("links: one pair has no other to compare its round trip with; its directions were compared")
+        for place, found in self.slow.items():
+            for one in found:
+                text = one.text if place == one.place else f"{one.place}: {one.text}"
+                lines.append(f"{place}: slow link, {' and '.join(one.kinds)}: {text}")
+        return lines
+
+
+def report_links(states: Sequence[HostState]) -> LinksReport | None:
+    """Judge the links; None where they were not asked for, or there is one host."""
+    if len(states) < 2 or LINKS not in states[0].plan["only"]:
+        return None
+    figures = [
+        combined([LinkFigures.from_dict(one) for one in kept]) for state in states for kept in state.links.values()
+    ]
+    pairs = len(list(combinations(states, 2)))
+    return LinksReport(figures, name_places(judge_links(figures)), pairs)

@@ -1,0 +1,191 @@
+"""Links between the hosts of a run: small measurements at an interval of steps, judged on rank 0.
+
+They go over TCP connections of their own on the host network, by the route to the launch's first host. Over NCCL the
+gradients may take another network, which is not measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.health.links.judgement import Direction, LinkFigures, SlowLink, name_places
+from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.health.links.rings import RankPair, in_turns, ring_pairs, rings
+from megasdc.health.links.watch import LinkWatch
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel.collectives import gather_objects
+
+logger = logging.getLogger(__name__)
+
+PLAN = ProbePlan(pings=10, transfers=4, payload_bytes=1 << 18)
+CONNECT_S = 30.0
+_COLUMNS = 8
+"""Numbers of a measurement in ``_row``."""
+
+
+class LinkPings(Hook):
+    """Measures a link for each pair of hosts that are neighbours in a data or pipeline ring.
+
+    Args:
+        interval: steps between measurements.
+        timeout_s: of a wait for the other end of a link.
+        writer: of metrics, on rank 0 alone.
+
+    Collective: all ranks of the run.
+    """
+
+    def __init__(self, interval: int, timeout_s: float, run: Run, writer: MetricsWriter | None) -> None:
+        self._interval, self._timeout_s, self._writer, self._run = interval, timeout_s, writer, run
+        self._hosts = gather_objects(socket.gethostname(), run.host_group)
+        dims = run.dims
+        pairs = ring_pairs(rings(dims.tensor, dims.pipeline, dims.data), self._hosts)
+        self._watch = LinkWatch()
+        self._connections: dict[int, socket.socket] = {}
+        lost = self._connect(pairs) if pairs else {}
+        self._pairs = [pair for pair in pairs if pair not in lost]
+        self._turns = in_turns(self._pairs, self._hosts)
+        self._drop(lost)
+        if dims.rank == 0:
+            logger.info(
+                "links: %d pairs of hosts are measured every %d steps; ranks of one host are not",
+                len(self._pairs),
+                interval,
+            )
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Measure all links, and report those that became slow or no longer are."""
+        if not self._pairs or run.step % self._interval:
+            return
+        began = time.perf_counter()
+        table = torch.full((len(self._pairs), _COLUMNS), -math.inf, dtype=torch.float64)
+        for turn in self._turns:
+            for pair in turn:
+                if run.dims.rank in pair:
+                    self._measure(pair, table)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=run.host_group)
+        rows = dict(zip(self._pairs, table.tolist(), strict=True))
+        lost = {pair: "an end gave no answer" for pair, row in rows.items() if row[0] == -math.inf}
+        if run.dims.rank == 0:
+            self._judge([self._figures(pair, row) for pair, row in rows.items() if pair not in lost])
+        if lost:
+            self._drop(lost)
+            self._pairs = [pair for pair in self._pairs if pair not in lost]
+            self._turns = in_turns(self._pairs, self._hosts)
+        run.paused_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _connect(self, pairs: Sequence[RankPair]) -> dict[RankPair, str]:
+        """Connect the ranks of pairs, the first to the second; returns what failed, the same on all ranks.
+
+        Collective: all ranks of the run.
+        """
+        rank, group = self._run.dims.rank, self._run.host_group
+        following = [pair for pair in pairs if pair[1] == rank]
+        server = listen() if following else None
+        own = None if server is None else (_own_address(), server.getsockname()[1], secrets.token_bytes(HELLO_BYTES))
+        doors = gather_objects(own, group)
+        failed: dict[RankPair, str] = {}
+        for pair in pairs:
+            if pair[0] == rank:
+                door = doors[pair[1]]
+                assert door is not None, "who follows listens"
+                host, port, token = door
+                try:
+                    self._connections[pair[1]] = connect(host, port, token, rank, CONNECT_S)
+                except OSError as error:
+                    failed[pair] = f"{host} port {port}: {error}"
+        if server is not None and own is not None:
+            with server:
+                for _ in following:
+                    try:
+                        first, connection = accept(server, own[2], CONNECT_S)
+                    except OSError:
+                        break  # the other end reports why
+                    self._connections[first] = connection
+            failed |= {pair: "it did not connect" for pair in following if pair[0] not in self._connections}
+        found = gather_objects(failed, group)
+        for connection in self._connections.values():
+            connection.settimeout(self._timeout_s)
+        return {pair: said[pair] for said in reversed(found) for pair in said}
+
+    def _measure(self, pair: RankPair, table: torch.Tensor) -> None:
+        """This rank's end of a measurement; the first rank writes it into its row."""
+        other = pair[1] if self._run.dims.rank == pair[0] else pair[0]
+        try:
+            if other == pair[0]:
+                follow(self._connections[other], PLAN)
+            else:
+                found = lead(self._connections[other], PLAN, *(self._hosts[rank] for rank in pair))
+                table[self._pairs.index(pair)] = torch.tensor(_row(found), dtype=torch.float64)
+        except OSError as error:
+            logger.warning("link with rank %d on %s: %s", other, self._hosts[other], error)
+            self._connections[other].close()  # so that the other end does not wait
+
+    def _figures(self, pair: RankPair, row: Sequence[float]) -> LinkFigures:
+        first, second = (self._hosts[rank] for rank in pair)
+        there, back = (Direction(one[0], int(one[1]), int(one[2])) for one in (row[2:5], row[5:8]))
+        return LinkFigures(first, second, row[0], row[1], PLAN.payload_bytes, there, back)
+
+    def _judge(self, figures: Sequence[LinkFigures]) -> None:
+        """Emit events of what changed; on rank 0."""
+        run = self._run
+        if self._writer is not None and figures:
+            self._writer.write(run.step, {"health/ping_ms": 1e3 * max(one.rtt_s for one in figures)})
+        begun, ended = self._watch.take(figures)
+        for place, found in name_places(list(self._watch.slow.values())).items():
+            if any(one in begun for one in found):
+                self._report(place, found)
+        for one in ended:
+            logger.warning("link %s is no longer slow", one.place)
+            run.events.emit("health", "link_recovered", step=run.step, place=one.place, hosts=one.pair)
+
+    def _report(self, place: str, found: Sequence[SlowLink]) -> None:
+        pairs = [{"place": one.place, "kinds": one.kinds, "text": one.text} for one in found]
+        texts = [one.text if one.place == place else f"{one.place}: {one.text}" for one in found]
+        logger.warning("slow link %s: %s", place, "; ".join(texts))
+        hosts = sorted({host for one in found for host in one.pair})
+        self._run.events.emit("health", "slow_link", step=self._run.step, place=place, hosts=hosts, pairs=pairs)
+
+    def _drop(self, lost: dict[RankPair, str]) -> None:
+        """Measure these pairs no more."""
+        for pair, problem in lost.items():
+            for rank in pair:
+                if self._run.dims.rank in pair and rank in self._connections:
+                    self._connections.pop(rank).close()
+            if self._run.dims.rank == 0:
+                first, second = (self._hosts[rank] for rank in pair)
+                logger.warning("link between %s and %s is not measured: %s", first, second, problem)
+                self._run.events.emit(
+                    "health", "link_unmeasured", step=self._run.step, hosts=[first, second], problem=problem
+                )
+
+
+def _row(found: LinkFigures) -> list[float]:
+    ways = [(way.seconds, way.segments, way.resent) for way in (found.forward, found.backward)]
+    return [found.rtt_s, found.skew_s, *ways[0], *ways[1]]
+
+
+def _own_address() -> str:
+    """This host's address on the network of the launch's first host; nothing is sent."""
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, _, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(address)
+        own: str = route.getsockname()[0]
+        return own
