@@ -31,9 +31,13 @@ from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
+from megasdc.origin import Origin
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.bridge import Bridge
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.cut import Cut
+from megasdc.parallel.devices import device_uuid
+from megasdc.run_identity import count_start
 from megasdc.run_lock import HeldFolders
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
@@ -81,7 +85,8 @@ def build_run(
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
     store = groups.default_store() if bridge is None else bridge.store
     locks = hold_folders(_own_folders(place.whole), store, *launch, sections.parallel.timeout_s, held)
-    events = EventLog(Path(sections.logging.run_dir), dims.rank)
+    held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
+    events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
         _tell_untested(events, speaks=launch[0] == 0)
@@ -162,6 +167,26 @@ def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
         share_devices=section.share_devices,
     )
     return None
+
+
+def _count_start(folder: Path, rank: int) -> Origin:
+    """Count this start in the run folder of rank 0, and return the origin of this rank's events.
+
+    Raises:
+        StorageError: the count is damaged or cannot be written; on all ranks.
+
+    Collective: all ranks of the run.
+    """
+    identity, problem = None, ""
+    if rank == 0:
+        try:
+            identity = count_start(folder)
+        except StorageError as error:
+            problem = str(error)
+    identity, problem = gather_objects((identity, problem))[0]
+    if identity is None:
+        raise StorageError(problem)
+    return Origin(identity.run, identity.attempt, device_uuid())
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:
