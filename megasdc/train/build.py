@@ -49,6 +49,7 @@ from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from megasdc.train.saving import checkpoint_folder, resume
+from megasdc.train.sinks import FILE_SINKS, sink_folder
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.versions.installed import component_versions, untested_versions
 
@@ -145,7 +146,7 @@ def _check_host(config: RunConfig) -> tuple[Layout, list[Manifest]]:
     check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
     prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
-        prepare_monitor_folders(config.deepspeed)
+        prepare_sink_folders(config.deepspeed)
     prepare_cpu(sections.parallel.threads)
     set_deterministic(sections.determinism)
     return layout, manifests
@@ -277,12 +278,10 @@ def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: Eve
             events.emit("data", "unchecked", folder=folder, format_version=manifest.format_version)
 
 
-def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:
-    """Create the folders that DeepSpeed's monitors write to; call on rank 0. StorageError: one cannot be written."""
-    for key in ("tensorboard", "csv_monitor"):
-        section = deepspeed.get(key, {})
-        if section.get("enabled"):
-            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+def prepare_sink_folders(deepspeed: dict[str, Any]) -> None:
+    """Create the folders of sinks that write files; call on rank 0. StorageError: one cannot be written."""
+    for key in FILE_SINKS:
+        if (folder := sink_folder(deepspeed, key)) is not None:
             prepare_run_folder(folder, f"{key}.output_path")
 
 

@@ -293,20 +293,6 @@ def test_time_limit_saves_and_ends_well(tmp_path: Path, data: Path) -> None:
     assert (tmp_path / "a" / "checkpoints" / "step_00000001").is_dir()
 
 
-def test_tensorboard_gets_the_metrics(tmp_path: Path, data: Path) -> None:
-    """With DeepSpeed's tensorboard key the numbers of metrics.jsonl are in the event files."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "run"}
-    config = write_config(tmp_path / "a.json", data, tmp_path / "a", deepspeed__tensorboard=board)
-    _ok(train_run(config, 2))
-    accumulator = EventAccumulator(str(tmp_path / "board" / "run"))
-    accumulator.Reload()
-    shown = {event.step: event.value for event in accumulator.Scalars("train/loss")}
-    written = {row["step"]: row["train/loss"] for row in metrics_of(tmp_path / "a") if "train/loss" in row}
-    assert shown == pytest.approx(written, rel=1e-6)
-
-
 def test_given_layer_counts_and_llama_stages(tmp_path: Path, data: Path) -> None:
     """Stages with given counts of layers train the same model as one rank."""
     model = {**MODELS["llama"], "num_layers": 3}
