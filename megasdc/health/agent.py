@@ -26,6 +26,7 @@ from typing import Any
 
 from megasdc.durable import replacing, write_durably
 from megasdc.errors import HangError, PeerError
+from megasdc.health.alert import alert
 from megasdc.health.blame import GONE, GONE_KIND, RUNNING, find_blame
 from megasdc.health.incident import read_state, state_of, write_incident
 from megasdc.health.limits import Limits, keep_durations, load_durations, merged
@@ -71,6 +72,7 @@ class AgentOptions:
     hang_floor_s: float
     slow_floor_s: float
     hang_factor: float
+    alert_command: tuple[str, ...] = ()
 
     def encode(self) -> str:
         """As one argument."""
@@ -82,7 +84,8 @@ class AgentOptions:
         raw = json.loads(text)
         for name in ("folder", "run_folder"):
             raw[name] = Path(raw[name])
-        return cls(**{**raw, "ranks": tuple(raw["ranks"]), "nodes": tuple(raw["nodes"])})
+        tuples = {name: tuple(raw[name]) for name in ("ranks", "nodes", "alert_command")}
+        return cls(**{**raw, **tuples})
 
 
 @dataclass
@@ -283,6 +286,8 @@ class Agent:
         leave = {"exit_code": code, "message": f"{message}; see {path}"}
         write_durably(self._options.folder / LEAVE_FILE, json.dumps(leave) + "\n")
         self._end_ranks()
+        if problem := alert(self._options.alert_command, path):
+            self._write_line(note=problem)
 
     def _end_ranks(self) -> None:
         """Tell the ranks to leave; kill those that do not."""

@@ -143,7 +143,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
         pid=os.getpid(),
         started_at=started_at(os.getpid()),
     )
-    limits = (section.hang_floor_s, section.slow_floor_s, section.hang_factor)
+    limits = (section.hang_floor_s, section.slow_floor_s, section.hang_factor, tuple(section.alert_command))
     return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *limits)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.config.fields import PositiveFloat, Section, setting
+from megasdc.config.fields import NO_MATTER, PositiveFloat, Section, setting
 
 
 class HealthSection(Section):
@@ -21,4 +21,10 @@ class HealthSection(Section):
     )
     hang_factor: PositiveFloat = setting(
         10.0, "A phase may last this many times the 99th percentile of its durations in this run."
+    )
+    alert_command: list[str] = setting(
+        [],
+        "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
+        "run that is stuck (with `enabled`), a finding of corruption. Empty: none.",
+        NO_MATTER,
     )
