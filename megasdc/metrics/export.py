@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import DataError, LaunchError, StorageError
+from megasdc.imports.packages import is_installed
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink
@@ -56,7 +56,7 @@ def export_metrics(run_dir: Path, to: str, out: Path, on_progress: OnProgress) -
     rows = read_metrics(run_dir)
     if not rows:
         raise DataError(f"{run_dir} has no metrics: {METRICS_FILE} is absent or holds no whole line")
-    if to == "wandb" and importlib.util.find_spec("wandb") is None:
+    if to == "wandb" and not is_installed("wandb"):
         raise LaunchError("the package wandb is not installed; run `pip install wandb`")
     if out.is_dir() and any(out.iterdir()):
         raise StorageError(f"{out} is not empty; choose another --out")

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import socket
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.imports.packages import is_installed
 from megasdc.metrics.writer import read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +40,7 @@ def test_sinks_show_the_truth_over_a_rewind_and_change_no_bit(tmp_path: Path, da
     keys = {
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "me"},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "me"},
-        "wandb": {"enabled": find_spec("wandb") is not None, "project": "p"},
+        "wandb": {"enabled": is_installed("wandb"), "project": "p"},
     }
     shown = {f"deepspeed__{key}": value for key, value in keys.items()}
     with socket.socket() as free:

@@ -96,6 +96,7 @@ class WandbSink(Sink):
         """Tell of new incidents, and wait until W&B has all."""
         self._tell_incidents()
         self._run.finish()
+        self._wandb.teardown()  # an offline run's file is whole only when W&B's own process has ended (0.26)
 
     def _tell_incidents(self) -> None:
         """Alert of each incident that W&B was not told of, by this start or an earlier one, and keep its files."""

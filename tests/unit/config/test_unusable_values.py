@@ -2,16 +2,16 @@
 
 import copy
 import importlib
-import importlib.util
 
 import pytest
 
 from megasdc.config import check_layout, load_config, parse_config
 from megasdc.errors import ConfigError
+from megasdc.imports.packages import is_installed
 
 MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 
-WITHOUT_WANDB = pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+WITHOUT_WANDB = pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")
 
 
 def problems_of(raw, overrides=()):

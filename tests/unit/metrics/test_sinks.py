@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasdc.errors import DataError, StorageError
+from megasdc.errors import DataError, LaunchError, StorageError
+from megasdc.imports.packages import is_installed
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink
@@ -157,6 +158,17 @@ def test_a_sink_that_fails_is_reported_once_and_stops_nothing(tmp_path):
     assert [name for name, _ in failed] == ["tensorboard", "broken"]
     assert failed[1][1] == "RuntimeError: no network" and broken.lines == 2
     assert (tmp_path / "csv" / "train_loss.csv").read_text().count("1.0") == len(read_metrics(tmp_path)) == 3
+
+
+@pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")
+def test_an_export_to_wandb_without_it_is_refused(tmp_path, monkeypatch):
+    """Also where a mere folder of that name lies, as its runs leave in a working folder; nothing is written."""
+    go_back(tmp_path, lambda step: [])
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LaunchError, match="pip install wandb"):
+        export_metrics(tmp_path, "wandb", tmp_path / "out", lambda what, number, total: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_replaces_nothing_and_needs_metrics(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from megasdc.imports.packages import is_installed
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit
 from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
 
-wandb = pytest.importorskip("wandb", reason="the package wandb is not installed: pip install wandb")
+if not is_installed("wandb"):
+    pytest.skip("the package wandb is not installed: pip install wandb", allow_module_level=True)
+wandb = importlib.import_module("wandb")
 HANG = {"kind": "hang/behind", "message": "nothing moved for 60 s: rank 1"}
 FLIP = {"step": 3, "tier": "audit", "verdict": "persistent", "done": "halted", "flagged": [{"rank": 1, "host": "b"}]}
 
