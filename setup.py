@@ -35,6 +35,7 @@ setup(
         "huggingface_hub",
         "protobuf",
         "tensorboard",
+        "prometheus_client",
         "plotly",
         "jinja2",
         "pyarrow",
@@ -44,7 +45,8 @@ setup(
     ],
     extras_require={
         "docs": ["mkdocs-material"],
-        "test": ["mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff"],
+        "wandb": ["wandb"],
+        "test": ["mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "wandb"],
     },
     entry_points={"console_scripts": ["megasdc = megasdc.__main__:main"]},
 )

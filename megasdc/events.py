@@ -1,7 +1,9 @@
 """Event log: one JSON line per event, one file per rank; no torch.
 
-An event line holds ``{"time", "rank", "host", "step", "micro_batch", "kind", "name", "fields"}``. ``time`` is seconds
-since the epoch; ``step`` and ``micro_batch`` are null where an event belongs to none.
+An event line holds ``{"run", "attempt", "time", "monotonic", "rank", "host", "device", "step", "micro_batch", "kind",
+"name", "fields"}``. ``time`` is seconds since the epoch, ``monotonic`` on a clock that is never set, which all
+processes of a host share; ``step`` and ``micro_batch`` are null where an event belongs to none. Lines of earlier
+versions lack ``run``, ``attempt``, ``monotonic`` and ``device``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megasdc.origin import Origin
+
 _BLOCK_BYTES = 1 << 16
 _LAST_SECOND = 253402300800.0
 """After year 9999, which no calendar shows."""
@@ -23,11 +27,15 @@ _LAST_SECOND = 253402300800.0
 
 @dataclass(frozen=True)
 class Event:
-    """One line of an event log; the fields are named as in the file."""
+    """One line of an event log; the fields are named and ordered as in the file."""
 
+    run: str | None = field(default=None, kw_only=True)
+    attempt: int | None = field(default=None, kw_only=True)
     time: float
+    monotonic: float | None = field(default=None, kw_only=True)
     rank: int
     host: str
+    device: str | None = field(default=None, kw_only=True)
     step: int | None
     micro_batch: int | None
     kind: str
@@ -44,14 +52,16 @@ class EventLog:
     Args:
         run_dir: the run folder; created if absent.
         rank: global rank, named in the file and in every line.
+        origin: run, attempt and device of this process.
     """
 
-    def __init__(self, run_dir: Path | str, rank: int) -> None:
+    def __init__(self, run_dir: Path | str, rank: int, origin: Origin = Origin()) -> None:
         folder = Path(run_dir) / "events"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank_{rank:05d}.jsonl"
         self.rank = rank
         self.host = socket.gethostname()
+        self.origin = origin
         self.counts: Counter[str] = Counter()
         self._file = open_lines(self.path)
 
@@ -70,7 +80,18 @@ class EventLog:
         Returns:
             The event as written.
         """
-        event = Event(time.time(), self.rank, self.host, step, micro_batch, kind, name, fields)
+        event = Event(
+            time.time(),
+            self.rank,
+            self.host,
+            step,
+            micro_batch,
+            kind,
+            name,
+            fields,
+            monotonic=time.monotonic(),
+            **vars(self.origin),
+        )
         self._file.write(json.dumps(vars(event), default=_plain) + "\n")  # no deep copy: drills write many
         self._file.flush()
         self.counts[f"{kind}/{name}"] += 1

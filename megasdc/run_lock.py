@@ -29,6 +29,7 @@ from typing import IO
 
 from megasdc.durable import write_durably
 from megasdc.errors import LaunchError
+from megasdc.origin import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +170,13 @@ class HeldFolders:
     Attributes:
         folder: the launch's run folder; None: not known yet.
         token: of the launch; None: it has not requested its folders yet.
+        origin: of this rank's events; without an id until the start is counted.
     """
 
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.token: str | None = None
+        self.origin = Origin()
         self._locks: list[RunLock] = []
 
     def add(self, lock: RunLock) -> None:

@@ -36,6 +36,7 @@ def replica_config(config: RunConfig, replica: int) -> RunConfig:
         update={
             "run_dir": str(replica_folder(sections.logging.run_dir, replica)),
             "progress_bar": sections.logging.progress_bar and replica == sections.study.trusted,
+            "prometheus": sections.logging.prometheus if replica == sections.study.trusted else None,
         }
     )
     checkpoint = sections.checkpoint

@@ -196,7 +196,7 @@ def write_config(run: PlannedRun, folder: Path, weights: Path | None = None, **t
     """
     own = run.config["megasdc"]
     changed = {
-        "logging": {**own["logging"], "run_dir": str(folder), "progress_bar": False},
+        "logging": {**own["logging"], "run_dir": str(folder), "progress_bar": False, "prometheus": None},
         "training": {**own["training"], **training},
     }
     if weights is not None:

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.durable import replacing
+from megasdc.health.alert import alert
 from megasdc.health.background import Background
 from megasdc.health.blame import GONE
 from megasdc.health.board import FolderBoard, OwnState, node_name
 from megasdc.health.front_link import FrontLink
-from megasdc.health.incident import conclude
+from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations
 from megasdc.health.phases import Phase
@@ -54,6 +55,7 @@ class AgentOptions:
         node: index of this host.
         ranks: ranks of this host.
         nodes: host names by index.
+        alert_command: see ``megasdc.health.alert``.
     """
 
     folder: Path
@@ -64,6 +66,7 @@ class AgentOptions:
     hang_floor_s: float
     slow_floor_s: float
     hang_factor: float
+    alert_command: tuple[str, ...]
 
     def encode(self) -> str:
         """As one argument."""
@@ -75,7 +78,8 @@ class AgentOptions:
         raw = json.loads(text)
         for name in ("folder", "run_folder"):
             raw[name] = Path(raw[name])
-        return cls(**{**raw, "ranks": tuple(raw["ranks"]), "nodes": tuple(raw["nodes"])})
+        tuples = {name: tuple(raw[name]) for name in ("ranks", "nodes", "alert_command")}
+        return cls(**{**raw, **tuples})
 
 
 class Agent:
@@ -96,6 +100,7 @@ class Agent:
         hello = Hello(ranks.run, options.node, options.nodes[options.node], len(options.nodes))
         self._link = None if front is None else FrontLink(front, hello)
         self._report: dict[str, Any] | None = None
+        self._own_conclusion: Conclusion | None = None
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
@@ -142,6 +147,7 @@ class Agent:
         nodes = self._options.nodes
         conclusion = conclude(self._health, nodes, self._board.reports(), [nodes[node] for node in self._board.lost()])
         disk.once(conclusion.write)
+        self._own_conclusion = conclusion
         return conclusion.leave
 
     def _note(self, note: str = "") -> None:
@@ -166,8 +172,17 @@ class Agent:
         if self._link is not None:
             self._link.close()
         with contextlib.suppress(OSError):
+            self._alert()
             self._journal.close()
         shutil.rmtree(self._options.folder, ignore_errors=True)
+
+    def _alert(self) -> None:
+        """Tell the user's command of the incident that this agent has written."""
+        if self._own_conclusion is None:
+            return
+        if problem := alert(self._options.alert_command, self._own_conclusion.path):
+            self._note(problem)
+            self._journal.flush()
 
 
 def main(argv: Sequence[str]) -> None:

@@ -14,11 +14,12 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.board import LOST_S
 from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.wire import FrontAddress, Hello, Wire, WireError
@@ -52,10 +53,12 @@ class Standstill:
     Args:
         health: folder of the run, where an incident is written.
         say: tells people.
+        alert_command: gets an incident, in a thread of its own; see ``megasdc.health.alert``.
     """
 
-    def __init__(self, health: Path, say: Say) -> None:
-        self._health, self._say = health, say
+    def __init__(self, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
+        self._health, self._say, self._alert_command = health, say, alert_command
+        self._alerting: threading.Thread | None = None
         self._lock = threading.Lock()
         self._run, self._num_nodes = "", 0
         self._hosts: dict[int, HostState] = {}
@@ -116,6 +119,18 @@ class Standstill:
             self._conclusion.write()
         except OSError as error:
             self._say(f"health: the incident could not be written: {error}")
+            return
+        self._alerting = threading.Thread(target=self._alert, args=(self._conclusion.path,), name="alert", daemon=True)
+        self._alerting.start()
+
+    def _alert(self, incident: Path) -> None:
+        if problem := alert(self._alert_command, incident):
+            self._say(f"health: {problem}")
+
+    def close(self) -> None:
+        """Wait for the user's command."""
+        if self._alerting is not None:
+            self._alerting.join(2 * LIMIT_S)
 
 
 class FrontServer(socketserver.ThreadingTCPServer):
@@ -126,6 +141,7 @@ class FrontServer(socketserver.ThreadingTCPServer):
         address: to listen on; agents connect to it.
         health: folder of the run.
         say: tells people.
+        alert_command: gets an incident.
 
     Raises:
         OSError: nothing can listen there.
@@ -136,11 +152,11 @@ class FrontServer(socketserver.ThreadingTCPServer):
     request_queue_size = 1024  # all hosts connect at once
     block_on_close = False
 
-    def __init__(self, launch_id: str, address: str, health: Path, say: Say) -> None:
+    def __init__(self, launch_id: str, address: str, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, 0), _Agent)
         self.front = FrontAddress(launch_id, address, self.server_address[1], secrets.token_hex(32))
-        self.standstill = Standstill(health, say)
+        self.standstill = Standstill(health, say, alert_command)
         self._unknown = threading.BoundedSemaphore(MAX_UNKNOWN)
         self._say, self._refused = say, 0
         self._thread = threading.Thread(target=self.serve_forever, name="health", daemon=True)
@@ -169,10 +185,11 @@ class FrontServer(socketserver.ThreadingTCPServer):
         logger.warning("health: connection from %s failed", client_address, exc_info=True)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; waits for the user's command."""
         self.shutdown()
         self.server_close()
         self._thread.join()
+        self.standstill.close()
 
 
 class _Agent(socketserver.BaseRequestHandler):

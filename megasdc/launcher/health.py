@@ -37,7 +37,7 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
 def _open(plan: LaunchPlan) -> FrontServer | None:
     health = plan.run_dir / "health"
     try:
-        server = FrontServer(plan.launch_id, _own_address(plan.master_addr), health, say)
+        server = FrontServer(plan.launch_id, _own_address(plan.master_addr), health, say, plan.alert_command)
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None

@@ -31,7 +31,8 @@ class LaunchPlan:
     """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
 
     ``master_port`` is None if the launcher options name one, or DeepSpeed's default is used; ``through_runner``:
-    whether DeepSpeed's runner is needed; ``watched``: whether agents watch the ranks' health.
+    whether DeepSpeed's runner is needed; ``watched``: whether agents watch the ranks' health; ``alert_command``: gets
+    an incident of it.
     """
 
     request: LaunchRequest
@@ -44,6 +45,7 @@ class LaunchPlan:
     master_addr: str | None
     through_runner: bool
     watched: bool
+    alert_command: tuple[str, ...]
     master_port: int | None = None
 
     def command(self) -> list[str]:
@@ -108,6 +110,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         cwd / config.megasdc.logging.run_dir,
         options.master_addr or os.environ.get("MASTER_ADDR"),
         through_runner=request.hostfile is not None or bool(options.others),
+        alert_command=tuple(config.megasdc.health.alert_command),
         watched=config.megasdc.health.is_on(launched=True, studied=config.megasdc.study.replicas is not None),
     )
 

@@ -1,4 +1,4 @@
-"""Output of metrics: ``metrics.jsonl`` in the run folder, and DeepSpeed's monitor (TensorBoard, W&B, CSV)."""
+"""Output of metrics: ``metrics.jsonl`` in the run folder, and the sinks that show what it holds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megasdc.durable import rename_durably, replacing
 from megasdc.metrics.names import METRICS
+from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
 
 METRICS_FILE = "metrics.jsonl"
 _NEVER: dict[str, Any] = {"step": math.inf}
@@ -21,13 +24,18 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one JSON line ``{"step", "time", name: value, ...}`` per call; used by rank 0 alone.
 
+    The file is written first, and an error in it is raised. A sink gets the line as the file has it; one that fails is
+    reported and gets no more.
+
     Args:
-        monitor: DeepSpeed's monitor; None: only the file is written.
+        sinks: that show the metrics; the writer closes them.
+        on_failure: called with the name of a sink that failed, and why.
     """
 
-    def __init__(self, run_dir: Path | str, monitor: Any = None) -> None:
+    def __init__(self, run_dir: Path | str, sinks: Sequence[Sink] = (), on_failure: OnFailure | None = None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        self.monitor = monitor
+        self._sinks = list(sinks)
+        self._on_failure = on_failure or _warn
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
     def write(self, step: int, values: dict[str, float | int]) -> None:
@@ -44,14 +52,29 @@ class MetricsWriter:
         if unknown:
             raise ValueError(f"metrics {unknown} are not declared in megasdc.metrics.names")
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        now = time.time()
+        self._file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
         self._file.flush()
-        if self.monitor is not None and self.monitor.enabled:
-            self.monitor.write_events([(name, value, step) for name, value in values.items()])
+        for sink in tuple(self._sinks):
+            self._try(sink, partial(sink.write, step, now, finite))
+
+    def _try(self, sink: Sink, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker raises: the numbers are in the file, and the run goes on
+            self._sinks.remove(sink)
+            self._on_failure(sink.name, describe(error))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file and the sinks."""
         self._file.close()
+        for sink in tuple(self._sinks):
+            self._try(sink, sink.close)
+        self._sinks.clear()
+
+
+def _warn(name: str, problem: str) -> None:
+    logger.warning("metrics are shown no more in %s: %s", name, problem)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

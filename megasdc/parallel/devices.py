@@ -41,6 +41,13 @@ def ranks_on_device(share: bool) -> int:
     return -(-int(os.environ.get("LOCAL_SIZE", "1")) // torch.cuda.device_count()) if share else 1
 
 
+def device_uuid() -> str | None:
+    """UUID of this rank's GPU as ``nvidia-smi -L`` shows it; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def choose_backend(share: bool) -> str:
     """Make this rank's GPU the current device, for Megatron-core and DeepSpeed too, and return the groups' backend.
 

@@ -213,7 +213,7 @@ def _in_folder(config: RunConfig, folder: Path, prepared: bool) -> dict[str, Any
     """
     raw = {key: value for key, value in config.resolved().items() if key not in MONITORS}
     sections = raw["megasdc"]
-    sections["logging"]["run_dir"] = str(folder)
+    sections["logging"] |= {"run_dir": str(folder), "prometheus": None}
     sections["checkpoint"] |= {"folder": None, "universal": None, "universal_without": []}
     if not prepared:  # their vocabulary is that of the data that are missing
         sections["model"]["initial_weights"] = None

@@ -31,9 +31,13 @@ from megasdc.engine.time_split import TimeSplit
 from megasdc.errors import StorageError
 from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
+from megasdc.origin import Origin
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.bridge import Bridge
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.cut import Cut
+from megasdc.parallel.devices import device_uuid
+from megasdc.run_identity import count_start
 from megasdc.run_lock import HeldFolders
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
@@ -45,6 +49,7 @@ from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from megasdc.train.saving import checkpoint_folder, resume
+from megasdc.train.sinks import FILE_SINKS, sink_folder
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.versions.installed import component_versions, untested_versions
 
@@ -81,7 +86,8 @@ def build_run(
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
     store = groups.default_store() if bridge is None else bridge.store
     locks = hold_folders(_own_folders(place.whole), store, *launch, sections.parallel.timeout_s, held)
-    events = EventLog(Path(sections.logging.run_dir), dims.rank)
+    held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
+    events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
         _tell_untested(events, speaks=launch[0] == 0)
@@ -140,7 +146,7 @@ def _check_host(config: RunConfig) -> tuple[Layout, list[Manifest]]:
     check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
     prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
-        prepare_monitor_folders(config.deepspeed)
+        prepare_sink_folders(config.deepspeed)
     prepare_cpu(sections.parallel.threads)
     set_deterministic(sections.determinism)
     return layout, manifests
@@ -162,6 +168,26 @@ def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
         share_devices=section.share_devices,
     )
     return None
+
+
+def _count_start(folder: Path, rank: int) -> Origin:
+    """Count this start in the run folder of rank 0, and return the origin of this rank's events.
+
+    Raises:
+        StorageError: the count is damaged or cannot be written; on all ranks.
+
+    Collective: all ranks of the run.
+    """
+    identity, problem = None, ""
+    if rank == 0:
+        try:
+            identity = count_start(folder)
+        except StorageError as error:
+            problem = str(error)
+    identity, problem = gather_objects((identity, problem))[0]
+    if identity is None:
+        raise StorageError(problem)
+    return Origin(identity.run, identity.attempt, device_uuid())
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:
@@ -252,12 +278,10 @@ def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: Eve
             events.emit("data", "unchecked", folder=folder, format_version=manifest.format_version)
 
 
-def prepare_monitor_folders(deepspeed: dict[str, Any]) -> None:
-    """Create the folders that DeepSpeed's monitors write to; call on rank 0. StorageError: one cannot be written."""
-    for key in ("tensorboard", "csv_monitor"):
-        section = deepspeed.get(key, {})
-        if section.get("enabled"):
-            folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+def prepare_sink_folders(deepspeed: dict[str, Any]) -> None:
+    """Create the folders of sinks that write files; call on rank 0. StorageError: one cannot be written."""
+    for key in FILE_SINKS:
+        if (folder := sink_folder(deepspeed, key)) is not None:
             prepare_run_folder(folder, f"{key}.output_path")
 
 

@@ -31,6 +31,8 @@ from megasdc.train.saving import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
+OWN_SINKS = ("tensorboard", "csv_monitor", "wandb")
+"""DeepSpeed's keys of sinks that are ours (``megasdc.train.sinks``): with them DeepSpeed would write there, too."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -158,6 +160,8 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
 def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's part of the configuration, with the values that depend on the layout."""
     deepspeed = copy.deepcopy(config.deepspeed)
+    for key in OWN_SINKS:
+        deepspeed.pop(key, None)
     deepspeed["train_batch_size"] = layout.train_batch_size
     deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps

@@ -43,6 +43,7 @@ from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.saving import Saver, checkpoint_folder
+from megasdc.train.sinks import build_writer
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
@@ -103,7 +104,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     run, sections, drills, study = parts.run, parts.config.megasdc, parts.drills, parts.study
     training, interval = sections.training, sections.logging.interval
     recording = _recording(parts)
-    writer = MetricsWriter(run.folder, run.engine.monitor) if run.dims.rank == 0 else None
+    writer = build_writer(parts.config, run)
     drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
     times, slow = _times_and_stragglers(parts, drop, writer)
     specs = sections.optimizer_hooks

@@ -121,7 +121,7 @@ def tell_failure(
         with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
             if not free:
                 return
-            events = EventLog(folder, int(os.environ.get("RANK", "0")))
+            events = EventLog(folder, int(os.environ.get("RANK", "0")), held.origin)
             events.emit(
                 "end",
                 "failed",

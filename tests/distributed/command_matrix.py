@@ -79,6 +79,8 @@ COMMANDS = (
     ),
     Command("check-determinism --lint-only --config {in}", "run.json", 70),
     Command("summary {in}", "run", 71),
+    Command("top --once {in}", "run", 71),
+    Command("export-metrics {in} --to csv --out {out}", "run", 71),
     Command("verify-checkpoint {in}", STEP, 72, sibling="../step_00000002"),
     Command("verify-checkpoint {in}", "run/checkpoints", 72),
     Command("inspect-checkpoint {in}", STEP, 72, sibling="../step_00000002"),

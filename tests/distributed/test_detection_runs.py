@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,13 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     (tmp_path / "run" / "events").mkdir(parents=True)
     broken = tmp_path / "run" / "events" / "rank_00009.jsonl"  # of an earlier start
     broken.write_bytes(b'{"torn": \xff\n')
-    results = train_run(_write(tmp_path, data, "run", 3, faults=[fault]), 3)
+    program = "import shutil, sys; shutil.copyfileobj(sys.stdin, open(sys.argv[1], 'w')); sys.exit('no mail server')"
+    failing = {"health__alert_command": [sys.executable, "-c", program, str(tmp_path / "alert")]}
+    results = train_run(_write(tmp_path, data, "run", 3, faults=[fault], **failing), 3)
     broken.unlink()
+    assert (tmp_path / "alert").read_text() == (tmp_path / "run/reports/incident_step_00000004.json").read_text()
+    (failed,) = events_of(tmp_path / "run", "health", "alert_failed")
+    assert failed["problem"].endswith("ended with 1: no mail server"), "it is told, and the run ends as without it"
     assert [code for code, _ in results] == [73, 73, 73]
     assert all("rank 2" in str(message) and "persistent" in str(message) for _, message in results)
     assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "relative to the majority", "halt")]

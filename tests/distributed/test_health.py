@@ -105,13 +105,19 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     run_dir, rank = tmp_path / "run", fault["rank"]
     faults = [{**fault, "steps": [5, 5]}]
     config = write_config(
-        tmp_path / "c.json", data, run_dir, training__steps=50, parallel__pipeline=2, process_faults=faults, **QUICK
+        *(tmp_path / "c.json", data, run_dir),
+        training__steps=50,
+        parallel__pipeline=2,
+        process_faults=faults,
+        health__alert_command=["dd", f"of={tmp_path / 'alert'}"],
+        **QUICK,
     )
     began = time.monotonic()
     run_distributed(train_and_leave, 4, str(config), init=False, expect_exit={rank: exit_code}, timeout_s=180)
     assert time.monotonic() - began < 100
     wait_for_agents(run_dir)
     (path,) = (run_dir / "health" / "incidents").glob("*.json")
+    assert (tmp_path / "alert").read_text() == path.read_text()
     incident = json.loads(path.read_text())
     assert (incident["kind"], incident["ranks"]) == (kind, [rank]), incident["message"]
     assert incident["hosts"] == [incident["states"][rank]["host"]]

@@ -2,25 +2,40 @@
 
 import json
 import socket
+import time
 
 import pytest
 
 from megasdc.events import EventLog, read_events
+from megasdc.origin import Origin
 
 BARE = {"time": 1.0, "rank": 0, "host": "a", "step": 1, "micro_batch": None, "kind": "a", "name": "b", "fields": {}}
 
 
 def test_line_has_the_documented_fields(tmp_path):
     """A line holds exactly the keys that programs rely on, in the file named after the rank."""
-    log = EventLog(tmp_path / "run dir", 3)
+    log = EventLog(tmp_path / "run dir", 3, Origin("r", 2, "GPU-1"))
+    before = time.monotonic()
     event = log.emit("save", "checkpoint", step=7, micro_batch=1, path=tmp_path, size_bytes=5)
     log.close()
     (line,) = (tmp_path / "run dir" / "events" / "rank_00003.jsonl").read_text().splitlines()
     found = json.loads(line)
-    assert list(found) == ["time", "rank", "host", "step", "micro_batch", "kind", "name", "fields"]
+    assert " ".join(found) == "run attempt time monotonic rank host device step micro_batch kind name fields"
     assert found["fields"] == {"path": str(tmp_path), "size_bytes": 5}
     assert (found["rank"], found["host"], found["step"]) == (3, socket.gethostname(), 7)
-    assert event.time == found["time"]
+    assert (found["run"], found["attempt"], found["device"]) == ("r", 2, "GPU-1")
+    assert event.time == found["time"] and before <= found["monotonic"] <= time.monotonic()
+
+
+def test_lines_of_earlier_versions_are_read(tmp_path):
+    """Lines without run, attempt, monotonic time and device are events, also beside newer ones in the same file."""
+    log = EventLog(tmp_path, 0, Origin("r", 1))
+    log.path.write_text(json.dumps(BARE) + "\n")
+    log.emit("c", "d")
+    log.close()
+    old, new = read_events(tmp_path)
+    assert (old.run, old.attempt, old.monotonic, old.device, old.time, old.step) == (None, None, None, None, 1.0, 1)
+    assert (new.run, new.attempt) == ("r", 1)
 
 
 def test_a_dataclass_is_written_as_an_object(tmp_path):

@@ -16,9 +16,11 @@ LAYERS = {
     "addresses": 0,
     "durable": 0,
     "imports": 0,
+    "origin": 0,
     "program": 1,
     "progress": 1,
     "events": 1,
+    "run_identity": 1,
     "run_lock": 1,
     "versions": 1,
     "config": 1,
@@ -52,7 +54,18 @@ SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
 ROOMS = {"checkpoint": ["formats", "", "views", "compare"]}
 """Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
-NO_TORCH = {"errors", "addresses", "durable", "imports", "events", "run_lock", "versions", "config"}
+NO_TORCH = {
+    "errors",
+    "addresses",
+    "durable",
+    "imports",
+    "origin",
+    "events",
+    "run_identity",
+    "run_lock",
+    "versions",
+    "config",
+}
 
 
 def part_of(file):

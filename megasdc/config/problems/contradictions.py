@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megasdc.config.network import split_address
 from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
 from megasdc.config.problems.delay import delay_problems
@@ -38,6 +39,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from fault_problems(file, deepspeed)
     yield from delay_problems(file.delay)
     yield from study_problems(file)
+    yield from _address_problems(file)
     if file.checkpoint.require_verified == "always" and not file.audit.enabled:
         yield Problem(
             ("megasdc.checkpoint.require_verified", "megasdc.audit.enabled"),
@@ -51,6 +53,14 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             f'got {str(not local).lower()}, but megasdc.checkpoint.storage is "{file.checkpoint.storage}"; remove the '
             "first.",
         )
+
+
+def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
+    if file.logging.prometheus is not None:
+        try:
+            split_address(file.logging.prometheus)
+        except ValueError as error:
+            yield Problem(("megasdc.logging.prometheus",), f"{error}.")
 
 
 DETERMINISTIC_MEGATRON_FIELDS = {"deterministic_mode": True, "tp_comm_overlap": False}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.problems.problem import Problem
+from megasdc.imports.packages import is_installed
 
 
 def deepspeed_problems(deepspeed: dict[str, Any], given: dict[str, Any]) -> Iterator[Problem]:
@@ -86,18 +86,12 @@ MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 def _monitor_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
     for key, package in MONITORS.items():
-        if deepspeed.get(key, {}).get("enabled") and not _installed(package):
+        if deepspeed.get(key, {}).get("enabled") and not is_installed(package):
             yield Problem(
                 (f"{key}.enabled",),
                 f"got true, but the package {package} is not installed; run `pip install {package}` on every host, or "
                 "remove it.",
             )
-
-
-def _installed(package: str) -> bool:
-    """Whether a package is installed; a mere folder of that name, as monitors create in the working folder, is not."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def _optimizer_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, Section, setting
+from megasdc.config.fields import NO_MATTER, NonNegativeInt, PositiveFloat, Section, setting
 
 
 class HealthSection(Section):
@@ -35,6 +35,12 @@ class HealthSection(Section):
     )
     ping_interval: NonNegativeInt = setting(
         200, "Steps between measurements of the links between hosts, of a few milliseconds; 0: never."
+    )
+    alert_command: list[str] = setting(
+        [],
+        "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
+        "run that is stuck (with `enabled`), a finding of corruption. Empty: none.",
+        NO_MATTER,
     )
 
     def is_on(self, *, launched: bool, studied: bool) -> bool:

@@ -158,6 +158,11 @@ class LoggingSection(Section):
     peak_tflops: PositiveFloat | None = setting(
         None, "Peak TFLOP/s of one device for MFU; null: from a table of known GPUs, else not reported."
     )
+    prometheus: str | None = setting(
+        None,
+        'Address and port, such as "127.0.0.1:9400", at which rank 0 serves its metrics to Prometheus, without a '
+        "password; null: it listens nowhere.",
+    )
 
 
 class TraceSection(Section):

@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megasdc.addresses import Address
 from megasdc.checkpoint.files import list_steps, step_folder
@@ -20,6 +21,7 @@ from megasdc.config import RunConfig
 from megasdc.engine.run import Run
 from megasdc.errors import StorageError
 from megasdc.events import read_events
+from megasdc.health.alert import alert
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incident import (
@@ -110,7 +112,9 @@ class Incidents:
         path = None
         if self._run.dims.rank == 0:
             try:
-                path = str(write_incident(self._describe(step, found, action))[1])
+                data, page = write_incident(self._describe(step, found, action))
+                path = str(page)
+                self._alert(step, data)
             except StorageError as error:
                 logger.error("%s", error)
             except Exception:  # any error in the evidence: the other ranks wait in the gather below
@@ -119,6 +123,12 @@ class Incidents:
         if action == "halt" and path is not None:
             self.mark(step, path)
         return path
+
+    def _alert(self, step: int, incident: Path) -> None:
+        """Alert of an incident; other ranks wait meanwhile, so that a launch does not end before it is sent."""
+        if problem := alert(self._config.megasdc.health.alert_command, incident):
+            logger.warning("%s", problem)
+            self._run.events.emit("health", "alert_failed", step=step, problem=problem)
 
     def verified(self, last: int, audit_step: int) -> None:
         """Mark checkpoints up to the step ``last`` as verified, after an audit agreed."""

@@ -157,8 +157,8 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
         pid=os.getpid(),
         started_at=started_at(os.getpid()),
     )
-    limits = (section.hang_floor_s, section.slow_floor_s, section.hang_factor)
-    return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *limits), front
+    settings = (section.hang_floor_s, section.slow_floor_s, section.hang_factor, tuple(section.alert_command))
+    return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *settings), front
 
 
 def _shared_folder() -> Path:

@@ -101,6 +101,7 @@ def test_a_replica_is_an_ordinary_run() -> None:
         faults=[{"replica": 1}, {"phase": "backward"}, {"replica": 0, "seed": 5}],
         process_faults=[{"kind": "exit", "replica": 0}],
         deepspeed={"tensorboard": {"enabled": True, "job_name": "me"}},
+        logging={"run_dir": "runs/x", "prometheus": "127.0.0.1:9400"},
     )
     first, second = (replica_config(config, replica) for replica in (0, 1))
     assert second.megasdc.logging.run_dir == str(Path("runs/x/replica_1"))
@@ -112,4 +113,5 @@ def test_a_replica_is_an_ordinary_run() -> None:
     assert second.deepspeed["tensorboard"]["job_name"] == "me_replica_1"
     assert (first.megasdc.study.mode, first.megasdc.logging.progress_bar) == (None, True)
     assert not second.megasdc.logging.progress_bar
+    assert (first.megasdc.logging.prometheus, second.megasdc.logging.prometheus) == ("127.0.0.1:9400", None)
     assert parse_config(second.resolved()) == second

@@ -28,9 +28,10 @@ def said() -> list[str]:
 
 @pytest.fixture
 def server(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
-    """A front that waits two seconds for a greeting."""
+    """A front that waits two seconds for a greeting, and whose command for alerts writes to the file ``alert``."""
     monkeypatch.setattr(wire, "HANDSHAKE_S", 2.0)
-    found = FrontServer("launch-1", "127.0.0.1", tmp_path / "health", said.append)
+    alert = ["dd", f"of={tmp_path / 'alert'}"]
+    found = FrontServer("launch-1", "127.0.0.1", tmp_path / "health", said.append, alert)
     yield found
     found.close()
 
@@ -74,7 +75,10 @@ def test_the_front_decides_when_all_hosts_are_stuck(server: FrontServer, said: l
     first.exchange()
     assert first.leave == second.leave and first.leave is not None and first.leave["exit_code"] == 75
     assert "rank 1 on n1" in first.leave["message"] and said == [f"health: {first.leave['message']}"]
-    incident = json.loads((tmp_path / "health" / "incidents" / "hang_r.json").read_text())
+    text = (tmp_path / "health" / "incidents" / "hang_r.json").read_text()
+    server.standstill.close()
+    assert (tmp_path / "alert").read_text() == text
+    incident = json.loads(text)
     assert incident["ranks"] == [1] and incident["waits"]["0"].startswith("waits for rank 1")
     again = link(server, 0, run="s", num_nodes=1)
     again.exchange()

@@ -116,8 +116,8 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
 def test_an_agent_that_cannot_read_a_record_tells_who_starts_it(tmp_path: Path) -> None:
     """It ends with an error before it detaches."""
     record_path(tmp_path, 0).write_bytes(b"garbage")
-    limits = (60.0, 900.0, 10.0)
-    options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("n0",), *limits)
+    settings = (60.0, 900.0, 10.0, ())
+    options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("n0",), *settings)
     command = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "is no progress record: 7 bytes" in done.stderr

@@ -87,7 +87,7 @@ class MegasdcLoop:
             steps=0,
             host_group=dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD,
         )
-        self.writer = MetricsWriter(folder, self.engine.monitor) if dims.rank == 0 else None
+        self.writer = MetricsWriter(folder) if dims.rank == 0 else None
 
     def run(self, steps: int) -> None:
         """Take so many more steps."""

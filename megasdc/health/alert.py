@@ -1,0 +1,64 @@
+"""Alerts: a command of the user's gets an incident as JSON on its standard input, once for each incident; no torch.
+
+It is started without a shell, has a time limit, and nothing that it does stops a run. Who writes an incident alerts of
+it; of several hosts that write the same one in a shared folder, the first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasdc.run_lock import LAUNCH_ID_VARIABLE
+
+LIMIT_S = 10.0
+_SHOWN_BYTES = 500
+
+
+def alert(command: Sequence[str], incident: Path) -> str:
+    """Run the command for an incident that nobody has alerted of; returns what went wrong, empty: nothing.
+
+    Args:
+        command: program and arguments; empty: there are no alerts.
+        incident: its JSON file.
+    """
+    if not command:
+        return ""
+    try:
+        os.close(os.open(incident.with_suffix(".alerted"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return ""
+    except OSError as error:
+        return f"no alert of {incident}: that it is alerted of cannot be written: {error}"
+    problem = _run(command, incident)
+    return f"alert of {incident}: {command[0]} {problem}" if problem else ""
+
+
+def _run(command: Sequence[str], incident: Path) -> str:
+    """What went wrong; its processes are ended at the time limit."""
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
+    try:
+        with open(incident, "rb") as content, tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                list(command),
+                stdin=content,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"did not end within {LIMIT_S:.0f} s and was killed"
+            errors.seek(0)
+            text = errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
+        return f"could not be run: {error}"
+    return "" if code == 0 else f"ended with {code}: {text}"

@@ -1,0 +1,67 @@
+"""An incident reaches the user's command once and whole; whatever the command does, the caller goes on."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megasdc.health import alert as alert_module
+from megasdc.health.alert import alert
+
+
+@pytest.fixture
+def incident(tmp_path: Path) -> Path:
+    """An incident that is larger than a pipe."""
+    path = tmp_path / "incident.json"
+    path.write_text('{"kind": "' + "x" * 200_000 + '"}\n')
+    return path
+
+
+def test_the_command_gets_the_incident_once_and_no_shell(tmp_path: Path, incident: Path) -> None:
+    """All bytes arrive on standard input; arguments are taken as they are; a second host that alerts does nothing."""
+    out = tmp_path / "out; touch made"
+    command = ["tee", "-a", str(out)]
+    assert alert(command, incident) == "" and out.read_text() == incident.read_text()
+    assert alert(command, incident) == "" and out.read_text() == incident.read_text()
+    assert not list(tmp_path.glob("made"))
+
+
+def test_without_a_command_nothing_is_written(incident: Path) -> None:
+    """Alerts are off by default, and then leave no trace."""
+    assert alert([], incident) == "" and [path.name for path in incident.parent.iterdir()] == ["incident.json"]
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["/no/such/program"], "could not be run: .*No such file"),
+        (["a\0b"], "could not be run: .*null byte"),
+        ([sys.executable, "-c", "import sys; sys.exit('no server')"], "ended with 1: no server"),
+        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "ended with -9"),
+        (["true"], None),
+    ],
+)
+def test_what_goes_wrong_is_told(incident: Path, command: list[str], problem: str | None) -> None:
+    """Nothing is raised; the problem names the incident, and a command that does not read its input is none."""
+    told = alert(command, incident)
+    assert told == "" if problem is None else re.search(f"{incident}: .*{problem}", told, re.DOTALL), told
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, incident: Path
+) -> None:
+    """At the time limit, which is what the caller waits at most."""
+    monkeypatch.setattr(alert_module, "LIMIT_S", 0.5)
+    began = time.monotonic()
+    told = alert(["sh", "-c", f"sleep 600 & echo $! >{tmp_path}/child; wait"], incident)
+    assert "did not end within" in told and time.monotonic() - began < 60
+    child = int((tmp_path / "child").read_text())
+    until = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)

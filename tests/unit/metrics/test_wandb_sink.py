@@ -1,0 +1,138 @@
+"""What W&B keeps on this machine is what metrics.jsonl holds; incidents are alerts and artifacts, once each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.imports.packages import is_installed
+from megasdc.metrics.export import export_metrics
+from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit
+from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
+
+if not is_installed("wandb"):
+    pytest.skip("the package wandb is not installed: pip install wandb", allow_module_level=True)
+wandb = importlib.import_module("wandb")
+HANG = {"kind": "hang/behind", "message": "nothing moved for 60 s: rank 1"}
+FLIP = {"step": 3, "tier": "audit", "verdict": "persistent", "done": "halted", "flagged": [{"rank": 1, "host": "b"}]}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """Nothing leaves this machine, and nothing is kept outside the test's folder."""
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.teardown()
+
+
+def records(folder: Path) -> dict[str, dict[str, list[Any]]]:
+    """Records of all offline runs of a folder, by the run's id and by their type, as W&B's own reader has them."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    found = {}
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        store, kinds = DataStore(), defaultdict(list)
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            kind = record.WhichOneof("record_type")
+            kinds[kind].append(getattr(record, kind))
+        found[path.stem.removeprefix("run-")] = kinds
+    return found
+
+
+def points(history: list[Any]) -> dict[tuple[str, int], str]:
+    """Values by name and step; W&B's own names, which begin with an underscore, left out."""
+    found = {}
+    for line in history:
+        for item in line.item:
+            name = item.key or "/".join(item.nested_key)
+            if not name.startswith("_") and name != "step":
+                assert (name, line.step.num) not in found
+                found[name, line.step.num] = repr(float(json.loads(item.value_json)))
+    return found
+
+
+def truth(folder: Path) -> dict[tuple[str, int], str]:
+    """The same of metrics.jsonl."""
+    rows = read_metrics(folder)
+    return {
+        (name, row["step"]): repr(float("nan" if value is None else value))
+        for row in rows
+        for name, value in row.items()
+        if name not in ("step", "time")
+    }
+
+
+def where(folder: Path, name: str) -> WandbRun:
+    return WandbRun(folder, "r", name, "p", None, None, {"megasdc": {"model": {"layers": 2}}}, ("tp1",))
+
+
+def write_incident(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def test_offline_runs_equal_the_truth_over_a_rewind(tmp_path):
+    """A run of W&B a start, in a group; the points of the later one and the earlier one's before it are all of them."""
+    for first, last, name in ((1, 6, "1"), (5, 8, "2")):
+        cut_back(tmp_path, first - 1)
+        writer = MetricsWriter(tmp_path, [WandbSink(where(tmp_path, name), tmp_path)])
+        for step in range(first, last + 1):
+            writer.write(step, {"train/loss": int(name) / step, "train/tokens": 100 * step})
+            if step in (2, 6):
+                writer.write(step, {"train/grad_norm": float("inf"), "eval/loss": 2.5})
+            if step == 3:
+                write_incident(tmp_path / "reports" / "incident_step_00000003.json", FLIP)
+                (tmp_path / "reports" / "incident_step_00000003.html").write_text("page")
+        writer.close()
+        write_incident(tmp_path / "health" / "incidents" / "hang_1.json", HANG)  # after the end, as of a killed run
+    kept = records(tmp_path)
+    assert list(kept) == ["r-1", "r-2"]
+    earlier, later = (points(kept[name]["history"]) for name in kept)
+    assert {key: value for key, value in earlier.items() if key[1] <= 4} | later == truth(tmp_path)
+    for kinds in kept.values():
+        (run, *_) = kinds["run"]
+        config = {item.key: item.value_json for item in run.config.update}
+        assert (run.run_group, run.project, list(run.tags)) == ("r", "p", ["tp1"])
+        assert json.loads(config["megasdc"]) == {"model": {"layers": 2}}
+        assert json.loads(config["megasdc_commit"]) == source_commit()
+        axes = {one.name or one.glob_name: one.step_metric for one in kinds["metric"] if one.options.defined}
+        assert axes == {"train/tokens": "", "step": "", "*": "step"}
+    (flip,), (hang,) = (kept[name]["alert"] for name in kept)
+    assert (flip.title, hang.title) == ("silent data corruption", "hang/behind")
+    assert "rank 1 on b named as wrong; persistent, halted" in flip.text and hang.text == HANG["message"]
+    (page,), (report,) = (kept[name]["artifact"] for name in kept)
+    assert sorted(one.path for one in page.manifest.contents) == [
+        "incident_step_00000003.html",
+        "incident_step_00000003.json",
+    ]
+    assert (page.type, report.name) == ("incident", "hang_1")
+
+
+def test_an_export_has_every_point_and_no_secret(tmp_path):
+    """One offline run of all starts, configured as the run is; keys of trackers and of alerts are left out."""
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, {"train/loss": 1 / step} if step != 2 else {"eval/loss": 2.0})
+    writer.close()
+    secret = {
+        "comet": {"api_key": "hidden"},
+        "megasdc": {"health": {"alert_command": ["hidden"]}},
+        "wandb": {"project": "q"},
+    }
+    (tmp_path / "resolved.json").write_text(json.dumps(secret))
+    export_metrics(tmp_path, "wandb", tmp_path / "out", lambda what, number, total: None)
+    ((name, kinds),) = records(tmp_path / "out").items()
+    assert name == f"{tmp_path.name}-exported" and points(kinds["history"]) == truth(tmp_path)
+    assert kinds["run"][0].project == "q" and "hidden" not in str(kinds["run"])
+    assert "hidden" not in str(shown_config(secret)) and "hidden" in str(secret)
