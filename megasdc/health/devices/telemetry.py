@@ -1,0 +1,105 @@
+"""Telemetry of one host: its devices and the host itself, as an agent and a command use it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasdc.health.devices.host import Host
+from megasdc.health.devices.kernel_log import KernelLog
+from megasdc.health.devices.nvml import Nvml
+from megasdc.health.devices.reader import Judged, Reader
+from megasdc.health.devices.survey import Survey
+from megasdc.health.devices.verdict import Reason, Verdict, worst
+
+KERNEL_LOG = "dev/kmsg"
+INTERVAL_S = 10.0
+ANSWER_S = 45.0
+SHOWN = ("temperature_c", "power_w", "clock_reasons", "load_per_cpu", "memory_available_share", "disk_write_s")
+"""Values that each line of an agent has; of the counters it has those that have grown."""
+
+
+class Telemetry:
+    """Reads the devices and the host from ``start`` on; nothing here waits for a reading.
+
+    Args:
+        folder: of the run, whose disk is looked at.
+        root: below which ``proc``, ``sys`` and ``dev`` lie.
+        look_back_s: how far back the kernel's log counts; with 0 XIDs come as events of the driver where it sends them.
+        interval_s: between readings.
+        answer_s: a reader that has not answered for so long is reported.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        root: Path = Path("/"),
+        *,
+        look_back_s: float = 0.0,
+        interval_s: float = INTERVAL_S,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._root = root
+        log, since = root / KERNEL_LOG, time.monotonic() - look_back_s
+        events = not look_back_s
+        self._readers = [
+            Reader("devices", lambda: Nvml(KernelLog(log, since), events=events), interval_s, answer_s),
+            Reader("host", lambda: Host(folder, KernelLog(log, since), root), interval_s, answer_s),
+        ]
+        self._verdicts: dict[str, Verdict] = {}
+        self._written: dict[str, dict[str, Any]] = {}
+
+    def start(self) -> None:
+        """Begin to read; threads do not survive a fork, so after it."""
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for_first(self, timeout_s: float) -> None:
+        """Wait until each has answered once, at most so long."""
+        until = time.monotonic() + timeout_s
+        for reader in self._readers:
+            reader.wait_for_first(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """End the readings, without waiting for them."""
+        for reader in self._readers:
+            reader.close()
+
+    def survey(self) -> Survey:
+        """All that is known."""
+        nodes = sorted(path.name for path in (self._root / "dev").glob("nvidia[0-9]*"))
+        return Survey(socket.gethostname(), [reader.look() for reader in self._readers], nodes)
+
+    def line(self) -> tuple[dict[str, Any], str]:
+        """What an agent writes every few seconds, and a note of the verdicts that have changed."""
+        survey = self.survey()
+        notes = [note for name, reasons in survey.by_name().items() if (note := self._changed(name, reasons))]
+        content = {
+            "verdict": survey.verdict.label,
+            "age_s": {look.name: round(look.age_s, 1) for look in survey.looks},
+            "of": {one.id: self._short(one) for look in survey.looks for one in look.items},
+        }
+        return content, "; ".join(notes)
+
+    def _changed(self, name: str, reasons: Sequence[Reason]) -> str:
+        verdict = worst(reasons)
+        before = self._verdicts.get(name, Verdict.FIT)
+        self._verdicts[name] = verdict
+        if verdict == before:
+            return ""
+        return f"{name}: {before.label} -> {verdict.label}" + "".join(f", {one.text}" for one in reasons)
+
+    def _short(self, one: Judged) -> dict[str, Any]:
+        """What has changed since the line before; why something is not available is written once."""
+        now, before = one.history, self._written.get(one.id, {})
+        self._written[one.id] = now
+        short = {"verdict": one.verdict.label, **{name: now["values"][name] for name in SHOWN if name in now["values"]}}
+        for name in ("since_start", "xid_counts"):
+            known = before.get(name, {})
+            short[name] = {key: value for key, value in now[name].items() if value != known.get(key)}
+        if now["unavailable"] != before.get("unavailable", {}):
+            short["unavailable"] = now["unavailable"]
+        return {key: value for key, value in short.items() if value != {}}
