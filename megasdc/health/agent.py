@@ -27,6 +27,7 @@ from typing import Any
 from megasdc.durable import replacing, write_durably
 from megasdc.errors import HangError, PeerError
 from megasdc.health.blame import GONE, GONE_KIND, RUNNING, find_blame
+from megasdc.health.devices.telemetry import Telemetry
 from megasdc.health.incident import read_state, state_of, write_incident
 from megasdc.health.limits import Limits, keep_durations, load_durations, merged
 from megasdc.health.phases import Phase
@@ -132,6 +133,7 @@ class Agent:
         self._ranks = [self._open(rank) for rank in options.ranks]
         self._run = self._ranks[0].identity.run
         self._sign_at = self._line_at = 0.0
+        self._telemetry = Telemetry(options.run_folder)
         self._reported: dict[str, Any] | None = None
 
     def _open(self, rank: int) -> WatchedRank:
@@ -146,6 +148,7 @@ class Agent:
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
+        self._telemetry.start()
         self._write_line()
         while True:
             time.sleep(POLL_S)
@@ -235,6 +238,7 @@ class Agent:
             stacks[rank.identity.rank] = answer.get("stacks", {})
             states.append(asdict(state_of(rank.identity, rank.progress, rank.state, answer)))
         self._reported = {"run": self._run, "states": states, "stacks": stacks}
+        self._reported["devices"] = self._telemetry.survey().as_dict()
         write_durably(self._stalls / f"{self.name}.json", json.dumps(self._reported) + "\n")
         self._sign_at = 0.0
         self._give_sign()
@@ -278,7 +282,8 @@ class Agent:
         unseen = set(self._options.nodes) - {one.host for one in states} - set(lost)
         if unseen:
             message += f" (nothing is known of {', '.join(sorted(unseen))}, which do not share this run folder)"
-        path = write_incident(self._health, self._run, message, blame, states, hosts, stacks)
+        found = [report["devices"] for report in reports]
+        path = write_incident(self._health, self._run, message, blame, states, hosts, stacks, found)
         code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code
         leave = {"exit_code": code, "message": f"{message}; see {path}"}
         write_durably(self._options.folder / LEAVE_FILE, json.dumps(leave) + "\n")
@@ -301,11 +306,12 @@ class Agent:
     def _write_line(self, note: str = "") -> None:
         """Append where the ranks are to this host's file, whose older half goes when it is too long."""
         self._line_at = time.monotonic() + LINE_S
+        devices, changes = self._telemetry.line()
         line = {
             "run": self._run,
             "time": time.time(),
             "monotonic": time.monotonic(),
-            "note": note,
+            "note": "; ".join(filter(None, (note, changes))),
             "ranks": [
                 {
                     "rank": rank.identity.rank,
@@ -317,6 +323,7 @@ class Agent:
                 }
                 for rank in self._ranks
             ],
+            "devices": devices,
         }
         path = self._health / f"{self.name}.jsonl"
         if path.exists() and path.stat().st_size > MAX_LINES_BYTES:

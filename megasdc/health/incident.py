@@ -58,6 +58,7 @@ def write_incident(
     states: Sequence[RankState],
     hosts: Sequence[str],
     stacks: Mapping[str, Mapping[str, Sequence[str]]],
+    devices: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Write the incident of a run; all agents of a shared folder write the same one, under one name.
 
@@ -66,6 +67,7 @@ def write_incident(
         run: name of this start.
         hosts: that are the cause.
         stacks: by rank and thread.
+        devices: of each host that is known, what telemetry had read before.
     """
     folder = health / INCIDENT_FOLDER
     folder.mkdir(exist_ok=True)
@@ -80,6 +82,7 @@ def write_incident(
         "waits": {str(rank): text for rank, text in blame.waits.items()},
         "states": [asdict(one) for one in states],
         "stacks": clustered(stacks),
+        "devices": list(devices),
     }
     write_durably(path, json.dumps(content, indent=2) + "\n")
     return path
