@@ -204,7 +204,7 @@ class Nvml:
         events: whether to ask the driver for them.
 
     Raises:
-        Unavailable: there is no driver, or it does not answer.
+        Unavailable: there is no driver, it does not start, or it has no device.
     """
 
     def __init__(self, log: KernelLog, *, events: bool = True) -> None:
@@ -215,6 +215,8 @@ class Nvml:
             count = self._nvml.nvmlDeviceGetCount()
         except self._nvml.NVMLError as error:
             raise Unavailable(f"NVIDIA's driver does not list its devices: {error}") from error
+        if not count:
+            raise Unavailable("NVIDIA's driver lists no device")
         self.devices = [Device(self._nvml, index, self.driver) for index in range(count)]
         self._xids: dict[str, deque[int]] = {device.id: deque(maxlen=1000) for device in self.devices}
         self.no_events: dict[str, str] = {}

@@ -6,8 +6,8 @@ messages) are left out, and reported as unknown.
 
 Difference: the catalog has actions, not verdicts. Here a device whose action is a reset, a reboot or the vendor is
 ``unfit``, one that keeps working and needs one later is ``degraded``, and an error of the program leaves it ``fit``.
-Where the action depends on the rest of the message (74, 144 to 150, 154) it is ``degraded``; where the catalog names no
-action (167 to 172) the verdict is ours.
+Where the action depends on the rest of the message (74, 144 to 150, 154) it is ``degraded``, and so are commands that
+arrived damaged (32, 80): the link may be at fault. Where the catalog names no action (167 to 172) the verdict is ours.
 """
 
 from __future__ import annotations

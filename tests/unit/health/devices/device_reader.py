@@ -41,6 +41,7 @@ def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Read each state in turn, as a reader does."""
     LOG.unlink(missing_ok=True)
     histories: dict[str, History] = {}
+    waits = 0
     set_state(states[0])
     try:
         nvml = Nvml(KernelLog(LOG, 0.0))
@@ -51,6 +52,7 @@ def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
         until = time.monotonic() + EVENTS_S
         while (left := until - time.monotonic()) > 0:
             nvml.wait(left)
+            waits += 1
         for reading in nvml.read():
             if reading.id in histories:
                 histories[reading.id].add(reading)
@@ -59,6 +61,7 @@ def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
     nvml.close()
     return {
         "no_events": nvml.no_events,
+        "waits": waits,
         "devices": {
             key: {
                 **history.as_dict(),

@@ -37,6 +37,17 @@ HEALTHY: dict[str, Any] = {
     "0.field.230": 0,
 }
 """Keys are those of ``nvml_library.c``; volatile and aggregate counters are both there."""
+VALUES = {
+    **{"lost": 0, "reset_required": 0, "temperature_c": 41, "power_w": 301.5, "clock_reasons": 4},
+    **{"power_violation_s": 5.0, "thermal_violation_s": 1.5},
+    **{"ecc_corrected_volatile": 3, "ecc_uncorrected_volatile": 0},
+    **{"ecc_corrected_aggregate": 40, "ecc_uncorrected_aggregate": 2},
+    **{"sram_corrected": 9, "sram_uncorrected": 3, "sram_threshold_exceeded": 0},
+    **{"remapped_rows_corrected": 4, "remapped_rows_uncorrected": 1, "remap_pending": 0, "remap_failure": 0},
+    **{"pcie_replays": 7, "nvlink_flit_crc_errors": 11, "nvlink_data_crc_errors": 12, "nvlink_replays": 13},
+    **{"nvlink_recoveries": 14, "recovery_action": 0},
+}
+"""What that state reads as, by hand."""
 
 
 def build(folder: Path, *options: str) -> Path:

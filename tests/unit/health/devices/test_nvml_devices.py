@@ -10,20 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nvml_states import HEALTHY, HERE, ROOT, build
+from nvml_states import HEALTHY, HERE, ROOT, VALUES, build
 
 pytestmark = pytest.mark.slow
-VALUES = {
-    **{"lost": 0, "reset_required": 0, "temperature_c": 41, "power_w": 301.5, "clock_reasons": 4},
-    **{"power_violation_s": 5.0, "thermal_violation_s": 1.5},
-    **{"ecc_corrected_volatile": 3, "ecc_uncorrected_volatile": 0},
-    **{"ecc_corrected_aggregate": 40, "ecc_uncorrected_aggregate": 2},
-    **{"sram_corrected": 9, "sram_uncorrected": 3, "sram_threshold_exceeded": 0},
-    **{"remapped_rows_corrected": 4, "remapped_rows_uncorrected": 1, "remap_pending": 0, "remap_failure": 0},
-    **{"pcie_replays": 7, "nvlink_flit_crc_errors": 11, "nvlink_data_crc_errors": 12, "nvlink_replays": 13},
-    **{"nvlink_recoveries": 14, "recovery_action": 0},
-}
-"""What the state above reads as, by hand."""
 SECOND = {key.replace("0.", "1.", 1): value for key, value in HEALTHY.items() if key.startswith("0.")}
 TWO = {**HEALTHY, **SECOND, "count": 2, "1.uuid": "GPU-b"}
 XID_LINE = "4,{n},{us},-;NVRM: Xid (PCI:0000:c0:00): {xid}, pid=77, name=python, Ch 8\n"
@@ -58,6 +47,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "drain": [{**HEALTHY, "0.field.230": 4}],
     "nvlink": [HEALTHY, {**HEALTHY, "0.field.59": 16}],
     "no ecc": [{key: value for key, value in HEALTHY.items() if ".ecc." not in key}],
+    "no device": [{"count": 0, "driver": "999.1"}],
     "mismatch": [{**HEALTHY, "init": 18}],
 }
 
@@ -188,7 +178,8 @@ def test_what_a_device_does_not_have_is_none_with_the_reason(found: dict[str, An
 
 
 def test_a_driver_that_does_not_start_is_told(found: dict[str, Any]) -> None:
-    """A library and a driver of different versions."""
+    """A library and a driver of different versions; a driver without a device."""
+    assert found["no device"] == {"absent": "NVIDIA's driver lists no device"}
     assert found["mismatch"] == {
         "absent": "NVIDIA's driver does not start: RM has detected an NVML/RM version mismatch."
     }
@@ -207,6 +198,7 @@ def test_an_old_driver_lacks_functions_and_all_else_is_read(tmp_path: Path) -> N
         name: value for name, value in VALUES.items() if name not in {*gone, "recovery_action"}
     }
     assert device["xid_counts"] == {"79": 1} and case["no_events"] == {"GPU-a": "Function Not Found"}
+    assert case["waits"] < 10, "without events the thread sleeps"
 
 
 def test_without_a_driver_that_is_what_is_told(tmp_path: Path) -> None:
