@@ -39,15 +39,18 @@ class KernelLog:
 
     Args:
         path: ``/dev/kmsg``, or a file like it.
-        since: on ``time.monotonic``, by whose clock the kernel stamps records; earlier ones are left out.
+        since: on ``time.monotonic``, from which the kernel's own stamps drift by seconds in months; earlier records are
+            left out. None: only what is added from now on.
     """
 
-    def __init__(self, path: Path, since: float) -> None:
-        self._since = since
+    def __init__(self, path: Path, since: float | None) -> None:
+        self._since = 0.0 if since is None else since
         self._next: int | None = None
         self._file, self._problem = -1, ""
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            if since is None:
+                os.lseek(self._file, 0, os.SEEK_END)
         except OSError as error:
             self._problem = f"{path} cannot be read: {error.strerror}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,10 +156,15 @@ class Device:
         """Of its handle, by which events name it."""
         return None if self.handle is None else ctypes.cast(self.handle, ctypes.c_void_p).value
 
-    def read(self, xids: Sequence[int]) -> Reading:
-        """Read all values; what follows a lost device's first answer is not asked for."""
+    def read(self, xids: Sequence[int], no_xids: str) -> Reading:
+        """Read all values; what follows a lost device's first answer is not asked for.
+
+        Args:
+            xids: since the last reading.
+            no_xids: why they are not known; empty: they are.
+        """
         values: dict[str, float | None] = {"lost": 0, "reset_required": 0}
-        unavailable: dict[str, str] = {}
+        unavailable = {"xids": no_xids} if no_xids else {}
         if self._unopened:
             self._note_failure(values, self._failed_with)
         for names, read in READS:
@@ -218,7 +222,7 @@ class Nvml:
         if not count:
             raise Unavailable("NVIDIA's driver lists no device")
         self.devices = [Device(self._nvml, index, self.driver) for index in range(count)]
-        self._xids: dict[str, deque[int]] = {device.id: deque(maxlen=1000) for device in self.devices}
+        self._xids: dict[str, list[int]] = {device.id: [] for device in self.devices}
         self.no_events: dict[str, str] = {}
         """Why a device sends no events, by its identifier."""
         self._set = self._register() if events else None
@@ -239,16 +243,17 @@ class Nvml:
 
     def read(self) -> list[Reading]:
         """Read all devices."""
-        for bus, number in self._log.read().xids:
+        log = self._log.read()
+        for bus, number in log.xids:
             for device in self.devices:
-                if _same_bus(bus, device.bus) and (self._set is None or device.id in self.no_events):
+                if _same_bus(bus, device.bus) and self._by_log(device):
                     self._xids[device.id].append(number)
-        return [device.read(self._taken(device.id)) for device in self.devices]
+        taken, self._xids = self._xids, {device.id: [] for device in self.devices}
+        return [device.read(taken[device.id], log.problem if self._by_log(device) else "") for device in self.devices]
 
-    def _taken(self, device: str) -> list[int]:
-        found = list(self._xids[device])
-        self._xids[device].clear()
-        return found
+    def _by_log(self, device: Device) -> bool:
+        """Whether XIDs of this device are those of the kernel's log."""
+        return self._set is None or device.id in self.no_events
 
     def wait(self, seconds: float) -> bool:
         """Wait for an event, at most so long; whether one came."""

@@ -107,7 +107,7 @@ HOST_RULES: Sequence[Rule] = (
     Rule("edac_uncorrected", _NOW, at_least(1), _D, "uncorrectable errors of main memory since load", _DIMM, EDAC),
     Rule("edac_corrected", _RECENT, at_least(100), _D, "many corrected errors of main memory", _DIMM, OURS),
     Rule("mce_lines", _RECENT, at_least(1), _D, "the kernel reports hardware errors", "read them: dmesg", OURS),
-    Rule("load_per_cpu", _NOW, at_least(4), _D, "far more runs than the CPUs can do", "look for other programs", OURS),
+    Rule("load_per_cpu", _NOW, at_least(4), _D, "far more processes than CPUs", "look for other programs", OURS),
     Rule("memory_available_share", _NOW, below(0.03), _D, "memory is nearly used up", "free memory", OURS),
     Rule("disk_free_bytes", _NOW, below(2**30), _D, "less than 1 GiB of disk for the run folder", "free space", OURS),
     Rule("shared_memory_free_bytes", _NOW, below(2**26), _D, "less than 64 MiB in /dev/shm", "free space there", OURS),

@@ -43,8 +43,8 @@ class Telemetry:
         answer_s: float = ANSWER_S,
     ) -> None:
         self._root = root
-        log, since = root / KERNEL_LOG, time.monotonic() - look_back_s
-        events = not look_back_s
+        log, events = root / KERNEL_LOG, not look_back_s
+        since = time.monotonic() - look_back_s if look_back_s else None
         self._readers = [
             Reader("devices", lambda: Nvml(KernelLog(log, since), events=events), interval_s, answer_s),
             Reader("host", lambda: Host(folder, KernelLog(log, since), root), interval_s, answer_s),

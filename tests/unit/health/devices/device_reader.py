@@ -28,13 +28,14 @@ EVENTS_S = 0.03
 
 
 def set_state(state: Mapping[str, Any]) -> None:
-    """What the library answers from now on; ``log`` is added to the kernel's log."""
+    """What the library answers from now on; ``log`` is added to the kernel's log, None: there is none."""
     lines = [f"{key} {value}\n" for key, value in state.items() if key != "log"]
     part = STATE.with_suffix(".part")
     part.write_text("".join(lines))
     part.replace(STATE)
-    with open(LOG, "a", encoding="utf-8") as file:
-        file.write(state.get("log", ""))
+    if (added := state.get("log", "")) is not None:
+        with open(LOG, "a", encoding="utf-8") as file:
+            file.write(added)
 
 
 def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -115,6 +115,17 @@ def test_the_kernel_log_counts_from_a_time_on_and_counts_what_was_overwritten(tm
     assert log.read() == type(second)()
 
 
+def test_an_agent_sees_only_what_is_added_to_the_kernel_log(tmp_path: Path) -> None:
+    """Whatever the stamps are: they drift."""
+    path = tmp_path / "kmsg"
+    path.write_text(MCE)
+    log = KernelLog(path, None)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("4,4,1,-;NVRM: Xid (PCI:0000:3b:00): 48, pid=1\n")
+    found = log.read()
+    assert (found.xids, found.errors) == ([("0000:3b:00", 48)], [])
+
+
 def test_recent_is_what_was_added_lately() -> None:
     """A counter's growth leaves the window after its length, and stays in what the run added."""
     history = History(Reading(HOST, "host", 0.0, {"edac_corrected": 5}), recent_s=100)

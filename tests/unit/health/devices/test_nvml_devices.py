@@ -35,6 +35,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**TWO, "0.no_events": 1, "1.no_events": 1},
         {**TWO, "0.no_events": 1, "1.no_events": 1, "log": xid_line(1, 119) + xid_line(2, 45)},
     ],
+    "xid of nobody": [{**HEALTHY, "0.no_events": 1, "log": None}],
     "ecc": [HEALTHY, {**HEALTHY, "0.ecc.1.0": 2, "0.ecc.1.1": 4}, {**HEALTHY, "0.ecc.1.0": 3, "0.ecc.1.1": 5}],
     "counters back": [{**HEALTHY, "0.ecc.0.0": 50}, {**HEALTHY, "0.ecc.0.0": 2}, {**HEALTHY, "0.ecc.0.0": 5}],
     "hot": [HEALTHY, {**HEALTHY, "0.clock_reasons": "0x64"}],
@@ -155,6 +156,8 @@ def test_without_events_xids_are_those_of_the_kernel_log(found: dict[str, Any]) 
     assert case["devices"]["GPU-a"]["xid_counts"] == {"119": 1, "45": 1}
     assert case["devices"]["GPU-a"]["verdict"] == "unfit" and case["devices"]["GPU-b"]["xid_counts"] == {}
     assert case["no_events"] == {"GPU-a": "Not Supported", "GPU-b": "Not Supported"}
+    unread = found["xid of nobody"]["devices"]["GPU-a"]["unavailable"]
+    assert set(unread) == {"xids"} and "kmsg cannot be read: No such file" in unread["xids"]
 
 
 def test_counters_are_told_as_what_was_added(found: dict[str, Any]) -> None:
