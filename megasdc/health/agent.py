@@ -237,8 +237,7 @@ class Agent:
             answer = self._answer(rank, asked)
             stacks[rank.identity.rank] = answer.get("stacks", {})
             states.append(asdict(state_of(rank.identity, rank.progress, rank.state, answer)))
-        self._reported = {"run": self._run, "states": states, "stacks": stacks}
-        self._reported["devices"] = self._telemetry.survey().as_dict()
+        self._reported = {"run": self._run, "states": states, "stacks": stacks, "devices": self._telemetry.as_dict()}
         write_durably(self._stalls / f"{self.name}.json", json.dumps(self._reported) + "\n")
         self._sign_at = 0.0
         self._give_sign()
@@ -282,8 +281,8 @@ class Agent:
         unseen = set(self._options.nodes) - {one.host for one in states} - set(lost)
         if unseen:
             message += f" (nothing is known of {', '.join(sorted(unseen))}, which do not share this run folder)"
-        found = [report["devices"] for report in reports]
-        path = write_incident(self._health, self._run, message, blame, states, hosts, stacks, found)
+        devices = [one["devices"] for one in reports]
+        path = write_incident(self._health, self._run, message, blame, states, hosts, stacks, devices)
         code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code
         leave = {"exit_code": code, "message": f"{message}; see {path}"}
         write_durably(self._options.folder / LEAVE_FILE, json.dumps(leave) + "\n")

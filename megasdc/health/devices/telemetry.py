@@ -73,6 +73,10 @@ class Telemetry:
         nodes = sorted(path.name for path in (self._root / "dev").glob("nvidia[0-9]*"))
         return Survey(socket.gethostname(), [reader.look() for reader in self._readers], nodes)
 
+    def as_dict(self) -> dict[str, Any]:
+        """All that is known, as plain values."""
+        return self.survey().as_dict()
+
     def line(self) -> tuple[dict[str, Any], str]:
         """What an agent writes every few seconds, and a note of the verdicts that have changed."""
         survey = self.survey()
