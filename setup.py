@@ -41,6 +41,7 @@ setup(
         "pyarrow",
         "xxhash",
         "psutil",
+        "nvidia-ml-py>=13",
         "zstandard",
     ],
     extras_require={

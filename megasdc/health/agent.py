@@ -30,6 +30,7 @@ from megasdc.health.alert import alert
 from megasdc.health.background import Background
 from megasdc.health.blame import GONE
 from megasdc.health.board import FolderBoard, OwnState, node_name
+from megasdc.health.devices.telemetry import Telemetry
 from megasdc.health.front_link import FrontLink
 from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.journal import Journal
@@ -99,11 +100,13 @@ class Agent:
         self._journal = Journal(self._health, node_name(options.node), ranks.run)
         hello = Hello(ranks.run, options.node, options.nodes[options.node], len(options.nodes))
         self._link = None if front is None else FrontLink(front, hello)
+        self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
         self._own_conclusion: Conclusion | None = None
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
+        self._telemetry.start()  # threads do not survive the fork before
         disk = Background("disk", [self._board.exchange, self._journal.flush])
         network = None if self._link is None else Background("network", [self._link.exchange])
         self._threads = [disk, *([] if network is None else [network])]
@@ -127,7 +130,7 @@ class Agent:
         limits = Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, durations)
         stuck = self._ranks.are_stuck(limits)
         if stuck and self._report is None:
-            self._report = self._ranks.report(limits)
+            self._report = {**self._ranks.report(limits), "devices": self._telemetry.as_dict()}
         elif not stuck and self._report is not None:  # it was slow, not stuck
             self._report = None
             self._note("moved again")
@@ -152,12 +155,14 @@ class Agent:
 
     def _note(self, note: str = "") -> None:
         """Take down where the ranks are, with what has happened."""
-        more: dict[str, Any] = {}
+        devices, changes = self._telemetry.line()
+        more: dict[str, Any] = {"devices": devices}
         for rank in self._ranks:
             if rank.damaged:
                 more.setdefault("damaged", {})[str(rank.identity.rank)] = rank.damaged
         if failed := {thread.name: thread.problem for thread in self._threads if thread.problem}:
             more["problems"] = failed
+        note = "; ".join(filter(None, (note, changes)))
         self._journal.write([rank.position() for rank in self._ranks], note, **more)
 
     def _finish(self, disk: Background) -> None:

@@ -60,8 +60,7 @@ class HostPosition:
         age_s: of this description.
         note: what the agent remarked with it; empty: nothing.
         ranks: ascending.
-        devices: each with ``name`` and ``verdict``; empty: not known.
-        links: likewise.
+        devices: and the host itself, each with ``name``, ``verdict`` and ``text``, why it is not fit; empty: not known.
     """
 
     node: int
@@ -72,7 +71,6 @@ class HostPosition:
     note: str
     ranks: tuple[RankPosition, ...]
     devices: tuple[dict[str, Any], ...]
-    links: tuple[dict[str, Any], ...]
 
 
 class FileClock:
@@ -153,8 +151,7 @@ def _read_host(folder: Path, name: str, clock: FileClock, rank_hosts: Mapping[in
         age_s=age_s,
         note=str(line.get("note", "")),
         ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
-        devices=_judged(line.get("devices")),
-        links=_judged(line.get("links")),
+        devices=tuple({"name": "?", "verdict": "?", "text": "", **one} for one in line.get("devices", ())),
     )
 
 
@@ -212,10 +209,3 @@ def _rank_of(raw: Mapping[str, Any], more_s: float) -> RankPosition:
     if position.ended:
         return position
     return RankPosition(**{**vars(position), "in_phase_s": position.in_phase_s + more_s})
-
-
-def _judged(raw: Any) -> tuple[dict[str, Any], ...]:
-    """Things with verdicts: a list of objects, or by name in ``of`` of an object."""
-    if isinstance(raw, dict):
-        raw = [{"name": name, **values} for name, values in raw.get("of", {}).items()]
-    return tuple({"name": one.get("uuid", "?"), "verdict": "?", **one} for one in raw or ())

@@ -113,6 +113,7 @@ def conclude(
         "waits": {str(rank): text for rank, text in blame.waits.items()},
         "states": [asdict(one) for one in states],
         "stacks": clustered(stacks),
+        "devices": [one["devices"] for one in reports],
     }
     path = health / INCIDENT_FOLDER / f"hang_{run}.json"
     code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code

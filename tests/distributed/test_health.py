@@ -81,6 +81,7 @@ def test_with_health_a_run_has_the_same_bits_and_nothing_stays(tmp_path: Path, d
     lines = [json.loads(line) for line in (health / "node_00000.jsonl").read_text().splitlines()]
     assert [one["phase"] for one in lines[-1]["ranks"]] == ["done"] * 4
     assert {one["step"] for one in lines[-1]["ranks"]} == {7}, "the step that would have followed"
+    assert any(one.get("load_per_cpu", -1) >= 0 for one in lines[-1]["devices"])
     durations = json.loads((health / "durations.json").read_text())
     assert sum(durations["FORWARD"]) == 4 * 6 * 2, "four ranks, six steps, two micro-batches; none of the evaluations"
     assert (
@@ -122,6 +123,7 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     assert (incident["kind"], incident["ranks"]) == (kind, [rank]), incident["message"]
     assert incident["hosts"] == [incident["states"][rank]["host"]]
     assert len(incident["waits"]) == 4 and incident["stacks"]
+    assert [one["host"] for one in incident["devices"]] == incident["hosts"], "what telemetry read of this host"
     if kind == "hang/behind":
         assert "process.py" in incident["message"], "where it hangs, in the code of the fault"
     events = [json.loads(line) for line in (run_dir / "events" / "rank_00000.jsonl").read_text().splitlines()]

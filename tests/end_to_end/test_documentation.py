@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 GUIDES = (
     *("data", "models", "memory", "checkpoints", "resume", "determinism", "hugging-face", "compare", "traces"),
     *("golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching", "fault-injection"),
-    *("health", "stragglers", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
+    *("health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
 )
 """In an order in which a page uses only what those before it make."""
 TOOLS = {

@@ -159,7 +159,7 @@ def _process(one: RankPosition) -> Text:
 
 def _slow(view: RunView, one: RankPosition) -> Text:
     ratio = view.slow_ratio(one.rank)
-    return Text("" if ratio is None else f"{ratio:.1f} times slower", style="yellow")
+    return Text("" if ratio is None else f"{ratio:.2f} times as long", style="yellow")
 
 
 def _duration(seconds: float) -> str:
@@ -170,7 +170,9 @@ def _foot(view: RunView) -> list[RenderableType]:
     lines: list[RenderableType] = [Text("")]
     for one in view.slow:
         who = f"{one['host']}, ranks {', '.join(map(str, one['ranks']))}"
-        lines.append(_line(f"slow: {who}: {one['ratio']:.1f} times slower since step {one['since_step']}", "yellow"))
+        ratio, since = one["ratio"], one["since_step"]
+        lines.append(_line(f"slow: {who}: {ratio:.2f} times as long as their peers, since step {since}", "yellow"))
+    lines += [_line(f"slow link {place}: {text}", "yellow") for place, text in view.slow_links.items()]
     lines += _verdicts(view)
     counts = [f"{count} {_INCIDENTS[kind][count > 1]}" for kind, count in view.incidents.items() if count]
     lines.append(_line(f"incidents: {', '.join(counts) or 'none'}", "red" if counts else ""))
@@ -183,16 +185,15 @@ def _foot(view: RunView) -> list[RenderableType]:
 
 
 def _verdicts(view: RunView) -> Iterable[RenderableType]:
-    """Verdicts on devices and links: how many of each, and a line for each that is not fit."""
-    for kind in ("devices", "links"):
-        found = [(host.name, one) for host in view.hosts for one in getattr(host, kind)]
-        if not found:
-            continue
-        counts = Counter(str(one["verdict"]) for _, one in found)
-        yield _line(f"{kind}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-        for host, one in found:
-            if one["verdict"] != FIT:
-                yield _line(f"  {host} {one['name']}: {one['verdict']}", "red")
+    """How many devices and hosts have each verdict, and a line for each that is not fit."""
+    found = [(host.name, one) for host in view.hosts for one in host.devices]
+    if not found:
+        return
+    counts = Counter(str(one["verdict"]) for _, one in found)
+    yield _line("devices: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    for host, one in found:
+        if one["verdict"] != FIT:
+            yield _line(f"  {host} {one['name']}: {one['verdict']}, {one['text']}", "red")
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -48,8 +48,9 @@ class RunView:
         step_s: seconds of a step without evaluations and saves.
         eta_s: seconds until all steps are done; None: not known, or the run is not running.
         quiet_s: seconds since metrics or events were written.
-        health: whether the run is watched (``health.enabled``).
+        health: whether agents watch the run (section ``health``).
         slow: of ``health/suspects.json``: host, ranks, ratio, since_step.
+        slow_links: what is slow, by the two hosts.
         incidents: number by kind: ``sdc``, ``hang``.
         events: the last ones, oldest first.
         local_clock: ages are by this host's clock, since no file could be made in the run folder.
@@ -71,6 +72,7 @@ class RunView:
     health: bool
     hosts: tuple[HostPosition, ...]
     slow: tuple[dict[str, Any], ...]
+    slow_links: dict[str, str]
     incidents: dict[str, int]
     last_incident: LastIncident | None
     events: tuple[str, ...]
@@ -82,7 +84,7 @@ class RunView:
         return plain_values(asdict(self))
 
     def slow_ratio(self, rank: int) -> float | None:
-        """How many times slower a rank is than usual; None: it is not slow."""
+        """How many times as long as its peers a rank takes; None: it is not slow."""
         return next((float(one["ratio"]) for one in self.slow if rank in one["ranks"]), None)
 
 
@@ -111,9 +113,8 @@ class RunWatcher:
         """The run now."""
         look = self._follower.look()
         run, notes = look.run, list(look.run.notes)
-        health = bool(run.setting("megasdc.health.enabled"))
         hosts: tuple[HostPosition, ...] = ()
-        if health:
+        if run.setting("megasdc.health.enabled") is not False:
             hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
             notes += left_out
         state, status = _state_of(look, hosts)
@@ -133,9 +134,10 @@ class RunWatcher:
             tokens_per_s=last.get("speed/tokens_per_s"),
             eta_s=_eta_s(look, step, planned) if state == "running" else None,
             quiet_s=look.quiet_s,
-            health=health,
+            health=bool(hosts),
             hosts=hosts,
-            slow=_slow(self._folder / "health" / "suspects.json", notes) if health else (),
+            slow=_slow(self._folder / "health" / "suspects.json", notes) if hosts else (),
+            slow_links=_slow_links(run),
             incidents={"sdc": len(run.incidents), "hang": len(run.hangs)},
             last_incident=_last_incident(run),
             events=_last_events(run),
@@ -187,13 +189,24 @@ def _text_of(state: str, step: int, planned: int | None, look: Look) -> str:
 def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """Slow ranks that health names; empty: none, or nobody looks for them."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))["suspects"]
         return tuple({name: one[name] for name in ("host", "ranks", "ratio", "since_step")} for one in found)
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         notes.append(f"health/{path.name} is left out: {error!r}")
         return ()
+
+
+def _slow_links(run: RunRecord) -> dict[str, str]:
+    """Links that were reported as slow, and not as recovered since."""
+    found: dict[str, str] = {}
+    for event in run.events:
+        if (event.kind, event.name) == ("health", "slow_link"):
+            found.update({one["place"]: one["text"] for one in event.fields["pairs"]})
+        elif (event.kind, event.name) == ("health", "link_recovered"):
+            found.pop(event.fields["place"], None)
+    return found
 
 
 def _last_incident(run: RunRecord) -> LastIncident | None:

@@ -97,13 +97,12 @@ def test_the_last_line_is_found_however_long(tmp_path: Path) -> None:
     assert last_line(path) == b""
 
 
-def test_devices_and_links_are_taken_as_they_come(tmp_path: Path) -> None:
-    """A list, or by name; none where nobody has looked."""
-    listed = [{"name": "H100", "uuid": "GPU-1", "verdict": "unfit"}]
-    content = {**line(0), "devices": {"verdict": "fit", "of": {"GPU-0": {"verdict": "fit"}}}, "links": listed}
-    put(tmp_path / "health" / "node_00000.now", content)
+def test_devices_are_taken_as_they_come(tmp_path: Path) -> None:
+    """With what is known of them; none where nobody has looked."""
+    listed = [{"name": "H100 (GPU-1)", "verdict": "unfit", "text": "XID 79", "temperature_c": 80}]
+    put(tmp_path / "health" / "node_00000.now", {**line(0), "devices": listed})
     (host,), _ = read(tmp_path)
-    assert host.devices == ({"name": "GPU-0", "verdict": "fit"},) and host.links == tuple(listed)
+    assert host.devices == tuple(listed)
 
 
 def test_ages_are_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

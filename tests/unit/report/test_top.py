@@ -64,9 +64,9 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     add_host(folder, 0, [0, 1], process="stopped", stuck_s=40.0)
     add_host(folder, 1, [2, 3], micro_batch=-1, phase="receive activation")
     suspects = [{"host": "node 1", "ranks": [3], "ratio": 1.84, "since_step": 12}]
-    (folder / "health" / "suspects.json").write_text(json.dumps(suspects))
+    (folder / "health" / "suspects.json").write_text(json.dumps({"suspects": suspects}))
     now = json.loads((folder / "health" / "node_00001.jsonl").read_text())
-    devices = [{"name": "GPU-7", "verdict": "unfit"}, {"name": "GPU-8", "verdict": "fit"}]
+    devices = [{"name": "GPU-7", "verdict": "unfit", "text": "XID 79"}, {"name": "GPU-8", "verdict": "fit"}]
     (folder / "health" / "node_00001.now").write_text(json.dumps({**now, "devices": devices}))
     add_incident(folder, 20)
     hang = add_hang(folder, 10)
@@ -76,9 +76,9 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     text = shown(view)
     rows = [line.split() for line in text.splitlines()]
     assert any(row[:4] == ["1", "21", "1", "forward"] and row[-1] == "stopped" for row in rows)
-    assert "node 1     2    21      -  receive activation" in text and "1.8 times slower" in text
-    assert "slow: node 1, ranks 3: 1.8 times slower since step 12" in text
-    assert "devices: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit" in text and "GPU-8:" not in text
+    assert "node 1     2    21      -  receive activation" in text and "1.84 times as long" in text
+    assert "slow: node 1, ranks 3: 1.84 times as long as their peers, since step 12" in text
+    assert "devices: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit, XID 79" in text and "GPU-8:" not in text
     assert "incidents: 1 case of corruption, 1 hang\n" in text and str(hang) in "".join(text.split("\n"))
     assert "save checkpoint step 20" in text and "running, step 20 of 60" in text
     said = json.loads(CliRunner().invoke(app, ["top", str(folder), "--json"]).stdout)
