@@ -206,5 +206,6 @@ def test_a_killed_agent_is_started_again_and_the_run_goes_on(tmp_path: Path, dat
     assert event["rank"] == 0 and "was killed" in event["problem"]
     wait_for_agents(run_dir)
     lines = [json.loads(line) for line in (run_dir / "health" / "node_00000.jsonl").read_text().splitlines()]
-    assert [line["note"] for line in lines if line["note"]] == ["begins", "begins", "ends"]
+    notes = [note for line in lines for note in line["note"].split("; ") if note and not note.startswith("host:")]
+    assert notes == ["begins", "begins", "ends"], "besides verdicts on a host that does other work"
     assert records_of(lines[0]["run"]) == []

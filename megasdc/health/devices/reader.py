@@ -42,7 +42,7 @@ class Judged:
     @property
     def label(self) -> str:
         """Name and ID, as people read them."""
-        return f"{self.name} ({self.id})"
+        return self.name if self.name == self.id else f"{self.name} ({self.id})"
 
     @property
     def verdict(self) -> Verdict:
