@@ -47,6 +47,7 @@ class Identity:
     """Identity of a rank: what an agent must know to watch it and to say who it is.
 
     Args:
+        run: name of this start: id of the run, number of the start, a random part.
         node: index of its host among the hosts of the launch, in the order of ranks.
         started_at: of the process, seconds since boot, which tells it from a later one with its id.
     """

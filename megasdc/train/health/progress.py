@@ -133,7 +133,8 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     """
     dims, host = run.dims, socket.gethostname()
     front = take_front(run.folder / "health", os.environ.get(LAUNCH_ID_VARIABLE)) if dims.rank == 0 else None
-    own = (host, secrets.token_hex(6), front)
+    origin = run.events.origin
+    own = (host, f"{origin.run}.{origin.attempt}.{secrets.token_hex(2)}", front)  # copies of a folder share a run's id
     everyone: list[Any] = [None] * dims.world_size
     dist.all_gather_object(everyone, own, group=run.host_group)
     _, name, front = everyone[0]
