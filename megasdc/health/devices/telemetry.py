@@ -86,7 +86,8 @@ class Telemetry:
                 before = self._verdicts.get(name, Verdict.FIT)
                 notes.append(", ".join([f"{name}: {before.label} -> {verdict.label}", *texts]))
             self._verdicts[name] = verdict
-            found.append({"name": name, "verdict": verdict.label, "text": "; ".join(texts), **values.get(name, {})})
+            if name in values or verdict > Verdict.FIT:
+                found.append({"name": name, "verdict": verdict.label, "text": "; ".join(texts), **values.get(name, {})})
         return found, "; ".join(notes)
 
 

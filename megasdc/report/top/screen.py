@@ -190,7 +190,7 @@ def _verdicts(view: RunView) -> Iterable[RenderableType]:
     if not found:
         return
     counts = Counter(str(one["verdict"]) for _, one in found)
-    yield _line("devices: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    yield _line("devices and hosts: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     for host, one in found:
         if one["verdict"] != FIT:
             yield _line(f"  {host} {one['name']}: {one['verdict']}, {one['text']}", "red")

@@ -78,7 +78,9 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     assert any(row[:4] == ["1", "21", "1", "forward"] and row[-1] == "stopped" for row in rows)
     assert "node 1     2    21      -  receive activation" in text and "1.84 times as long" in text
     assert "slow: node 1, ranks 3: 1.84 times as long as their peers, since step 12" in text
-    assert "devices: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit, XID 79" in text and "GPU-8:" not in text
+    assert (
+        "devices and hosts: 1 unfit, 1 fit" in text and "node 1 GPU-7: unfit, XID 79" in text and "GPU-8:" not in text
+    )
     assert "incidents: 1 case of corruption, 1 hang\n" in text and str(hang) in "".join(text.split("\n"))
     assert "save checkpoint step 20" in text and "running, step 20 of 60" in text
     said = json.loads(CliRunner().invoke(app, ["top", str(folder), "--json"]).stdout)
