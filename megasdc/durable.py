@@ -49,6 +49,16 @@ def write_durably(path: Path, text: str) -> None:
         file.write(text)
 
 
+def append_bounded(path: Path, text: str, largest: int) -> None:
+    """Append to a file of lines, whose older half goes first where it has more than ``largest`` bytes."""
+    if path.exists() and path.stat().st_size > largest:
+        lines = path.read_bytes().splitlines(keepends=True)
+        with replacing(path, "wb") as file:
+            file.writelines(lines[len(lines) // 2 :])
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
 def sync_path(path: Path | str) -> None:
     """Wait until a file's bytes, or a folder's entries, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import replacing
+from megasdc.durable import append_bounded
 
 LINE_S = 10.0
 MAX_LINES_BYTES = 4 << 20
@@ -65,13 +65,8 @@ class Journal:
         part = self._now.with_name(f".{self._now.name}")
         part.write_text(self._latest, encoding="utf-8")
         os.replace(part, self._now)  # not worth waiting until it is on the disk
-        if self._path.exists() and self._path.stat().st_size > MAX_LINES_BYTES:
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            with replacing(self._path, "wb") as file:
-                file.writelines(lines[len(lines) // 2 :])
         while self._waiting:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(self._waiting[0])
+            append_bounded(self._path, self._waiting[0], MAX_LINES_BYTES)
             self._waiting.popleft()
 
     def close(self) -> None:

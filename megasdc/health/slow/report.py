@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.durable import write_durably
+from megasdc.durable import append_bounded, write_durably
 from megasdc.health.slow.stragglers import Change, Place, Straggler, Stragglers
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
@@ -119,7 +119,8 @@ class SlowReport:
             write_durably(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
             self._lists = True
         if is_due:
-            self._append(json.dumps(self._line(stragglers, step)))
+            line = json.dumps(self._line(stragglers, step)) + "\n"
+            append_bounded(self._folder / SLOWNESS_FILE, line, LARGEST_BYTES)
         return is_due
 
     def _suspects(self, stragglers: Stragglers, step: int) -> dict[str, Any]:
@@ -152,14 +153,6 @@ class SlowReport:
                 str(where.ranks[0]): round(float(found.ratio[place]), 5) for place, where in self._where.items()
             }
         return line
-
-    def _append(self, line: str) -> None:
-        path = self._folder / SLOWNESS_FILE
-        if path.exists() and path.stat().st_size > LARGEST_BYTES:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_durably(path, "".join(lines[len(lines) // 2 :]))
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
 
 def metrics(stragglers: Stragglers) -> dict[str, float]:
