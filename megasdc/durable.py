@@ -50,13 +50,19 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def append_bounded(path: Path, text: str, largest: int) -> None:
-    """Append to a file of lines, whose older half goes first where it has more than ``largest`` bytes."""
+    """Append whole lines to a file, whose older half goes first where it has more than ``largest`` bytes.
+
+    A last line that was cut off, when a process was killed, gets its end.
+    """
     if path.exists() and path.stat().st_size > largest:
         lines = path.read_bytes().splitlines(keepends=True)
         with replacing(path, "wb") as file:
             file.writelines(lines[len(lines) // 2 :])
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
 
 
 def sync_path(path: Path | str) -> None:

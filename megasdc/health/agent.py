@@ -14,7 +14,6 @@ front whose run folder is not shared know only of their own ranks, and say so.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.durable import replacing
-from megasdc.health.alert import alert
+from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
 from megasdc.health.blame import GONE
 from megasdc.health.board import FolderBoard, OwnState, node_name
@@ -41,8 +40,10 @@ from megasdc.health.watched import WatchedRanks
 from megasdc.health.wire import FrontAddress, Hello
 
 POLL_S = 1.0
-LAST_WORDS_S = 10.0
-"""Seconds that disk and network have for what an agent tells at its end."""
+PAUSE_S = 10.0
+"""An agent that has not run for so long was stopped with its host: what ranks did not do meanwhile does not count."""
+LAST_WORK_S = 10.0 + LIMIT_S
+"""Seconds that disk, network and the user's command have at an agent's end."""
 DURATIONS_FILE, AGENT_FILE = "durations.json", "agent.json"
 
 
@@ -102,56 +103,75 @@ class Agent:
         self._link = None if front is None else FrontLink(front, hello)
         self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
-        self._own_conclusion: Conclusion | None = None
+        self._own: Conclusion | None = None
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended."""
         self._telemetry.start()  # threads do not survive the fork before
-        disk = Background("disk", [self._board.exchange, self._journal.flush])
+        self._disk = disk = Background("disk", [self._board.exchange, self._journal.flush])
         network = None if self._link is None else Background("network", [self._link.exchange])
         self._threads = [disk, *([] if network is None else [network])]
         self._note("begins")
+        looked_at = time.monotonic()
         while True:
             time.sleep(POLL_S)
+            if (paused_s := time.monotonic() - looked_at) > PAUSE_S:
+                self._ranks.count_from_now()
+                self._note(f"this host, or its agent, stood still for {paused_s:.0f} s")
+            looked_at = time.monotonic()
             self._ranks.look()
             if self._ranks.ended:
                 break
             self._watch_for_standstill()
             self._note()
-            if (leave := self._decision(disk)) is not None:
-                self._ranks.end(leave, self._note)
+            if (conclusion := self._conclusion()) is not None:
+                self._ranks.end(conclusion, self._note)
                 break
-        self._finish(disk)
+        self._finish()
+
+    def _limits(self) -> Limits:
+        own = self._options
+        return Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, self._ranks.durations(self._kept))
 
     def _watch_for_standstill(self) -> None:
         """Report what is known of the ranks once they are stuck, and take it back if something moves again."""
-        own = self._options
-        durations = self._ranks.durations(self._kept)
-        limits = Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, durations)
+        limits = self._limits()
         stuck = self._ranks.are_stuck(limits)
         if stuck and self._report is None:
-            self._report = {**self._ranks.report(limits), "devices": self._telemetry.as_dict()}
+            self._report = self._ask(limits)
         elif not stuck and self._report is not None:  # it was slow, not stuck
             self._report = None
             self._note("moved again")
-        self._tell(OwnState(self._report))
+        self._tell(OwnState(self._report, problem=self._problem()))
+
+    def _ask(self, limits: Limits) -> dict[str, Any] | None:
+        """What is known of the ranks and this host; None: a rank has just moved."""
+        known = self._ranks.report(limits)
+        return None if known is None else {**known, "devices": self._telemetry.as_dict()}
+
+    def _problem(self) -> str:
+        """What keeps this agent from its work; empty: nothing."""
+        return "; ".join(f"{thread.name}: {thread.problem}" for thread in self._threads if thread.problem)
 
     def _tell(self, state: OwnState) -> None:
         self._board.own = state
         if self._link is not None:
             self._link.own = state
+            self._board.is_read = not self._link.judges
 
-    def _decision(self, disk: Background) -> Mapping[str, Any] | None:
+    def _conclusion(self) -> Mapping[str, Any] | None:
         """How the ranks must leave; None: they may go on."""
         if self._link is not None and self._link.judges:
             return self._link.leave
+        nodes = self._options.nodes
         if self._report is None or not self._board.all_stuck():
             return None
-        nodes = self._options.nodes
-        conclusion = conclude(self._health, nodes, self._board.reports(), [nodes[node] for node in self._board.lost()])
-        disk.once(conclusion.write)
-        self._own_conclusion = conclusion
-        return conclusion.leave
+        if len(nodes) > 1 and not self._board.answers and self._ranks.stuck_s < self._options.slow_floor_s:
+            return None  # nothing is known of the other hosts, which may be at work
+        lost = [nodes[node] for node in self._board.lost()]
+        self._own = conclude(self._health, nodes, self._board.reports(), lost)
+        self._disk.once(self._own.write)
+        return self._own.leave
 
     def _note(self, note: str = "") -> None:
         """Take down where the ranks are, with what has happened."""
@@ -160,34 +180,34 @@ class Agent:
         for rank in self._ranks:
             if rank.damaged:
                 more.setdefault("damaged", {})[str(rank.identity.rank)] = rank.damaged
-        if failed := {thread.name: thread.problem for thread in self._threads if thread.problem}:
-            more["problems"] = failed
+        if problem := self._problem():
+            more["problem"] = problem
         note = "; ".join(filter(None, (note, changes)))
         self._journal.write([rank.position() for rank in self._ranks], note, **more)
 
-    def _finish(self, disk: Background) -> None:
+    def _finish(self) -> None:
+        """Tell the others, keep what the next start can use, remove the records."""
         gone = [rank.identity.rank for rank in self._ranks if rank.state == GONE and rank.progress.phase != Phase.DONE]
+        if gone and self._report is None:
+            self._report = self._ask(self._limits())  # that they are gone, for hosts that wait for them
+        durations = self._ranks.durations(self._kept)
         self._note(f"ends; rank {', '.join(map(str, gone))} had gone before its last step" if gone else "ends")
-        self._tell(OwnState(self._report, ended=True))
+        self._tell(OwnState(self._report, ended=True, problem=self._problem()))
+        shutil.rmtree(self._options.folder, ignore_errors=True)
+        self._journal.close()
         if self._options.node == 0:
-            durations = self._ranks.durations(self._kept)
-            disk.once(lambda: keep_durations(self._health / DURATIONS_FILE, durations))
+            self._disk.once(lambda: keep_durations(self._health / DURATIONS_FILE, durations))
+        self._disk.once(self._board.exchange)
+        self._disk.once(self._alert)
         for thread in self._threads:
-            thread.close(LAST_WORDS_S)
+            thread.close(LAST_WORK_S)
         if self._link is not None:
             self._link.close()
-        with contextlib.suppress(OSError):
-            self._alert()
-            self._journal.close()
-        shutil.rmtree(self._options.folder, ignore_errors=True)
 
     def _alert(self) -> None:
-        """Tell the user's command of the incident that this agent has written."""
-        if self._own_conclusion is None:
-            return
-        if problem := alert(self._options.alert_command, self._own_conclusion.path):
+        """Give the incident that this agent has concluded to the user's command."""
+        if self._own is not None and (problem := alert(self._options.alert_command, self._own.path, self._own.text)):
             self._note(problem)
-            self._journal.flush()
 
 
 def main(argv: Sequence[str]) -> None:

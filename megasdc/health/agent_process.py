@@ -34,6 +34,7 @@ class AgentProcess:
 
     def __init__(self, options: AgentOptions, front: FrontAddress | None) -> None:
         self._options, self._front = options, front
+        self._log = options.run_folder / "health" / f"agent_{options.node:05d}.log"
         self._look_at = time.monotonic() + LOOK_S
         self._restarts = 0
         self._ended = False
@@ -44,7 +45,7 @@ class AgentProcess:
         """Start it; returns whether that was possible, else ``news`` says why not."""
         options = self._options
         environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
-        path = options.run_folder / "health" / f"agent_{options.node:05d}.log"
+        path = self._log
         problem = ""
         try:
             path.parent.mkdir(exist_ok=True)
@@ -68,7 +69,7 @@ class AgentProcess:
         return not problem
 
     def look(self) -> None:
-        """Start it again if it has been killed; at most three times."""
+        """Start it again if it has ended; at most three times."""
         if self._ended or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
@@ -76,11 +77,11 @@ class AgentProcess:
             return
         if self._restarts == MAX_RESTARTS:
             self._ended = True
-            self.news.append(("unwatched", f"its agent was killed {MAX_RESTARTS + 1} times"))
+            self.news.append(("unwatched", f"its agent has ended {MAX_RESTARTS + 1} times; see {self._log}"))
             return
         self._restarts += 1
         if self.start():
-            self.news.append(("agent_restarted", "its agent was killed, and was started again"))
+            self.news.append(("agent_restarted", f"its agent had ended, see {self._log}, and was started again"))
 
     def _lives(self) -> bool:
         try:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
@@ -19,12 +19,15 @@ LIMIT_S = 10.0
 _SHOWN_BYTES = 500
 
 
-def alert(command: Sequence[str], incident: Path) -> str:
+def alert(command: Sequence[str], incident: Path, text: str) -> str:
     """Run the command for an incident that nobody has alerted of; returns what went wrong, empty: nothing.
+
+    Where the mark cannot be written that it was alerted of, it is run nevertheless: perhaps once on each host.
 
     Args:
         command: program and arguments; empty: there are no alerts.
-        incident: its JSON file.
+        incident: its JSON file, beside which the mark lies.
+        text: content of that file.
     """
     if not command:
         return ""
@@ -32,17 +35,19 @@ def alert(command: Sequence[str], incident: Path) -> str:
         os.close(os.open(incident.with_suffix(".alerted"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:
         return ""
-    except OSError as error:
-        return f"no alert of {incident}: that it is alerted of cannot be written: {error}"
-    problem = _run(command, incident)
+    except OSError:
+        pass
+    problem = _run(command, text)
     return f"alert of {incident}: {command[0]} {problem}" if problem else ""
 
 
-def _run(command: Sequence[str], incident: Path) -> str:
+def _run(command: Sequence[str], text: str) -> str:
     """What went wrong; its processes are ended at the time limit."""
     environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
     try:
-        with open(incident, "rb") as content, tempfile.TemporaryFile() as errors:
+        with _in_memory("incident") as content, _in_memory("errors") as errors:
+            content.write(text.encode())
+            content.seek(0)
             process = subprocess.Popen(
                 list(command),
                 stdin=content,
@@ -62,3 +67,8 @@ def _run(command: Sequence[str], incident: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
         return f"could not be run: {error}"
     return "" if code == 0 else f"ended with {code}: {text}"
+
+
+def _in_memory(name: str) -> IO[bytes]:
+    """A file that needs no disk."""
+    return open(os.memfd_create(name), "w+b")

@@ -13,8 +13,7 @@ Task = Callable[[], None]
 class Background:
     """Calls tasks once a second, in order, and once more at the end.
 
-    A task that raises OSError is tried again a second later; ``problem`` tells what it said last, and ``num_failed``
-    how often that happened.
+    A task that fails is tried again a second later; ``problem`` is what it raised last, empty: the last round was well.
 
     Args:
         name: of the thread.
@@ -25,12 +24,12 @@ class Background:
         self.name, self._tasks = name, tasks
         self._once: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self.problem, self.num_failed = "", 0
+        self.problem = ""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def once(self, task: Task) -> None:
-        """Do something once, before the other tasks of the next round."""
+        """Do something once, before the other tasks of the next round; again where it fails."""
         self._once.put(task)
 
     def close(self, timeout_s: float) -> bool:
@@ -45,13 +44,24 @@ class Background:
         self._round()
 
     def _round(self) -> None:
+        problems, failed = [], []
         while not self._once.empty():
-            self._try(self._once.get())
-        for task in self._tasks:
-            self._try(task)
+            task = self._once.get()
+            if problem := self._problem_of(task):
+                problems.append(problem)
+                failed.append(task)
+        for task in failed:
+            self._once.put(task)
+        problems += [problem for task in self._tasks if (problem := self._problem_of(task))]
+        self.problem = "; ".join(dict.fromkeys(problems))
 
-    def _try(self, task: Task) -> None:
+    @staticmethod
+    def _problem_of(task: Task) -> str:
+        """Do it; returns what it raised, empty: nothing."""
         try:
             task()
         except OSError as error:
-            self.problem, self.num_failed = str(error), self.num_failed + 1
+            return str(error)
+        except Exception as error:  # the thread goes on; whatever it was is reported
+            return repr(error)
+        return ""

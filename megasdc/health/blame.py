@@ -3,7 +3,8 @@
 A rank that timed out first is a victim as often as a cause. So a wait-for graph is drawn: a rank in a transfer waits
 for the neighbouring pipeline stage, a rank in a collective for those of its group that have not joined it yet, by the
 sequence numbers of PyTorch's flight recorder. The cause is whom others wait for and who waits for nobody. Where ranks
-wait for each other in a circle, it is the one that most wait for, or all of the circle. Where the graph names nobody,
+wait for each other in a circle, it is the one that most wait for, or all of the circle. A rank that waits for ranks of
+which nothing is known, or that is in a collective and has not answered, is not the cause. Where the graph names nobody,
 nobody is named.
 """
 
@@ -19,6 +20,8 @@ from megasdc.health.phases import COLLECTIVE, NEIGHBOUR, Phase
 RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
 GONE_KIND = "gone"
 """Kind of a blame where a rank or a host has died, which is no hang."""
+UNSEEN = -1
+"""In the wait-for graph: ranks of which nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class RankState:
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     where: str = ""
     limit_s: float = math.inf
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has told what it does."""
+        return bool(self.groups or self.where)
 
     @property
     def label(self) -> str:
@@ -126,36 +134,46 @@ def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> B
     if differing := _mismatch(states):
         ranks, why = differing
         return blame("mismatch", ranks, why)
-    awaited = {rank for targets in edges.values() for rank in targets}
+    awaited = {rank for targets in edges.values() for rank in targets if rank != UNSEEN}
     if sinks := sorted(rank for rank in awaited if not edges[rank]):
         return blame("behind", sinks, "others wait for it, and it waits for nobody")
     if circle := _circle(edges):
         return blame("circle", circle, "ranks wait for each other in collectives of different groups")
     alone = [one.rank for one in states if one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR]
-    if alone and len(alone) < len(states) and not awaited:
+    if alone and len(alone) < len(states):
         return blame("behind", alone, "all others are in transfers or collectives")
+    if len(states) == 1 and not edges[states[0].rank]:
+        return blame("behind", [states[0].rank], "it waits for nobody")
+    if any(UNSEEN in targets for targets in edges.values()):
+        return blame("unknown", [], _unseen_text(states))
     if states and all(_waiting(one) for one in states):
         return blame("link", [], _link_text(states))
     return blame("unknown", [], "no rank moves, and what is known names none of them")
 
 
 def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """By rank, the ranks that it waits for."""
+    """By rank, the ranks that it waits for; ``UNSEEN`` among them where it may be some of which nothing is known.
+
+    In a collective these are the ranks that have not joined it; where all that have answered have joined, those that
+    have not answered.
+    """
+    by_rank = {one.rank: one for one in states}
     places = {(one.pp_rank, one.tp_rank, one.dp_rank): one.rank for one in states}
     edges: dict[int, set[int]] = {one.rank: set() for one in states}
     for one in states:
         if one.process in (STOPPED, GONE):
             continue
         if one.phase in NEIGHBOUR:
-            neighbour = places.get((one.pp_rank + NEIGHBOUR[one.phase], one.tp_rank, one.dp_rank))
-            edges[one.rank] |= {neighbour} if neighbour is not None else set()
+            edges[one.rank].add(places.get((one.pp_rank + NEIGHBOUR[one.phase], one.tp_rank, one.dp_rank), UNSEEN))
+        elif one.phase in COLLECTIVE and not one.answered:
+            edges[one.rank].add(UNSEEN)
         for name, group in one.groups.items():
             if group.waits_in is not None:
-                edges[one.rank] |= {
-                    other.rank
-                    for other in states
-                    if other.rank in group.ranks and other.groups and _joined(other, name) < group.waits_in
-                }
+                members = [by_rank[rank] for rank in group.ranks if rank in by_rank]
+                behind = {m.rank for m in members if m.answered and _joined(m, name) < group.waits_in}
+                silent = {m.rank for m in members if not m.answered}
+                unseen = {UNSEEN} if len(members) < len(group.ranks) else set()
+                edges[one.rank] |= behind or silent | unseen
     return edges
 
 
@@ -217,13 +235,21 @@ def _wait_text(one: RankState, targets: set[int]) -> str:
     if one.process != RUNNING:
         return one.process
     if targets:
-        return f"waits for {', '.join(f'rank {rank}' for rank in sorted(targets))} in {one.doing}"
+        known = [f"rank {rank}" for rank in sorted(targets - {UNSEEN})]
+        unseen = ["ranks of which nothing is known"] if UNSEEN in targets else []
+        return f"waits for {', '.join(known + unseen)} in {one.doing}"
     pending = [
         f"collective {group.waits_in} of group {name}"
         for name, group in one.groups.items()
         if group.waits_in is not None
     ]
     return f"waits in {', '.join(pending)}, which all have joined" if pending else f"waits for nobody: {one.doing}"
+
+
+def _unseen_text(states: Sequence[RankState]) -> str:
+    silent = [one.label for one in states if not one.answered and one.process == RUNNING]
+    more = f"; no answer came from {', '.join(silent)}" if silent else ""
+    return f"no rank moves, and whom they wait for is not known{more}"
 
 
 def _link_text(states: Sequence[RankState]) -> str:

@@ -35,10 +35,12 @@ class OwnState:
     Args:
         report: what it knows of its ranks; None: they move.
         ended: its ranks have ended.
+        problem: that its agent has; empty: none.
     """
 
     report: Mapping[str, Any] | None = None
     ended: bool = False
+    problem: str = ""
 
 
 class FolderBoard:
@@ -58,6 +60,8 @@ class FolderBoard:
         self._health, self._run, self._node, self._num_nodes = health, run, node, num_nodes
         (health / STALL_FOLDER).mkdir(parents=True, exist_ok=True)
         self.own = OwnState()
+        self.is_read = True
+        """Whether others are looked at: not while the front decides."""
         self._written: OwnState | None = None
         self._sign_at, self._number = 0.0, 0
         self._signs: dict[int, tuple[dict[str, Any], float]] = {}
@@ -74,6 +78,8 @@ class FolderBoard:
         if own != self._written or time.monotonic() >= self._sign_at:
             self._write(own)
         now = time.monotonic()
+        if not self.is_read or (own.report is None and now < self._read_at + SIGN_S):
+            return
         for node, sign in self._read(self._health, SIGN).items():
             if node not in self._signs or self._signs[node][0] != sign:
                 self._signs[node] = sign, now
@@ -99,7 +105,10 @@ class FolderBoard:
         return time.monotonic() - self._read_at < LOST_S
 
     def all_stuck(self) -> bool:
-        """Whether every other host that shows signs of life is stuck, too, with its report written."""
+        """Whether every other host that shows signs of life is stuck, too, with its report written.
+
+        Where the folder does not answer, nothing speaks against it.
+        """
         if not self.answers:
             return True
         lost = self.lost()

@@ -26,6 +26,8 @@ from megasdc.health.wire import FrontAddress, Hello, Wire, WireError
 
 MAX_UNKNOWN = 64
 """Connections at a time that have not shown yet that they know the secret."""
+PUBLISH_S = 10.0 + LIMIT_S
+"""Seconds for the file of an incident, and for the user's command."""
 Say = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class HostState:
 
     Args:
         heard_at: when that came, on the front's monotonic clock.
+        problem: that its agent has; empty: none.
     """
 
     host: str
@@ -45,6 +48,7 @@ class HostState:
     ended: bool = False
     report: Mapping[str, Any] | None = None
     silent: bool = False
+    problem: str = ""
 
 
 class Standstill:
@@ -53,16 +57,23 @@ class Standstill:
     Args:
         health: folder of the run, where an incident is written.
         say: tells people.
-        alert_command: gets an incident, in a thread of its own; see ``megasdc.health.alert``.
+        alert_command: gets an incident; see ``megasdc.health.alert``.
+
+    An incident is written, and the command run, in a thread of its own: the disk may not answer.
     """
 
     def __init__(self, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
         self._health, self._say, self._alert_command = health, say, alert_command
-        self._alerting: threading.Thread | None = None
+        self._publishing: threading.Thread | None = None
         self._lock = threading.Lock()
         self._run, self._num_nodes = "", 0
         self._hosts: dict[int, HostState] = {}
         self._conclusion: Conclusion | None = None
+
+    @property
+    def has_met_agents(self) -> bool:
+        """Whether one has connected."""
+        return bool(self._run)
 
     def greet(self, hello: Hello) -> None:
         """An agent has connected; a run that is started again begins from nothing."""
@@ -81,11 +92,28 @@ class Standstill:
                 self._say(f"health: {host.host} is heard again")
             host.heard_at, host.silent = time.monotonic(), False
             host.stuck, host.ended = message.get("stuck") is True, message.get("ended") is True
+            self._take_problem(host, message.get("problem"))
             if "report" in message:
-                host.report = message["report"]
+                host.report = self._readable(host, message["report"])
             self._judge()
             leave = None if self._conclusion is None else self._conclusion.leave
             return {"judges": len(self._hosts) == self._num_nodes, "leave": leave}
+
+    def _take_problem(self, host: HostState, problem: object) -> None:
+        if isinstance(problem, str) and problem != host.problem:
+            host.problem = problem
+            self._say(f"health: {host.host}: {problem or 'its agent works again'}")
+
+    def _readable(self, host: HostState, report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The report; None: there is none, or it cannot be read, then the host counts as stuck without one."""
+        if report is None:
+            return None
+        try:
+            conclude(self._health, [host.host], [report], [])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._say(f"health: {host.host}: its report cannot be read: {error!r}")
+            return None
+        return report
 
     def look(self) -> None:
         """Tell of hosts that are heard no more, and judge again."""
@@ -104,33 +132,31 @@ class Standstill:
         if self._conclusion is not None or len(self._hosts) < self._num_nodes:
             return
         speaking = [one for one in self._hosts.values() if not one.ended and not self._is_lost(one)]
-        if not speaking or not all(one.stuck and one.report is not None for one in speaking):
-            return
         reports = [one.report for one in self._hosts.values() if one.report is not None]
+        if not speaking or not reports or not all(one.stuck for one in speaking):
+            return
         lost = [one.host for one in self._hosts.values() if self._is_lost(one)]
         nodes = [self._hosts[node].host for node in sorted(self._hosts)]
-        try:
-            self._conclusion = conclude(self._health, nodes, reports, lost)
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("health: a report of a host cannot be read: %r", error)
-            return
+        self._conclusion = conclude(self._health, nodes, reports, lost)
         self._say(f"health: {self._conclusion.leave['message']}")
+        publish = threading.Thread(target=self._publish, args=(self._conclusion,), name="incident", daemon=True)
+        self._publishing = publish
+        publish.start()
+
+    def _publish(self, conclusion: Conclusion) -> None:
         try:
-            self._conclusion.write()
+            conclusion.write()
         except OSError as error:
             self._say(f"health: the incident could not be written: {error}")
-            return
-        self._alerting = threading.Thread(target=self._alert, args=(self._conclusion.path,), name="alert", daemon=True)
-        self._alerting.start()
-
-    def _alert(self, incident: Path) -> None:
-        if problem := alert(self._alert_command, incident):
+        if problem := alert(self._alert_command, conclusion.path, conclusion.text):
             self._say(f"health: {problem}")
 
     def close(self) -> None:
-        """Wait for the user's command."""
-        if self._alerting is not None:
-            self._alerting.join(2 * LIMIT_S)
+        """Wait until an incident is written and the user's command has ended, as long as that may take."""
+        if self._publishing is not None:
+            self._publishing.join(PUBLISH_S)
+            if self._publishing.is_alive():
+                self._say(f"health: the incident could not be written within {PUBLISH_S:.0f} s")
 
 
 class FrontServer(socketserver.ThreadingTCPServer):
@@ -199,8 +225,8 @@ class _Agent(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         """Check who connects, then answer its messages until it leaves."""
-        wire = Wire(self.request, self.server.front.secret)
         try:
+            wire = Wire(self.request, self.server.front.secret)
             hello = wire.greet_agent()
         except (OSError, ValueError, RecursionError) as error:
             self.server.refused(self.client_address[0], str(error) or type(error).__name__)

@@ -74,6 +74,11 @@ class Conclusion:
     path: Path
     incident: Mapping[str, Any]
 
+    @property
+    def text(self) -> str:
+        """The incident as JSON."""
+        return json.dumps(self.incident, indent=2) + "\n"
+
     def write(self) -> None:
         """Write the incident.
 
@@ -81,7 +86,7 @@ class Conclusion:
             OSError: it cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(self.path, json.dumps(self.incident, indent=2) + "\n")
+        write_durably(self.path, self.text)
 
 
 def conclude(

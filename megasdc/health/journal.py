@@ -37,6 +37,7 @@ class Journal:
         self._latest = ""
         self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
         self._dropped = 0
+        self._closed = False
 
     def write(self, ranks: list[dict[str, Any]], note: str = "", **more: Any) -> None:
         """Take down where the ranks are: as a line, too, if it is time for one or there is a note; does not wait.
@@ -62,13 +63,16 @@ class Journal:
         Raises:
             OSError: it cannot be written; lines are kept.
         """
-        part = self._now.with_name(f".{self._now.name}")
-        part.write_text(self._latest, encoding="utf-8")
-        os.replace(part, self._now)  # not worth waiting until it is on the disk
         while self._waiting:
             append_bounded(self._path, self._waiting[0], MAX_LINES_BYTES)
             self._waiting.popleft()
+        if self._closed:
+            self._now.unlink(missing_ok=True)
+            return
+        part = self._now.with_name(f".{self._now.name}")
+        part.write_text(self._latest, encoding="utf-8")
+        os.replace(part, self._now)  # not worth waiting until it is on the disk
 
     def close(self) -> None:
-        """Remove what tells where the ranks are now."""
-        self._now.unlink(missing_ok=True)
+        """From the next ``flush`` on, nothing tells where the ranks are now."""
+        self._closed = True

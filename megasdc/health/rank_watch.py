@@ -60,14 +60,22 @@ class RankWatch:
             if (number := self._record.asked) != self._answered:
                 self._answered = number
                 self._tell(number)
-            self._look()
+            try:
+                self._look()
+            except Exception:  # whatever is wrong with the agent, this rank can still be asked, and leave
+                logger.exception("this host's agent could not be looked after")
             if self._record.must_leave:
                 told = leave_message(self._record.folder)
                 self._leave(told["exit_code"], told["message"])
                 return
 
     def _tell(self, number: int) -> None:
-        answer = {"stacks": stacks(), "groups": collectives(), "where": self._where()}
+        answer: dict[str, Any] = {"stacks": stacks(), "where": self._where()}
+        try:
+            answer["groups"] = collectives()
+        except Exception as error:  # what PyTorch keeps to itself may have changed
+            answer["problem"] = f"collectives of this rank cannot be read: {error!r}"
+            logger.warning("%s", answer["problem"])
         try:
             with replacing(answer_path(self._record.folder, self._record.rank), "w") as file:
                 json.dump(answer, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.durable import write_durably
-from megasdc.health.blame import GONE, RUNNING
+from megasdc.health.blame import DISK, GONE, RUNNING
 from megasdc.health.incident import state_of
 from megasdc.health.limits import Limits, merged
 from megasdc.health.phases import Phase
@@ -22,6 +23,8 @@ from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, 
 
 ANSWER_S = 3.0
 """Seconds that ranks have to answer."""
+DISK_S = 0.3
+"""A process that waits for a disk longer than this is told to."""
 LEAVE_S = 5.0
 """Seconds that ranks have to leave before they are killed."""
 
@@ -33,6 +36,7 @@ class WatchedRank:
     Args:
         first_step: of its process.
         state: of its process, at the last look.
+        since: what came before this does not count (``time.monotonic``).
         damaged: what is wrong with its record; empty: nothing.
     """
 
@@ -40,6 +44,7 @@ class WatchedRank:
     first_step: int
     progress: Progress
     state: str = RUNNING
+    since: float = 0.0
     damaged: str = ""
 
     @property
@@ -54,8 +59,8 @@ class WatchedRank:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds since its last change of phase."""
-        return time.monotonic() - self.progress.time
+        """Seconds since its last change of phase, as far as they count."""
+        return time.monotonic() - max(self.progress.time, self.since)
 
     def look(self) -> None:
         """Read where it is, and what its process does; with a damaged record it stays where it was last seen."""
@@ -107,6 +112,11 @@ class WatchedRanks:
         return self._ranks[0].identity.run
 
     @property
+    def stuck_s(self) -> float:
+        """Seconds since the last change of phase of any that has not ended."""
+        return min((rank.stuck_s for rank in self._ranks if not rank.ended), default=0.0)
+
+    @property
     def ended(self) -> bool:
         """Whether all have finished, or are gone."""
         return all(rank.ended for rank in self._ranks)
@@ -120,31 +130,45 @@ class WatchedRanks:
         """Counts of durations by phase, with those of earlier starts."""
         return merged([kept, *(rank.record.durations() for rank in self._ranks)])
 
+    def count_from_now(self) -> None:
+        """What was before does not count: this whole host stood still."""
+        for rank in self._ranks:
+            rank.since = time.monotonic()
+
     def are_stuck(self, limits: Limits) -> bool:
         """Whether every rank that has not ended has been where it is for longer than it may."""
         waiting = [rank for rank in self._ranks if not rank.ended]
         return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
 
-    def report(self, limits: Limits) -> dict[str, Any]:
-        """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts."""
-        asked = {rank.identity.rank: rank.record.ask() for rank in self._ranks if rank.state == RUNNING}
-        until = time.monotonic() + ANSWER_S
-        while time.monotonic() < until and any(
-            rank.record.answered < asked.get(rank.identity.rank, 0) for rank in self._ranks
-        ):
+    def report(self, limits: Limits) -> dict[str, Any] | None:
+        """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts.
+
+        None: one has moved meanwhile.
+        """
+        before = {rank.identity.rank: (rank.progress.number, rank.state) for rank in self._ranks}
+        asked = {rank.identity.rank: rank.record.ask() for rank in self._ranks if rank.state in (RUNNING, DISK)}
+        now = time.monotonic()
+        while time.monotonic() < now + (DISK_S if self._answered(asked) else ANSWER_S):
             time.sleep(0.05)
+        self.look()
+        if any(rank.progress.number != before[rank.identity.rank][0] for rank in self._ranks):
+            return None
         states, stacks = [], {}
         for rank in self._ranks:
-            rank.look()
+            if rank.state == DISK and before[rank.identity.rank][1] != DISK:
+                rank.state = RUNNING  # it has only just begun to wait for it
             answer = self._answer(rank, asked)
             stacks[str(rank.identity.rank)] = answer.get("stacks", {})
             limit_s = limits.of(rank.progress, rank.first_step)
             states.append(asdict(state_of(rank.identity, rank.progress, limit_s, rank.state, answer)))
         return {"run": self.run, "states": states, "stacks": stacks}
 
+    def _answered(self, asked: Mapping[int, int]) -> bool:
+        return all(rank.record.answered >= asked.get(rank.identity.rank, 0) for rank in self._ranks)
+
     def _answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:
         number = rank.identity.rank
-        if rank.record.answered < asked.get(number, 1):
+        if number not in asked or rank.record.answered < asked[number]:
             return {}
         try:
             found: dict[str, Any] = json.loads(answer_path(self._folder, number).read_text(encoding="utf-8"))
@@ -168,9 +192,11 @@ class WatchedRanks:
                 rank.record.tell_to_leave()
             self._wait_until_gone()
         for rank in self._ranks:
+            rank.look()
             if rank.state != GONE:
                 tell(f"rank {rank.identity.rank} did not leave and was killed")
-                os.kill(rank.identity.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.identity.pid, signal.SIGKILL)
 
     def _wait_until_gone(self) -> None:
         until = time.monotonic() + LEAVE_S

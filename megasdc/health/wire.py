@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FRONT_FILE = "front.json"
-"""How the front tells rank 0 where it is: readable by its user alone."""
 HANDSHAKE_S = 5.0
 ANSWER_S = 5.0
 HELLO_BYTES = 4 << 10
@@ -47,20 +45,27 @@ class FrontAddress:
         return f"FrontAddress({self.address}:{self.port})"
 
 
+def front_path(health: Path, launch_id: str) -> Path:
+    """File in which the front of a launch tells rank 0 where it is; readable by its user alone."""
+    return health / f"front_{launch_id}.json"
+
+
 def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
-    """The front that has left word for this launch in the run folder, which is then removed; None: there is none.
+    """The front of this launch, from the file that it has written, which is then removed; None: there is none.
 
     Args:
         health: folder of the run.
         launch_id: of this launch; None: without ``megasdc launch``.
     """
-    path = health / FRONT_FILE
+    if launch_id is None:
+        return None
+    path = front_path(health, launch_id)
     try:
         front = FrontAddress(**json.loads(path.read_text(encoding="utf-8")))
         path.unlink()
     except (OSError, ValueError, TypeError):
         return None
-    return front if front.launch_id == launch_id else None
+    return front
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,12 @@ from typing import Any
 def answer(request: dict[str, Any]) -> dict[str, str]:
     """Return the content of every ``*_*.json`` in ``folder`` by name; empty if the folder does not exist.
 
-    With ``text`` instead, replace the file ``path``, which its user alone may read; its folder is made.
+    With ``text`` instead, replace the file ``path``, which its user alone may read; its folder is made. Without a text
+    in it, remove the file.
     """
+    if request.get("text", "") is None:
+        pathlib.Path(request["path"]).unlink(missing_ok=True)
+        return {}
     if "text" in request:
         _write(pathlib.Path(request["path"]), request["text"])
         return {}

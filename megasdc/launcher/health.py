@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megasdc.health.front_server import FrontServer
-from megasdc.health.wire import FRONT_FILE
+from megasdc.health.wire import front_path
 from megasdc.launcher import files_on_host
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.supervision import say
@@ -32,6 +32,8 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
     finally:
         if server is not None:
             server.close()
+            if not server.standstill.has_met_agents:  # else rank 0 has removed it
+                _on_first_host(plan, None)
 
 
 def _open(plan: LaunchPlan) -> FrontServer | None:
@@ -41,14 +43,19 @@ def _open(plan: LaunchPlan) -> FrontServer | None:
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
-    request = {"path": str(health / FRONT_FILE), "text": json.dumps(asdict(server.front))}
-    first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
-    (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
-    if answer.problem:
-        say(f"health: hosts cannot be told where to connect: {answer.problem}; their agents judge by the run folder")
+    if problem := _on_first_host(plan, json.dumps(asdict(server.front))):
+        say(f"health: hosts cannot be told where to connect: {problem}; their agents judge by the run folder")
         server.close()
         return None
     return server
+
+
+def _on_first_host(plan: LaunchPlan, text: str | None) -> str:
+    """Write the file of this front on rank 0's host, or remove it; returns what went wrong, empty: nothing."""
+    request = {"path": str(front_path(plan.run_dir / "health", plan.launch_id)), "text": text}
+    first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
+    (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
+    return str(answer.problem)
 
 
 def _own_address(master_addr: str | None) -> str:

@@ -16,6 +16,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.engine.time_split import TimeSplit
+from megasdc.errors import StorageError
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import StateFaults
@@ -158,7 +159,13 @@ def _is_watched(parts: HookParts) -> bool:
 def _health(parts: HookParts) -> Health | None:
     if not _is_watched(parts):
         return None
-    return Health(parts.config.megasdc.health, parts.run, parts.signals.leave_running)
+    try:
+        return Health(parts.config.megasdc.health, parts.run, parts.signals.leave_running)
+    except StorageError as error:
+        if parts.run.dims.rank == 0:
+            logger.warning("health: nothing watches this run: %s", error)
+            parts.run.events.emit("health", "unwatched", step=parts.run.step, problem=str(error))
+        return None
 
 
 def _times_and_stragglers(

@@ -203,7 +203,7 @@ def test_a_killed_agent_is_started_again_and_the_run_goes_on(tmp_path: Path, dat
     assert [code for code, _ in train_run(config, 2)] == [0, 0]
     killer.join()
     (event,) = events_of(run_dir, "health", "agent_restarted")
-    assert event["rank"] == 0 and "was killed" in event["problem"]
+    assert event["rank"] == 0 and "had ended" in event["problem"]
     wait_for_agents(run_dir)
     lines = [json.loads(line) for line in (run_dir / "health" / "node_00000.jsonl").read_text().splitlines()]
     notes = [note for line in lines for note in line["note"].split("; ") if note and not note.startswith("host:")]

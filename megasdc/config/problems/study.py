@@ -31,6 +31,11 @@ def study_problems(file: MegasdcSection) -> Iterator[Problem]:
                     field, "mode", f"got {getattr(study, field)} without a mode; set {_S}.mode, or remove it"
                 )
         return
+    if file.health.enabled:
+        yield Problem(
+            (f"{_S}.mode", "megasdc.health.enabled"),
+            "a study is not watched, since a replica that waits for the others is not stuck; remove health.enabled.",
+        )
     yield from _own_problems(study)
     yield from _submodule_problems(file)
     yield from _other_sections(file)

@@ -126,7 +126,7 @@ class Incidents:
 
     def _alert(self, step: int, incident: Path) -> None:
         """Alert of an incident; other ranks wait meanwhile, so that a launch does not end before it is sent."""
-        if problem := alert(self._config.megasdc.health.alert_command, incident):
+        if problem := alert(self._config.megasdc.health.alert_command, incident, incident.read_text()):
             logger.warning("%s", problem)
             self._run.events.emit("health", "alert_failed", step=step, problem=problem)
 

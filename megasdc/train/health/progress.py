@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +24,22 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
-from megasdc.health.agent import AgentOptions
+from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.agent_process import AgentProcess
+from megasdc.health.blame import GONE
 from megasdc.health.phases import Phase
-from megasdc.health.process_state import started_at
+from megasdc.health.process_state import process_state, started_at
 from megasdc.health.rank_watch import RankWatch
-from megasdc.health.record import Identity, RecordWriter
+from megasdc.health.record import Identity, RecordReader, RecordWriter
 from megasdc.health.wire import FrontAddress, take_front
+from megasdc.parallel.collectives import gather_objects
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+LEFT_S = 600.0
+"""Records whose folder has not changed for so long, and whose processes are gone, are nobody's."""
 PHASES: Mapping[type, Phase] = {
     schedule.LoadMicroBatch: Phase.DATA,
     schedule.ForwardPass: Phase.FORWARD,
@@ -55,18 +63,20 @@ class Health(Hook):
     Args:
         leave: ends this process with an exit code and the error behind it; None: the agent kills it instead.
 
+    Raises:
+        StorageError: shared memory of a host cannot be written; on all ranks.
+
     Collective: all ranks of the run.
     """
 
     def __init__(self, section: HealthSection, run: Run, leave: LeaveRank | None) -> None:
         identity, options, front = _meet_host(section, run)
-        self._record = RecordWriter(options.folder, identity)
+        self._record = _open_record(run, identity, options.folder)
         self._record.enter(Phase.START, run.step + 1)
         self._engine = run.engine
         self._evaluates = False
         run.engine.watch_instructions(partial(self._mark, run.engine))
         run.enter = self._enter
-        dist.barrier(group=run.host_group)  # the agent reads all records of its host
         self._agent = AgentProcess(options, front) if identity.local_rank == 0 else None
         if self._agent is not None:
             self._agent.start()
@@ -140,11 +150,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     _, name, front = everyone[0]
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
-    folder = _shared_folder() / f"megasdc-{os.getuid()}-{name}-{nodes.index(host)}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be made for progress records: {error}") from error
+    folder = _shared_folder() / f"{_own_prefix()}{name}-{nodes.index(host)}"
     identity = Identity(
         run=name,
         rank=dims.rank,
@@ -160,6 +166,48 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     )
     settings = (section.hang_floor_s, section.slow_floor_s, section.hang_factor, tuple(section.alert_command))
     return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *settings), front
+
+
+def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
+    """The record of this rank, once all ranks have theirs.
+
+    Raises:
+        StorageError: shared memory of a host cannot be written; on all ranks.
+
+    Collective: all ranks of the run.
+    """
+    record, problem = None, ""
+    try:
+        if identity.local_rank == 0:
+            _remove_leftovers(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        record = RecordWriter(folder, identity)
+    except (OSError, StorageError) as error:
+        problem = f"rank {identity.rank} on {identity.host} cannot write progress records: {error}"
+    problems = [one for one in gather_objects(problem, run.host_group) if one]
+    if record is None or problems:
+        if record is not None:
+            record.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StorageError(problems[0])
+    return record
+
+
+def _remove_leftovers(shared: Path) -> None:
+    """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
+    for folder in shared.glob(f"{_own_prefix()}*"):
+        try:
+            is_old = time.time() - folder.stat().st_mtime > LEFT_S
+            pids = [json.loads((folder / AGENT_FILE).read_text())] if (folder / AGENT_FILE).exists() else []
+            pids += [asdict(RecordReader(path).identity) for path in folder.glob("rank_*.record")]
+        except (OSError, ValueError):
+            continue
+        if is_old and all(process_state(one["pid"], one["started_at"]) == GONE for one in pids):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_prefix() -> str:
+    return f"megasdc-{os.getuid()}-"
 
 
 def _shared_folder() -> Path:

@@ -26,14 +26,14 @@ def test_the_command_gets_the_incident_once_and_no_shell(tmp_path: Path, inciden
     """All bytes arrive on standard input; arguments are taken as they are; a second host that alerts does nothing."""
     out = tmp_path / "out; touch made"
     command = ["tee", "-a", str(out)]
-    assert alert(command, incident) == "" and out.read_text() == incident.read_text()
-    assert alert(command, incident) == "" and out.read_text() == incident.read_text()
+    assert alert(command, incident, incident.read_text()) == "" and out.read_text() == incident.read_text()
+    assert alert(command, incident, incident.read_text()) == "" and out.read_text() == incident.read_text()
     assert not list(tmp_path.glob("made"))
 
 
 def test_without_a_command_nothing_is_written(incident: Path) -> None:
     """Alerts are off by default, and then leave no trace."""
-    assert alert([], incident) == "" and [path.name for path in incident.parent.iterdir()] == ["incident.json"]
+    assert alert([], incident, "") == "" and [path.name for path in incident.parent.iterdir()] == ["incident.json"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_without_a_command_nothing_is_written(incident: Path) -> None:
 )
 def test_what_goes_wrong_is_told(incident: Path, command: list[str], problem: str | None) -> None:
     """Nothing is raised; the problem names the incident, and a command that does not read its input is none."""
-    told = alert(command, incident)
+    told = alert(command, incident, incident.read_text())
     assert told == "" if problem is None else re.search(f"{incident}: .*{problem}", told, re.DOTALL), told
 
 
@@ -58,10 +58,17 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
     """At the time limit, which is what the caller waits at most."""
     monkeypatch.setattr(alert_module, "LIMIT_S", 0.5)
     began = time.monotonic()
-    told = alert(["sh", "-c", f"sleep 600 & echo $! >{tmp_path}/child; wait"], incident)
+    told = alert(["sh", "-c", f"sleep 600 & echo $! >{tmp_path}/child; wait"], incident, "{}")
     assert "did not end within" in told and time.monotonic() - began < 60
     child = int((tmp_path / "child").read_text())
     until = time.monotonic() + 10
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_an_incident_that_could_not_be_written_is_alerted_of(tmp_path: Path) -> None:
+    """The folder is not there: the command gets the incident all the same."""
+    command = ["tee", str(tmp_path / "alerted")]
+    assert alert(command, tmp_path / "nowhere" / "incident.json", "{}") == ""
+    assert (tmp_path / "alerted").read_text() == "{}"

@@ -122,8 +122,34 @@ def test_two_ranks_in_opposite_order_are_both_named() -> None:
 
 def test_where_all_have_joined_a_connection_is_suspected_and_no_rank_named() -> None:
     """The same collective on all ranks of two hosts, which does not end."""
-    blame = find_blame([waiting(0), waiting(1)])
+    both = {WORLD: group(7, 6, ranks=(0, 1))}
+    blame = find_blame([waiting(0, groups=both), waiting(1, groups=both)])
     assert (blame.kind, blame.ranks) == ("link", ()) and "n0, n1" in blame.text
+
+
+def test_who_waits_for_a_host_of_which_nothing_is_known_is_not_named() -> None:
+    """A stage that waits for the next one on another host, and ranks of a collective that has members there."""
+    last, first = state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0), state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0)
+    for states in ([first, last], [waiting(0), waiting(1)]):
+        blame = find_blame(states)
+        assert (blame.kind, blame.ranks) == ("unknown", ()) and "is not known" in blame.text
+        assert any("ranks of which nothing is known" in text for text in blame.waits.values())
+
+
+def test_a_rank_in_a_collective_that_does_not_answer_is_not_taken_for_the_cause() -> None:
+    """The one that computes is named; where there is none, nobody, and who did not answer is told."""
+    both = ("dp", group(7, 6, ranks=(1, 2)))
+    first = replace(state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0), where="a.py:1 f")
+    silent = state(1, Phase.REDUCTION, pp=1, dp=0)
+    late = state(2, Phase.FORWARD, pp=1, dp=1, groups={"dp": group(6, 6, ranks=(1, 2))})
+    assert find_blame([first, silent, late]).ranks == (2,)
+    blame = find_blame([first, silent, replace(late, phase=Phase.REDUCTION, groups=dict([both]))])
+    assert (blame.kind, blame.ranks) == ("unknown", ()) and "no answer came from rank 1 on n1" in blame.text
+
+
+def test_a_single_rank_is_named() -> None:
+    """Nobody waits for it, and it for nobody."""
+    assert find_blame([state(0, Phase.OPTIMIZER, groups={WORLD: group(6, 6, ranks=(0,))})]).ranks == (0,)
 
 
 def test_without_evidence_nobody_is_named() -> None:

@@ -17,7 +17,7 @@ from megasdc.health.board import OwnState
 from megasdc.health.front_link import FrontLink
 from megasdc.health.front_server import FrontServer
 from megasdc.health.phases import Phase
-from megasdc.health.wire import FrontAddress, Hello, WireError, take_front
+from megasdc.health.wire import FrontAddress, Hello, WireError, front_path, take_front
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_the_front_decides_when_all_hosts_are_stuck(server: FrontServer, said: l
     first.exchange()
     assert first.leave == second.leave and first.leave is not None and first.leave["exit_code"] == 75
     assert "rank 1 on n1" in first.leave["message"] and said == [f"health: {first.leave['message']}"]
-    text = (tmp_path / "health" / "incidents" / "hang_r.json").read_text()
     server.standstill.close()
+    text = (tmp_path / "health" / "incidents" / "hang_r.json").read_text()
     assert (tmp_path / "alert").read_text() == text
     incident = json.loads(text)
     assert incident["ranks"] == [1] and incident["waits"]["0"].startswith("waits for rank 1")
@@ -193,13 +193,18 @@ def test_too_many_strangers_do_not_exhaust_the_front(server: FrontServer, said: 
         one.close()
 
 
-def test_a_report_that_is_no_report_ends_nothing(server: FrontServer) -> None:
-    """An agent that knows the secret and sends nonsense: the front judges nothing, and lives."""
+def test_a_report_that_is_no_report_is_told_and_left_out(server: FrontServer, said: list[str]) -> None:
+    """An agent that knows the secret and sends nonsense: the front judges by the reports that it can read."""
     agent = link(server, num_nodes=1)
     agent.own = OwnState({"run": "r", "states": [{"rank": "x"}], "stacks": {}, "devices": {}})
     agent.exchange()
     agent.exchange()
-    assert agent.judges and agent.leave is None
+    assert agent.judges and agent.leave is None and len(said) == 1 and "cannot be read" in said[0]
+    agent, other = link(server, 0, "s"), link(server, 1, "s")
+    agent.own, other.own = OwnState({"run": "s", "states": [{"rank": "x"}]}), stuck(1, "s")
+    agent.exchange()
+    other.exchange()
+    assert other.leave is not None, "the other host's is enough"
 
 
 def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server: FrontServer) -> None:
@@ -211,8 +216,10 @@ def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server
         (content, None, None),
         (content[:30], "launch-1", None),
     ):
-        (tmp_path / wire.FRONT_FILE).write_text(text)
+        path = front_path(tmp_path, "launch-1")
+        path.write_text(text)
         assert take_front(tmp_path, launch_id) == expected
-    (tmp_path / wire.FRONT_FILE).unlink(missing_ok=True)
+        assert path.exists() == (expected is None), "that of another launch stays"
+    path.unlink()
     assert take_front(tmp_path, "launch-1") is None
     assert board.LOST_S == front_server.LOST_S

@@ -54,7 +54,8 @@ def test_an_incident_has_what_the_counters_did_before(tmp_path: Path) -> None:
         with open(state, "a", encoding="utf-8") as file:
             file.write("event.0 0:79\n")
         assert rank.wait(timeout=60) == 75
-        wait_until(lambda: not records.exists())
+        wait_until(lambda: '"note": "ends' in lines.read_text())
+        assert not records.exists()
     finally:
         rank.kill()
     (path,) = (run / "health" / "incidents").iterdir()
