@@ -25,11 +25,13 @@ POLL_S = 0.25
 RECENT = 20
 """Last collectives of each group that an answer holds."""
 FRAMES = 40
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""PyTorch's flight recorders of gloo and of NCCL; the latter only where it was built with it."""
 Leave = Callable[[int, str], None]
 
 
 def record_collectives(environ: MutableMapping[str, str]) -> None:
-    """Turn on PyTorch's flight recorder of gloo, which it reads when it is imported."""
+    """Turn on PyTorch's flight recorders, whose setting it reads when it is imported."""
     environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
@@ -110,7 +112,7 @@ def _lines(frame: FrameType) -> list[str]:
 def collectives() -> dict[str, dict[str, Any]]:
     """What PyTorch knows of each group of this rank: its ranks, the last collective joined and ended, recent ones.
 
-    Of groups whose collectives its flight recorder no longer holds, or never did, all have ended. Empty where the
+    Of groups whose collectives its flight recorders no longer hold, or never did, all have ended. Empty where the
     recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
     ``torch.distributed``, the same on all ranks; sequence numbers count the collectives of a group.
     """
@@ -120,8 +122,10 @@ def collectives() -> dict[str, dict[str, Any]]:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import _world
 
-    dump = _distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # not in the stubs
-    recorded = groups_of(json.loads(dump(True, True)))
+    recorded: dict[str, dict[str, Any]] = {}
+    for name in RECORDERS:
+        if (dump := getattr(_distributed_c10d, name, None)) is not None:
+            recorded |= groups_of(json.loads(dump(True, True)))
     if not recorded:
         return {}
     found: dict[str, dict[str, Any]] = {}
