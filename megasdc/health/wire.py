@@ -48,7 +48,7 @@ class FrontAddress:
 
 
 def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
-    """The front that has left word for this launch in the run folder, which is then removed; None: there is none.
+    """The front of this launch, by its file in the run folder, which is then removed; None: there is none.
 
     Args:
         health: folder of the run.

@@ -10,7 +10,8 @@ from typing import Any
 
 from megasdc.errors import DataError
 from megasdc.events import Event
-from megasdc.health.hosts import LOST_S, FileClock, HostPosition, read_hosts
+from megasdc.health.board import LOST_S
+from megasdc.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.health.links.judgement import places_of
 from megasdc.report.result.page import plain_values
 from megasdc.report.run_pages.marks import details, lane_of

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.errors import DataError
 from megasdc.events import EventLog
-from megasdc.health.hosts import LOST_S, FileClock
+from megasdc.health.board import LOST_S
+from megasdc.health.hosts import FileClock
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
