@@ -194,8 +194,8 @@ def top(
     """Watch a run on a terminal, from any host that sees its folder: what each rank is doing and for how long, who is
     slow, devices, incidents, loss, speed, time left.
 
-    What ranks are doing is known with megasdc.health.enabled. Ends when the run has, or by Ctrl-C. Exit code 0, however
-    the run ended; 71: the folder holds no run; 130: Ctrl-C.
+    What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Ends when the run has, or by
+    Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
     """
     from rich.console import Console
 

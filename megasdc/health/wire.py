@@ -51,7 +51,7 @@ def front_path(health: Path, launch_id: str) -> Path:
 
 
 def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
-    """The front of this launch, from the file that it has written, which is then removed; None: there is none.
+    """The front of this launch, by its file in the run folder, which is then removed; None: there is none.
 
     Args:
         health: folder of the run.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from megasdc.health.front_server import FrontServer
+from megasdc.health.own_address import own_address_towards
 from megasdc.health.wire import front_path
 from megasdc.launcher import files_on_host
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.supervision import say
 
 LOCAL_ADDRESS = "127.0.0.1"
+"""Where all ranks are on this host."""
 WRITE_TIMEOUT_S = 30.0
 
 
@@ -39,7 +40,8 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
 def _open(plan: LaunchPlan) -> FrontServer | None:
     health = plan.run_dir / "health"
     try:
-        server = FrontServer(plan.launch_id, _own_address(plan.master_addr), health, say, plan.alert_command)
+        address = LOCAL_ADDRESS if plan.master_addr is None else own_address_towards(plan.master_addr)
+        server = FrontServer(plan.launch_id, address, health, say, plan.alert_command)
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
@@ -56,17 +58,3 @@ def _on_first_host(plan: LaunchPlan, text: str | None) -> str:
     first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
     (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
     return str(answer.problem)
-
-
-def _own_address(master_addr: str | None) -> str:
-    """Address of this host on the way to rank 0's host; that of the loopback where all ranks are here.
-
-    Raises:
-        OSError: there is no way.
-    """
-    if master_addr is None:
-        return LOCAL_ADDRESS
-    family, kind, *_, address = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PATTERNS = ("reports/incident_*.json", "health/incidents/*.json")
+UNREADABLE = "incident that cannot be read"
 
 
 @dataclass(frozen=True)
@@ -15,16 +16,14 @@ class IncidentFile:
     """An incident as it is told to people.
 
     Args:
-        path: of its JSON file.
         title: kind of the incident.
         text: what happened, in a sentence.
-        page: its page; None: it has none.
+        files: its JSON file and its page, as far as they are there and can be read.
     """
 
-    path: Path
     title: str
     text: str
-    page: Path | None
+    files: tuple[Path, ...]
 
 
 def list_incidents(run_dir: Path) -> list[Path]:
@@ -33,16 +32,15 @@ def list_incidents(run_dir: Path) -> list[Path]:
 
 
 def read_incident(path: Path) -> IncidentFile:
-    """Read what is told of an incident.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no incident")
+    """Read what is told of an incident; of a file that is damaged, or cannot be read, that it is."""
     page = path.with_suffix(".html")
-    return IncidentFile(path, *_describe(content), page if page.exists() else None)
+    files = (path, page) if page.exists() else (path,)
+    try:
+        return IncidentFile(*_describe(json.loads(path.read_text(encoding="utf-8"))), files)
+    except OSError as error:
+        return IncidentFile(UNREADABLE, f"{path} cannot be read: {error}", ())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return IncidentFile(UNREADABLE, f"{path} is damaged: {error!r}", files)
 
 
 def _describe(content: dict[str, Any]) -> tuple[str, str]:

@@ -24,7 +24,7 @@ Ask = Callable[[Mapping[Place, Mapping[str, Any]]], dict[Place, dict[str, Any]]]
 
 
 class LinkEnd:
-    """One end of a link, in a process of a host; ``timeout_s`` is of a wait for the other end."""
+    """One end of a link, in a process of a host; ``timeout_s`` is of a wait for the other end and of a measurement."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -41,10 +41,12 @@ class LinkEnd:
         token, server, self._server = bytes.fromhex(task["token"]), self._server, None
         try:
             if server is None:
+                first, second = task["pair"]
                 with connect(task["host"], task["port"], token, 0, self._timeout_s) as connection:
-                    return {"failed": None, "figures": lead(connection, PLAN, *task["pair"]).as_dict()}
+                    figures = lead(connection, PLAN, first, second, self._timeout_s)
+                    return {"failed": None, "figures": figures.as_dict()}
             with server, accept(server, token, self._timeout_s)[1] as connection:
-                follow(connection, PLAN)
+                follow(connection, PLAN, self._timeout_s)
         except OSError as error:
             return {"failed": str(error) or repr(error), "figures": None}
         return {"failed": None, "figures": None}

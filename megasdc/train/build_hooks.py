@@ -217,8 +217,8 @@ def _recording(parts: HookParts) -> Recording:
 
 
 def _link_pings(parts: HookParts, writer: MetricsWriter | None) -> LinkPings | None:
-    interval, timeout_s = parts.config.megasdc.health.ping_interval, parts.config.megasdc.parallel.timeout_s
-    return LinkPings(interval, timeout_s, parts.run, writer) if _is_watched(parts) and interval else None
+    interval = parts.config.megasdc.health.ping_interval
+    return LinkPings(interval, parts.run, writer) if _is_watched(parts) and interval else None
 
 
 def _evaluator(parts: HookParts, writer: MetricsWriter | None) -> Evaluator | None:

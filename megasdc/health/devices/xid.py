@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from megasdc.health.devices.verdict import Reason, Verdict
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
-PROGRAM = "restart the run; comes it again, check the program with compute-sanitizer, then the device"
-RESET = "reset the device or reboot the host before it trains again; comes it again, ask the vendor"
+PROGRAM = "restart the run; if it recurs, check the program with compute-sanitizer, then the device"
+RESET = "reset the device or reboot the host before it trains again; if it recurs, ask the vendor"
 LATER = "reset the device at the next break"
-LINK = "reset the device; comes it again, check the NVLink connections and the devices at their other ends"
+LINK = "reset the device; if it recurs, check the NVLink connections and the devices at their other ends"
 FOLLOW = "follow the recovery action that the driver names in the same message"
 
 
@@ -35,21 +35,21 @@ class Xid:
 
 
 _FIT, _DEGRADED, _UNFIT = Verdict.FIT, Verdict.DEGRADED, Verdict.UNFIT
-_COPY = Xid("a copy engine met an error", "restart the run; comes it again, ask the vendor", _DEGRADED)
+_COPY = Xid("a copy engine met an error", "restart the run; if it recurs, ask the vendor", _DEGRADED)
 _NVLINK5 = Xid("an error in the device's NVLink unit", LINK, _DEGRADED)
 
 XIDS: dict[int, Xid] = {
-    8: Xid("the device stopped working on a task", "restart the run; comes it again, ask the vendor", _DEGRADED),
+    8: Xid("the device stopped working on a task", "restart the run; if it recurs, ask the vendor", _DEGRADED),
     11: Xid("a damaged or invalid stream of commands", PROGRAM, _FIT),
     13: Xid("an exception in a kernel, mostly an access out of bounds or an illegal instruction", PROGRAM, _FIT),
     31: Xid("a kernel accessed memory that it may not, mostly an error of the program", PROGRAM, _FIT),
     32: Xid("damaged commands reached the device, by the program, the driver or the PCIe link", PROGRAM, _DEGRADED),
-    38: Xid("an error in the driver's firmware", "comes it again, ask the vendor", _DEGRADED),
+    38: Xid("an error in the driver's firmware", "if it recurs, ask the vendor", _DEGRADED),
     39: _COPY,
     40: _COPY,
     41: _COPY,
     43: Xid("a program met an error of its own and ended; the device is well", PROGRAM, _FIT),
-    44: Xid("an error while the device changed programs", "comes it again, ask the vendor", _DEGRADED),
+    44: Xid("an error while the device changed programs", "if it recurs, ask the vendor", _DEGRADED),
     45: Xid("a program was torn down, mostly because of Ctrl-C, a kill, or another XID", "see the other XIDs", _FIT),
     46: Xid("the device stopped working", RESET, _UNFIT),
     48: Xid("an uncorrectable ECC error", RESET, _UNFIT),
@@ -67,7 +67,7 @@ XIDS: dict[int, Xid] = {
     77: _COPY,
     79: Xid(
         "the device has fallen off the PCIe bus",
-        "reboot the host; comes it again, check slot, cables and power, then ask the vendor",
+        "reboot the host; if it recurs, check slot, cables and power, then ask the vendor",
         _UNFIT,
     ),
     80: Xid("commands arrived damaged at the device", PROGRAM, _DEGRADED),
@@ -86,7 +86,7 @@ XIDS: dict[int, Xid] = {
     136: Xid("an NVLink connection could not be trained", LINK, _UNFIT),
     137: Xid("an access over NVLink that is not allowed, mostly an error of the program", PROGRAM, _FIT),
     140: Xid("an uncorrectable memory error that the driver could not handle", RESET, _UNFIT),
-    141: Xid("an error in CUDA's fast path", "comes it again, ask the vendor", _DEGRADED),
+    141: Xid("an error in CUDA's fast path", "if it recurs, ask the vendor", _DEGRADED),
     143: Xid("the device could not be initialised", RESET, _UNFIT),
     **dict.fromkeys(range(144, 151), _NVLINK5),
     154: Xid("the action that recovers the device has changed", FOLLOW, _DEGRADED),
@@ -94,7 +94,7 @@ XIDS: dict[int, Xid] = {
     156: Xid("a part of the device is retired at the next reset", RESET, _UNFIT),
     157: Xid("a part of the device could not be retired: none is spare", "expect it again; ask the vendor", _DEGRADED),
     158: Xid("the device met a fatal timeout", RESET, _UNFIT),
-    160: Xid("a memory channel was retired", "comes it again, ask the vendor", _DEGRADED),
+    160: Xid("a memory channel was retired", "if it recurs, ask the vendor", _DEGRADED),
     161: Xid("a memory channel could not be retired", "ask the vendor", _DEGRADED),
     167: Xid("a fatal timeout of the PCIe link", RESET, _UNFIT),
     168: Xid("memory errors in the protected region; only without ECC", "turn ECC on, or reboot the host", _DEGRADED),

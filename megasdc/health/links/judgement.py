@@ -116,7 +116,20 @@ class SlowLink:
     @property
     def place(self) -> str:
         """The pair, or its direction, in words."""
-        return " -> ".join(self.way) if self.way else f"{self.first} - {self.second}"
+        return _both(*self.pair) if self.way is None else _one_way(*self.way)
+
+
+def places_of(first: str, second: str) -> tuple[str, str, str]:
+    """Every ``SlowLink.place`` of a pair."""
+    return _both(first, second), _one_way(first, second), _one_way(second, first)
+
+
+def _both(first: str, second: str) -> str:
+    return f"{first} - {second}"
+
+
+def _one_way(sender: str, receiver: str) -> str:
+    return f"{sender} -> {receiver}"
 
 
 def lower_quartile(values: Iterable[float]) -> float:

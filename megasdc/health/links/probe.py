@@ -11,7 +11,6 @@ import hmac
 import socket
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megasdc.health.links.judgement import Direction, LinkFigures, lower_quartile
@@ -22,6 +21,10 @@ _RESENT_AT, _SEGMENTS_AT, _INFO_BYTES = 100, 156, 160
 """Offsets of ``tcpi_total_retrans`` and ``tcpi_data_segs_out`` in Linux's ``struct tcp_info`` (linux/tcp.h)."""
 _CHUNK = 1 << 18
 GONE = "the peer has closed the connection"
+KEEP_ALIVE_S, KEEP_INTERVAL_S = 30, 10
+"""Idle seconds after which the kernel asks the peer for a sign of life, and between two: firewalls forget idle ones."""
+BROKEN_S = 60
+"""Seconds without an acknowledgement after which the kernel closes a connection."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,15 @@ class ProbePlan:
     payload_bytes: int
 
 
-def listen() -> socket.socket:
-    """A socket on a free port of this host, all addresses."""
+def listen(address: str | None = None) -> socket.socket:
+    """A socket on a free port of this host; None: on all of its addresses.
+
+    Raises:
+        OSError: the address is none of this host's.
+    """
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
@@ -57,7 +67,7 @@ def connect(host: str, port: int, token: bytes, number: int, timeout_s: float) -
         OSError: it cannot be reached in time.
     """
     connection = socket.create_connection((host, port), timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _set_options(connection)
     connection.sendall(token + _NUMBER.pack(number))
     return connection
 
@@ -72,40 +82,41 @@ def accept(server: socket.socket, token: bytes, timeout_s: float) -> tuple[int, 
     while True:
         server.settimeout(max(0.01, deadline - time.monotonic()))
         connection, _ = server.accept()
-        connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+        limit_s = max(0.01, min(5.0, deadline - time.monotonic()))
         try:
-            hello = _take(connection, HELLO_BYTES + _NUMBER.size)
+            hello = _Exchange(connection, limit_s).take(HELLO_BYTES + _NUMBER.size)
         except OSError:
             connection.close()
             continue
         if hmac.compare_digest(hello[:HELLO_BYTES], token):
-            connection.settimeout(timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(connection)
             return _NUMBER.unpack(hello[HELLO_BYTES:])[0], connection
         connection.close()
 
 
-def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str) -> LinkFigures:
+def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, limit_s: float) -> LinkFigures:
     """Measure the link to the peer, which calls ``follow`` at the same time.
 
     Args:
         first: name of this host.
         second: name of the peer's.
+        limit_s: seconds within which all must be done.
 
     Raises:
-        OSError: the peer has gone, or did not answer in time.
+        OSError: the peer has gone, or it was not done in time.
     """
-    before, payload, scratch = _sent(connection), bytes(plan.payload_bytes), bytearray(_CHUNK)
-    connection.sendall(b"?")
-    _take(connection, 1)  # the peer has come
-    pings = [_ping(connection) for _ in range(plan.pings)]
+    exchange, payload = _Exchange(connection, limit_s), bytes(plan.payload_bytes)
+    before = _sent(connection)
+    exchange.send(b"?")
+    exchange.take(1)  # the peer has come
+    pings = [_ping(exchange) for _ in range(plan.pings)]
     forward = []
     for _ in range(plan.transfers + 1):
-        forward.append(_timed(lambda: _give(connection, payload)))
-        connection.sendall(b">")
-        _receive(connection, plan.payload_bytes, scratch)
-        connection.sendall(b"<")
-    seconds, resent, segments = _RESULT.unpack(_take(connection, _RESULT.size))
+        forward.append(_transfer_s(exchange, payload))
+        exchange.send(b">")
+        exchange.discard(plan.payload_bytes)
+        exchange.send(b"<")
+    seconds, resent, segments = _RESULT.unpack(exchange.take(_RESULT.size))
     after = _sent(connection)
     return LinkFigures(
         first,
@@ -118,68 +129,102 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str) ->
     )
 
 
-def follow(connection: socket.socket, plan: ProbePlan) -> None:
+def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
     """Answer the peer, which calls ``lead`` with the same plan.
 
+    Args:
+        limit_s: seconds within which all must be done.
+
     Raises:
-        OSError: the peer has gone, or did not answer in time.
+        OSError: the peer has gone, or it was not done in time.
     """
-    before, payload, scratch = _sent(connection), bytes(plan.payload_bytes), bytearray(_CHUNK)
-    _take(connection, 1)
-    connection.sendall(b"!")
+    exchange, payload = _Exchange(connection, limit_s), bytes(plan.payload_bytes)
+    before = _sent(connection)
+    exchange.take(1)
+    exchange.send(b"!")
     for _ in range(plan.pings):
-        _take(connection, 1)
-        connection.sendall(_CLOCK.pack(time.monotonic()))
+        exchange.take(1)
+        exchange.send(_CLOCK.pack(time.monotonic()))
     backward = []
     for _ in range(plan.transfers + 1):
-        _receive(connection, plan.payload_bytes, scratch)
-        connection.sendall(b"<")
-        _take(connection, 1)
-        backward.append(_timed(lambda: _give(connection, payload)))
+        exchange.discard(plan.payload_bytes)
+        exchange.send(b"<")
+        exchange.take(1)
+        backward.append(_transfer_s(exchange, payload))
     after = _sent(connection)
     result = lower_quartile(backward[1:]), after[0] - before[0], after[1] - before[1]
-    connection.sendall(_RESULT.pack(*result))
+    exchange.send(_RESULT.pack(*result))
 
 
-def _ping(connection: socket.socket) -> tuple[float, float]:
+class _Exchange:
+    """Bytes over a connection, all of them within a limit: no wait for a part prolongs it.
+
+    Raises:
+        OSError: by each method, where the peer has closed the connection or the time is up.
+    """
+
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
+        self._connection, self._limit_s = connection, limit_s
+        self._ends_at = time.monotonic() + limit_s
+        self._scratch = memoryview(bytearray(_CHUNK))
+
+    def send(self, content: bytes) -> None:
+        """Send all of it."""
+        self._in_time().sendall(content)
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes, few."""
+        content = b""
+        while len(content) < size:
+            part = self._in_time().recv(size - len(content))
+            if not part:
+                raise ConnectionError(GONE)
+            content += part
+        return content
+
+    def discard(self, size: int) -> None:
+        """So many bytes, which are not kept."""
+        while size:
+            got = self._in_time().recv_into(self._scratch[:size])
+            if not got:
+                raise ConnectionError(GONE)
+            size -= got
+
+    def _in_time(self) -> socket.socket:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"not done within {self._limit_s:g} s")
+        self._connection.settimeout(left_s)
+        return self._connection
+
+
+def _ping(exchange: _Exchange) -> tuple[float, float]:
     """Round trip, and the peer's clock against the middle of it, both in seconds."""
     began = time.monotonic()
-    connection.sendall(b".")
-    there = _CLOCK.unpack(_take(connection, _CLOCK.size))[0]
+    exchange.send(b".")
+    there = _CLOCK.unpack(exchange.take(_CLOCK.size))[0]
     ended = time.monotonic()
     return ended - began, there - (began + ended) / 2
 
 
-def _give(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(payload)
-    _take(connection, 1)
-
-
-def _timed(action: Callable[[], None]) -> float:
+def _transfer_s(exchange: _Exchange, payload: bytes) -> float:
+    """Seconds until the peer has a payload and answers."""
     began = time.monotonic()
-    action()
+    exchange.send(payload)
+    exchange.take(1)
     return time.monotonic() - began
 
 
-def _take(connection: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes, few; ``ConnectionError`` where the peer has closed."""
-    content = b""
-    while len(content) < size:
-        part = connection.recv(size - len(content))
-        if not part:
-            raise ConnectionError(GONE)
-        content += part
-    return content
-
-
-def _receive(connection: socket.socket, size: int, scratch: bytearray) -> None:
-    """So many bytes, which are not kept."""
-    view = memoryview(scratch)
-    while size:
-        got = connection.recv_into(view[:size])
-        if not got:
-            raise ConnectionError(GONE)
-        size -= got
+def _set_options(connection: socket.socket) -> None:
+    """No delay of small messages, and signs of life while nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEP_INTERVAL_S),
+        (socket.TCP_USER_TIMEOUT, 1000 * BROKEN_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _sent(connection: socket.socket) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from megasdc.durable import append_bounded, write_durably
 from megasdc.health.slow.stragglers import Change, Place, Straggler, Stragglers
+from megasdc.origin import Origin
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
 LARGEST_BYTES = 4_000_000
@@ -36,15 +37,17 @@ class SlowReport:
         slow_ratio: from which a place is slow.
         where: ranks and host of every place.
         every: steps between two lines of ``slowness.jsonl``.
+        origin: run and attempt, named in ``suspects.json``.
     """
 
-    def __init__(self, run_dir: Path, slow_ratio: float, where: Mapping[Place, Where], every: int) -> None:
-        self._folder = run_dir / HEALTH_FOLDER
+    def __init__(
+        self, run_dir: Path, slow_ratio: float, where: Mapping[Place, Where], every: int, origin: Origin
+    ) -> None:
+        self._folder, self._origin = run_dir / HEALTH_FOLDER, origin
         self._slow_ratio, self._where, self._every = slow_ratio, where, every
         self._written_step = 0
         self._slowest_stage: int | None = None
         self._collecting: set[Place] = set()
-        self._lists = False
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -99,6 +102,15 @@ class SlowReport:
 
     # --- files --------------------------------------------------------------------------------------------------
 
+    def write_suspects(self, stragglers: Stragglers, step: int) -> None:
+        """Write who is slow; at the start nobody, in place of those of the start before.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._folder.mkdir(exist_ok=True)
+        write_durably(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
+
     def write(self, change: Change, stragglers: Stragglers, step: int) -> bool:
         """Write the suspects where they changed, and a line of what was measured where it is due.
 
@@ -108,17 +120,13 @@ class SlowReport:
         Raises:
             OSError: a file cannot be written.
         """
-        first = stragglers.is_full and not self._lists  # replaces what an earlier process has left
         is_due = stragglers.is_full and step >= self._written_step + self._every
         if is_due:
             self._written_step = step
-        if not (change.begun or change.ended or first or is_due):
-            return False
-        self._folder.mkdir(exist_ok=True)
-        if change.begun or change.ended or first:
-            write_durably(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
-            self._lists = True
+        if change.begun or change.ended:
+            self.write_suspects(stragglers, step)
         if is_due:
+            self._folder.mkdir(exist_ok=True)
             line = json.dumps(self._line(stragglers, step)) + "\n"
             append_bounded(self._folder / SLOWNESS_FILE, line, LARGEST_BYTES)
         return is_due
@@ -132,6 +140,8 @@ class SlowReport:
             for host in (self._where[one.place].host,)
         ]
         return {
+            "run": self._origin.run,
+            "attempt": self._origin.attempt,
             "step": step,
             "time": time.time(),
             "slow_ratio": self._slow_ratio,

@@ -6,23 +6,36 @@ of their own. ``WANDB_MODE=offline`` writes to the run folder alone, for ``wandb
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
+import logging
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import megasdc
 from megasdc.durable import write_durably
-from megasdc.metrics.incidents import IncidentFile, list_incidents, read_incident
+from megasdc.metrics.incidents import UNREADABLE, IncidentFile, list_incidents, read_incident
 from megasdc.metrics.sinks.sink import Sink, Values, number
 
 TOLD_FILE = "told_incidents.json"
 """Incidents that W&B was told of, in the folder ``wandb`` of the run folder."""
 GIT_LIMIT_S = 10.0
+FINISH_S = 120.0
+"""Seconds that W&B may take at the end to send what is left; it repeats for hours where its server does not answer."""
+FORGET_S = 5.0
+"""Seconds that it may take to forget its process once that was ended."""
+SERVICE = "wandb-core"
+"""Name of W&B's own process, a child of this one."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,10 +106,18 @@ class WandbSink(Sink):
         self._tell_incidents()
 
     def close(self) -> None:
-        """Tell of new incidents, and wait until W&B has all."""
+        """Tell of new incidents, and wait until W&B has all.
+
+        Raises:
+            TimeoutError: it does not take it in time.
+        """
         self._tell_incidents()
-        self._run.finish()
-        self._wandb.teardown()  # an offline run's file is whole only when W&B's own process has ended (0.26)
+        folder = Path(self._run.dir).parent
+        if not _within(FINISH_S, self._finish):
+            _kill_service()
+            with contextlib.suppress(OSError, RuntimeError):  # W&B forgets the process that was killed
+                _within(FORGET_S, self._teardown)
+            raise TimeoutError(f"W&B has not taken all within {FINISH_S:g} s; `wandb sync {folder}` sends the rest")
 
     def _tell_incidents(self) -> None:
         """Alert of each incident that W&B was not told of, by this start or an earlier one, and keep its files."""
@@ -106,17 +127,54 @@ class WandbSink(Sink):
         told: list[str] = json.loads(self._told_path.read_text()) if self._told_path.exists() else []
         for path in found:
             if path.name not in told:
-                self._tell(read_incident(path))
+                self._tell(path.stem, read_incident(path))
                 told.append(path.name)
                 write_durably(self._told_path, json.dumps(told) + "\n")
 
-    def _tell(self, incident: IncidentFile) -> None:
+    def _tell(self, name: str, incident: IncidentFile) -> None:
+        if incident.title == UNREADABLE:
+            logger.warning("incident: %s", incident.text)
         self._run.alert(incident.title, incident.text, level=self._wandb.AlertLevel.ERROR, wait_duration=0)
-        artifact = self._wandb.Artifact(incident.path.stem, type="incident", description=incident.text)
-        for path in (incident.path, incident.page):
-            if path is not None:
-                artifact.add_file(str(path))
+        artifact = self._wandb.Artifact(name, type="incident", description=incident.text)
+        for path in incident.files:
+            artifact.add_file(str(path))
         self._run.log_artifact(artifact)
+
+    def _finish(self) -> None:
+        self._run.finish()
+        self._teardown()  # an offline run's file is whole only when W&B's own process has ended (0.26)
+
+    def _teardown(self) -> None:
+        try:
+            self._wandb.teardown()
+        except SystemExit as ended:  # so W&B says that its process failed; the run goes on
+            raise RuntimeError(f"W&B's own process ended with code {ended.code}") from ended
+
+
+def _within(limit_s: float, action: Callable[[], None]) -> bool:
+    """Do something that may never end, in a thread; returns whether it has ended in time. Raises what it raises."""
+    problems: list[Exception] = []
+
+    def act() -> None:
+        try:
+            action()
+        except Exception as error:  # raised below, where somebody hears it
+            problems.append(error)
+
+    thread = threading.Thread(target=act, name="finish", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if problems:
+        raise problems[0]
+    return not thread.is_alive()
+
+
+def _kill_service() -> None:
+    """End W&B's own process, which is waited for at the end of this one; what it has not sent lies in its folder."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == SERVICE:
+                process.kill()
 
 
 def shown_config(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.health.blame import RUNNING
-from megasdc.health.hosts import LOST_S, HostPosition, RankPosition
+from megasdc.health.board import LOST_S
+from megasdc.health.hosts import HostPosition, RankPosition
 from megasdc.health.phases import Phase
 from megasdc.report.run_pages.status import ago
 from megasdc.report.top.view import RunView

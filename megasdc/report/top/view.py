@@ -10,7 +10,9 @@ from typing import Any
 
 from megasdc.errors import DataError
 from megasdc.events import Event
-from megasdc.health.hosts import LOST_S, FileClock, HostPosition, read_hosts
+from megasdc.health.board import LOST_S
+from megasdc.health.hosts import FileClock, HostPosition, read_hosts
+from megasdc.health.links.judgement import places_of
 from megasdc.report.result.page import plain_values
 from megasdc.report.run_pages.marks import details, lane_of
 from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run
@@ -199,13 +201,19 @@ def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
 
 
 def _slow_links(run: RunRecord) -> dict[str, str]:
-    """Links that were reported as slow, and not as recovered since."""
+    """Links that this start has reported as slow, and since then neither as recovered nor as no longer measured."""
     found: dict[str, str] = {}
     for event in run.events:
-        if (event.kind, event.name) == ("health", "slow_link"):
-            found.update({one["place"]: one["text"] for one in event.fields["pairs"]})
-        elif (event.kind, event.name) == ("health", "link_recovered"):
-            found.pop(event.fields["place"], None)
+        match event.kind, event.name:
+            case "start", "run" if event.rank == 0:
+                found = {}
+            case "health", "slow_link":
+                found.update({one["place"]: one["text"] for one in event.fields["pairs"]})
+            case "health", "link_recovered":
+                found.pop(event.fields["place"], None)
+            case "health", "link_unmeasured":
+                for place in places_of(*event.fields["hosts"]):
+                    found.pop(place, None)
     return found
 
 

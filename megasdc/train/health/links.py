@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -21,16 +19,19 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.health.links.judgement import Direction, LinkFigures, SlowLink, name_places
-from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.health.links.probe import ProbePlan, follow, lead
 from megasdc.health.links.rings import RankPair, in_turns, ring_pairs, rings
 from megasdc.health.links.watch import LinkWatch
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
+from megasdc.train.health.link_connections import connect_pairs
 
 logger = logging.getLogger(__name__)
 
 PLAN = ProbePlan(pings=10, transfers=4, payload_bytes=1 << 18)
-CONNECT_S = 30.0
+MEASURE_S = 5.0
+"""Seconds that a measurement of a pair may take, a thousand times what it takes: all ranks wait for its end."""
+LOST = f"it was not measured within {MEASURE_S:g} s, or the connection broke"
 _COLUMNS = 8
 """Numbers of a measurement in ``_row``."""
 
@@ -40,20 +41,21 @@ class LinkPings(Hook):
 
     Args:
         interval: steps between measurements.
-        timeout_s: of a wait for the other end of a link.
         writer: of metrics, on rank 0 alone.
 
     Collective: all ranks of the run.
     """
 
-    def __init__(self, interval: int, timeout_s: float, run: Run, writer: MetricsWriter | None) -> None:
-        self._interval, self._timeout_s, self._writer, self._run = interval, timeout_s, writer, run
+    def __init__(self, interval: int, run: Run, writer: MetricsWriter | None) -> None:
+        self._interval, self._writer, self._run = interval, writer, run
         self._hosts = gather_objects(socket.gethostname(), run.host_group)
         dims = run.dims
         pairs = ring_pairs(rings(dims.tensor, dims.pipeline, dims.data), self._hosts)
         self._watch = LinkWatch()
         self._connections: dict[int, socket.socket] = {}
-        lost = self._connect(pairs) if pairs else {}
+        lost: dict[RankPair, str] = {}
+        if pairs:
+            self._connections, lost = connect_pairs(pairs, dims.rank, run.host_group)
         self._pairs = [pair for pair in pairs if pair not in lost]
         self._turns = in_turns(self._pairs, self._hosts)
         self._drop(lost)
@@ -71,12 +73,13 @@ class LinkPings(Hook):
         began = time.perf_counter()
         table = torch.full((len(self._pairs), _COLUMNS), -math.inf, dtype=torch.float64)
         for turn in self._turns:
+            dist.barrier(group=run.host_group)  # both ends of a pair begin together, also after a turn that took long
             for pair in turn:
                 if run.dims.rank in pair:
                     self._measure(pair, table)
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=run.host_group)
         rows = dict(zip(self._pairs, table.tolist(), strict=True))
-        lost = {pair: "an end gave no answer" for pair, row in rows.items() if row[0] == -math.inf}
+        lost = {pair: LOST for pair, row in rows.items() if row[0] == -math.inf}
         if run.dims.rank == 0:
             self._judge([self._figures(pair, row) for pair, row in rows.items() if pair not in lost])
         if lost:
@@ -90,48 +93,15 @@ class LinkPings(Hook):
         for connection in self._connections.values():
             connection.close()
 
-    def _connect(self, pairs: Sequence[RankPair]) -> dict[RankPair, str]:
-        """Connect the ranks of pairs, the first to the second; returns what failed, the same on all ranks.
-
-        Collective: all ranks of the run.
-        """
-        rank, group = self._run.dims.rank, self._run.host_group
-        following = [pair for pair in pairs if pair[1] == rank]
-        server = listen() if following else None
-        own = None if server is None else (_own_address(), server.getsockname()[1], secrets.token_bytes(HELLO_BYTES))
-        doors = gather_objects(own, group)
-        failed: dict[RankPair, str] = {}
-        for pair in pairs:
-            if pair[0] == rank:
-                door = doors[pair[1]]
-                assert door is not None, "who follows listens"
-                host, port, token = door
-                try:
-                    self._connections[pair[1]] = connect(host, port, token, rank, CONNECT_S)
-                except OSError as error:
-                    failed[pair] = f"{host} port {port}: {error}"
-        if server is not None and own is not None:
-            with server:
-                for _ in following:
-                    try:
-                        first, connection = accept(server, own[2], CONNECT_S)
-                    except OSError:
-                        break  # the other end reports why
-                    self._connections[first] = connection
-            failed |= {pair: "it did not connect" for pair in following if pair[0] not in self._connections}
-        found = gather_objects(failed, group)
-        for connection in self._connections.values():
-            connection.settimeout(self._timeout_s)
-        return {pair: said[pair] for said in reversed(found) for pair in said}
-
     def _measure(self, pair: RankPair, table: torch.Tensor) -> None:
         """This rank's end of a measurement; the first rank writes it into its row."""
         other = pair[1] if self._run.dims.rank == pair[0] else pair[0]
         try:
             if other == pair[0]:
-                follow(self._connections[other], PLAN)
+                follow(self._connections[other], PLAN, MEASURE_S)
             else:
-                found = lead(self._connections[other], PLAN, *(self._hosts[rank] for rank in pair))
+                first, second = (self._hosts[rank] for rank in pair)
+                found = lead(self._connections[other], PLAN, first, second, MEASURE_S)
                 table[self._pairs.index(pair)] = torch.tensor(_row(found), dtype=torch.float64)
         except OSError as error:
             logger.warning("link with rank %d on %s: %s", other, self._hosts[other], error)
@@ -170,6 +140,7 @@ class LinkPings(Hook):
                     self._connections.pop(rank).close()
             if self._run.dims.rank == 0:
                 first, second = (self._hosts[rank] for rank in pair)
+                self._watch.slow.pop((first, second), None)
                 logger.warning("link between %s and %s is not measured: %s", first, second, problem)
                 self._run.events.emit(
                     "health", "link_unmeasured", step=self._run.step, hosts=[first, second], problem=problem
@@ -179,13 +150,3 @@ class LinkPings(Hook):
 def _row(found: LinkFigures) -> list[float]:
     ways = [(way.seconds, way.segments, way.resent) for way in (found.forward, found.backward)]
     return [found.rtt_s, found.skew_s, *ways[0], *ways[1]]
-
-
-def _own_address() -> str:
-    """This host's address on the network of the launch's first host; nothing is sent."""
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    family, kind, _, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as route:
-        route.connect(address)
-        own: str = route.getsockname()[0]
-        return own

@@ -101,11 +101,16 @@ class StragglerWatch(Hook):
     # --- between steps ------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Gather on which host each rank is; rank 0 keeps it."""
+        """Gather on which host each rank is; rank 0 keeps it, and writes that nobody is slow yet."""
         dims = run.dims
         hosts = gather_objects(socket.gethostname(), run.host_group)
         if dims.rank == 0:
-            self._report = SlowReport(run.folder, self._slow_ratio, _where_by_place(dims, hosts), LONG)
+            where = _where_by_place(dims, hosts)
+            self._report = SlowReport(run.folder, self._slow_ratio, where, LONG, run.events.origin)
+            try:
+                self._report.write_suspects(self._stragglers, run.step)
+            except OSError as error:
+                _tell_unwritten(run, error)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Judge the step before, and hand over the times of this one."""
@@ -127,14 +132,18 @@ class StragglerWatch(Hook):
             is_due = self._report.write(change, self._stragglers, run.step)
         except OSError as error:
             is_due = True
-            logger.warning("health: who is slow cannot be written: %s", error)
-            run.events.emit("health", "unwritten", step=run.step, problem=str(error))
+            _tell_unwritten(run, error)
         if is_due and self._writer is not None:
             self._writer.write(run.step, metrics(self._stragglers))
 
     def close(self) -> None:
         """Stop timing garbage collection."""
         self._garbage.close()
+
+
+def _tell_unwritten(run: Run, error: OSError) -> None:
+    logger.warning("health: who is slow cannot be written: %s", error)
+    run.events.emit("health", "unwritten", step=run.step, problem=str(error))
 
 
 def _where_by_place(dims: ParallelDims, hosts: list[str]) -> dict[Place, Where]:

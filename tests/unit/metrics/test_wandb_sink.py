@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megasdc.imports.packages import is_installed
 from megasdc.metrics.export import export_metrics
+from megasdc.metrics.sinks import weights_and_biases
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit
 from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
 
@@ -96,6 +99,7 @@ def test_offline_runs_equal_the_truth_over_a_rewind(tmp_path):
                 (tmp_path / "reports" / "incident_step_00000003.html").write_text("page")
         writer.close()
         write_incident(tmp_path / "health" / "incidents" / "hang_1.json", HANG)  # after the end, as of a killed run
+        (tmp_path / "health" / "incidents" / "hang_0.json").write_text('{"ki')
     kept = records(tmp_path)
     assert list(kept) == ["r-1", "r-2"]
     earlier, later = (points(kept[name]["history"]) for name in kept)
@@ -108,10 +112,11 @@ def test_offline_runs_equal_the_truth_over_a_rewind(tmp_path):
         assert json.loads(config["megasdc_commit"]) == source_commit()
         axes = {one.name or one.glob_name: one.step_metric for one in kinds["metric"] if one.options.defined}
         assert axes == {"train/tokens": "", "step": "", "*": "step"}
-    (flip,), (hang,) = (kept[name]["alert"] for name in kept)
+    (flip,), (damaged, hang) = (kept[name]["alert"] for name in kept)
+    assert damaged.title == "incident that cannot be read" and "hang_0.json is damaged" in damaged.text
     assert (flip.title, hang.title) == ("silent data corruption", "hang/behind")
     assert "rank 1 on b named as wrong; persistent, halted" in flip.text and hang.text == HANG["message"]
-    (page,), (report,) = (kept[name]["artifact"] for name in kept)
+    (page,), (_, report) = (kept[name]["artifact"] for name in kept)
     assert sorted(one.path for one in page.manifest.contents) == [
         "incident_step_00000003.html",
         "incident_step_00000003.json",
@@ -136,3 +141,22 @@ def test_an_export_has_every_point_and_no_secret(tmp_path):
     assert name == f"{tmp_path.name}-exported" and points(kinds["history"]) == truth(tmp_path)
     assert kinds["run"][0].project == "q" and "hidden" not in str(kinds["run"])
     assert "hidden" not in str(shown_config(secret)) and "hidden" in str(secret)
+
+
+def test_a_tracker_that_does_not_end_is_given_up(tmp_path, monkeypatch):
+    """W&B's own process is stopped: the end waits for a limit, tells what sends the rest, and ends it."""
+    monkeypatch.setattr(weights_and_biases, "FINISH_S", 2.0)
+    told = []
+    sink = WandbSink(where(tmp_path, "1"), None)
+    (service,) = [one for one in psutil.Process().children() if one.name() == weights_and_biases.SERVICE]
+    writer = MetricsWriter(tmp_path, [sink], lambda name, problem: told.append((name, problem)))
+    writer.write(1, {"train/loss": 1.0})
+    service.suspend()
+    began = time.monotonic()
+    writer.close()
+    assert time.monotonic() - began < 60
+    ((name, problem),) = told
+    assert (
+        name == "wandb" and "within 2 s" in problem and f"wandb sync {tmp_path / 'wandb' / 'offline-run-'}" in problem
+    )
+    service.wait(timeout=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from megasdc.report.run_pages.command import write_report
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.figures.drops import drop_figures
 from megasdc.report.run_pages.figures.run import run_figures
-from megasdc.report.run_pages.marks import counts_of, marks_of
+from megasdc.report.run_pages.marks import counts_of, lane_of, marks_of
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.run_pages.status import SILENT_S, status_of
 
 STEPS = 100
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def report(*arguments: object) -> Any:
@@ -345,6 +347,17 @@ def test_what_files_say_is_text_not_markup(browser: Browser, tmp_path: Path) -> 
     assert evil in browser.run("find('events').innerText")
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.errors == []
+
+
+def test_every_event_of_health_makes_a_mark(tmp_path: Path) -> None:
+    """Each that the reference lists, and a tracker that failed."""
+    listed = (DOCS / "reference" / "events.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\| `(health|metrics)/(\w+)`", listed, flags=re.MULTILINE)
+    assert {("health", "agent_restarted"), ("health", "alert_failed"), ("metrics", "sink_failed")} <= set(names)
+    log = EventLog(tmp_path, 0)
+    events = [log.emit(*name) for name in names]
+    log.close()
+    assert [(one.kind, one.name) for one in events if not lane_of(one)] == []
 
 
 def test_hangs_are_shown_with_states_and_stacks(tmp_path: Path) -> None:

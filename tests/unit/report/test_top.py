@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.errors import DataError
 from megasdc.events import EventLog
-from megasdc.health.hosts import LOST_S, FileClock
+from megasdc.health.board import LOST_S
+from megasdc.health.hosts import FileClock
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
@@ -88,6 +89,27 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     assert said["slow"] == suspects and said["last_incident"]["path"] == str(hang)
     once = CliRunner().invoke(app, ["top", str(folder)])
     assert once.exit_code == 0 and "receive activation" in once.stdout, "no terminal: once"
+
+
+def test_slow_links_are_those_of_this_start_that_are_still_measured(tmp_path: Path) -> None:
+    """Until they recover, are measured no more, or rank 0 starts again."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False)
+    pairs = [{"place": place, "kinds": ["loss"], "text": "bad"} for place in ("a - b", "b -> c", "c - d")]
+
+    def shown_after(kind: str, name: str, **fields: Any) -> list[str]:
+        log = EventLog(folder, 0)
+        log.emit(kind, name, step=20, **fields)
+        log.close()
+        return [*RunWatcher(folder).look().slow_links]
+
+    assert shown_after("health", "slow_link", place="b", hosts=["a", "b", "c", "d"], pairs=pairs) == [
+        "a - b",
+        "b -> c",
+        "c - d",
+    ]
+    assert shown_after("health", "link_recovered", place="a - b", hosts=["a", "b"]) == ["b -> c", "c - d"]
+    assert shown_after("health", "link_unmeasured", hosts=["c", "b"], problem="gone") == ["c - d"]
+    assert shown_after("start", "run", world_size=4) == []
 
 
 @pytest.mark.parametrize("height", [12, 24, 60])

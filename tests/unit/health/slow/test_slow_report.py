@@ -11,6 +11,7 @@ import numpy as np
 from megasdc.events import EventLog
 from megasdc.health.slow.report import SlowReport, Where
 from megasdc.health.slow.stragglers import LONG, Stragglers
+from megasdc.origin import Origin
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.run_page import run_page
 from megasdc.report.summary import render, summarize
@@ -25,7 +26,8 @@ def told(
     slow = np.array(factors)
     replicas, stages = slow.shape
     where = {(r, s): Where((s * replicas + r,), hosts[r]) for r in range(replicas) for s in range(stages)}
-    stragglers, report = Stragglers(replicas, stages, 1.05), SlowReport(folder, 1.05, where, every=LONG)
+    stragglers, report = Stragglers(replicas, stages, 1.05), SlowReport(folder, 1.05, where, LONG, Origin("abc", 2))
+    report.write_suspects(stragglers, 0)
     collected = np.zeros_like(slow)
     collected[-1, -1] = garbage
     events, draw = [], np.random.default_rng(1)
@@ -46,6 +48,14 @@ def test_one_of_four_is_one_event_and_one_suspect(tmp_path: Path) -> None:
     assert [one["ranks"] for one in found["suspects"]] == [[1]] and found["num_peers"] == 3
     (line,) = (tmp_path / "health" / "slowness.jsonl").read_text().splitlines()
     assert json.loads(line)["ratios"]["1"] > 1.25 and 0.01 < json.loads(line)["noise"][0] < 0.05
+
+
+def test_a_start_begins_without_suspects(tmp_path: Path) -> None:
+    """Those of the start before are gone before the first step, and the file says of which start it is."""
+    told(tmp_path, [[1.0], [1.3], [1.0]], ["a", "b", "c"])
+    told(tmp_path, [[1.0], [1.3], [1.0]], ["a", "b", "c"], steps=0)
+    found = json.loads((tmp_path / "health" / "suspects.json").read_text())
+    assert found["suspects"] == [] and (found["run"], found["attempt"]) == ("abc", 2)
 
 
 def test_a_host_whose_ranks_are_all_slow_is_named_as_a_whole(tmp_path: Path) -> None:
