@@ -46,3 +46,16 @@ def test_a_slow_rank_is_named_and_recovers_and_no_bit_changes(tmp_path: Path) ->
     assert max(lines[0]["ratios"], key=lines[0]["ratios"].get) == "2"
     for run in ("plain", "watched"):
         assert len((tmp_path / run / "step_times" / "rank_00002.jsonl").read_text().splitlines()) == 1 + STEPS
+
+
+def test_a_start_suspects_nobody_before_it_has_compared(tmp_path: Path) -> None:
+    """What an earlier start has left is replaced, by an empty list that names this start, though it does two steps."""
+    left = tmp_path / "run" / "health" / "suspects.json"
+    left.parent.mkdir(parents=True)
+    left.write_text('{"suspects": [{"host": "gone"}]}')
+    changes = {"training__steps": 2, "training__eval_interval": 0, "health__enabled": True}
+    config = write_config(tmp_path / "config.json", prepare_text(tmp_path), tmp_path / "run", **changes)
+    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    found = json.loads(left.read_text())
+    assert found["suspects"] == [] and found["attempt"] == 1
+    assert found["run"] == json.loads((tmp_path / "run" / "run.json").read_text())["run"]
