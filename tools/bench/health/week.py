@@ -155,8 +155,7 @@ def telemetry_growth(_folder: Path, readings: int) -> Growth:
 
 
 def _reading(number: int, counters: dict[str, int]) -> Reading:
-    xids = [number // 10 % 150] if number % 10 == 0 else []
-    lines = [f"[Hardware Error]: {number}"] if number % 10 == 0 else []
+    xids, lines = [number % 150], [f"[Hardware Error]: Corrected error, no action required, {number}"]
     values = {**counters, "temperature_c": 40 + number % 50, "clock_reasons": number % 256}
     return Reading("GPU-0", "GPU 0", number * READING_S, values, {"power_w": "not supported"}, xids, lines)
 
