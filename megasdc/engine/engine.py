@@ -26,6 +26,9 @@ from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import StepAgreement
 
+_OF_NEXT = (schedule.LoadMicroBatch, schedule.RecvActivation, schedule.ForwardPass)
+"""Instructions of the micro-batch that this stage starts next."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -261,7 +264,7 @@ class TrainingEngine(PipelineEngine):
     def _micro_batch_of(self, kind: type, buffer_id: int | None) -> int:
         if buffer_id is None:
             return -1
-        if kind in (schedule.LoadMicroBatch, schedule.RecvActivation, schedule.ForwardPass):
+        if kind in _OF_NEXT:
             return self._started
         return self._micro_batch_of_buffer.get(buffer_id, -1)
 

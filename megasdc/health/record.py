@@ -35,6 +35,11 @@ SIZE = 4096
 BUCKETS = 44
 FIRST_BUCKET_S = 1e-3
 _LINE = struct.Struct("<QdqqQQ")
+_LINE_SIZE = _LINE.size
+_AFTER_MICRO_BATCHES = int(Phase.REDUCTION)
+"""First phase that is none of a micro-batch."""
+_MOST = 2**32 - 1
+"""Where a count stays."""
 _NUMBER_AT, _LINES_AT, _ASKED_AT, _COUNTS_AT = 1024, 1032, 1128, 1152
 _ASKED, _ANSWERED, _LEAVE = range(3)
 _IDENTITY_BYTES = 1024
@@ -124,16 +129,30 @@ class RecordWriter:
         self._number_there, self._requests = _numbers(self._map)
         self.folder, self.rank = folder, identity.rank
         self._number, self._since, self._phase = 0, time.monotonic(), Phase.START
+        self._past: list[Any] = []
+        """Phases that have ended and their durations, in turn, which are not counted yet."""
 
     def enter(self, phase: Phase, step: int, micro_batch: int = -1) -> None:
-        """Record a change of phase, and how long the one before took. About a microsecond."""
+        """Record a change of phase, and how long the one before took.
+
+        About a microsecond, and twenty where the pass before has taken the processor's caches. Within micro-batches
+        durations are only kept, and counted when what follows them begins.
+        """
         now = time.monotonic()
-        self._counts[self._phase * BUCKETS + bucket_of(now - self._since)] += 1
+        self._past += (self._phase, now - self._since)
         number = self._number = self._number + 1
         self._since, self._phase = now, phase
-        place = _LINES_AT + _LINE.size * (number & 1)
-        _LINE.pack_into(self._map, place, number, now, step, micro_batch, phase, number)
+        _LINE.pack_into(self._map, _LINES_AT + _LINE_SIZE * (number & 1), number, now, step, micro_batch, phase, number)
         self._number_there[0] = number
+        if phase >= _AFTER_MICRO_BATCHES:
+            self._count()
+
+    def _count(self) -> None:
+        past, counts = self._past, self._counts
+        for phase, seconds in zip(past[::2], past[1::2], strict=True):
+            place = phase * BUCKETS + bucket_of(seconds)
+            counts[place] = min(counts[place] + 1, _MOST)
+        past.clear()
 
     @property
     def asked(self) -> int:

@@ -68,6 +68,8 @@ class Stragglers:
     """
 
     def __init__(self, replicas: int, stages: int, slow_ratio: float) -> None:
+        import numpy.ma  # noqa: F401 - else the first np.median imports it, in the middle of a step
+
         self._slow_ratio = slow_ratio
         self._busy_s = np.ones((LONG, replicas, stages))
         self._garbage_s = np.zeros((LONG, replicas, stages))

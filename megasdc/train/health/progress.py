@@ -75,7 +75,7 @@ class Health(Hook):
         self._record.enter(Phase.START, run.step + 1)
         self._engine = run.engine
         self._evaluates = False
-        run.engine.watch_instructions(partial(self._mark, run.engine))
+        run.engine.watch_instructions(self._mark)
         run.enter = self._enter
         self._agent = AgentProcess(options, front) if identity.local_rank == 0 else None
         if self._agent is not None:
@@ -96,11 +96,11 @@ class Health(Hook):
         self._evaluates = phase == Phase.EVALUATION.name
         self._record.enter(Phase[phase], self._engine.step_number)
 
-    def _mark(self, engine: TrainingEngine, instruction: type, micro_batch: int) -> None:
+    def _mark(self, instruction: type, micro_batch: int) -> None:
         """An instruction of the schedule begins; those of an evaluation are not told apart: they may take longer."""
         phase = PHASES.get(instruction)
         if phase is not None and not self._evaluates:
-            self._record.enter(phase, engine.step_number, micro_batch)
+            self._record.enter(phase, self._engine.step_number, micro_batch)
 
     def before_step(self, run: Run) -> None:
         """Loading of the first micro-batch follows."""

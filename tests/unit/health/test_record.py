@@ -84,6 +84,26 @@ def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_durations_in_micro_batches_are_counted_after_them(tmp_path: Path) -> None:
+    """None is lost: each is counted once, when a phase that is none of a micro-batch begins; a full count stays."""
+    writer = RecordWriter(tmp_path, identity(3))
+    reader = RecordReader(record_path(tmp_path, 3))
+    for micro_batch in range(5):
+        for phase in (Phase.FORWARD, Phase.SEND_ACTIVATION, Phase.RECEIVE_GRADIENT, Phase.BACKWARD):
+            writer.enter(phase, 1, micro_batch)
+    assert not sum(reader.durations()[Phase.FORWARD])
+    for _ in range(2):
+        writer.enter(Phase.REDUCTION, 1)
+    counts = {phase: sum(counts) for phase, counts in reader.durations().items() if sum(counts)}
+    passes = (Phase.FORWARD, Phase.SEND_ACTIVATION, Phase.RECEIVE_GRADIENT, Phase.BACKWARD)
+    assert counts == {Phase.START: 1, Phase.REDUCTION: 1, **dict.fromkeys(passes, 5)}
+    writer._counts[Phase.REDUCTION * BUCKETS] = 2**32 - 1
+    writer.enter(Phase.OPTIMIZER, 1)
+    assert reader.durations()[Phase.REDUCTION][0] == 2**32 - 1
+    reader.close()
+    writer.close()
+
+
 def test_buckets_grow_by_the_root_of_two() -> None:
     """A duration is at most its bucket's limit and above that of the one before; the last takes all that is longer."""
     for index in range(BUCKETS - 1):

@@ -1,4 +1,4 @@
-"""`python -m tools.bench ...` of health: who is named when a run is stuck, and who when a rank is slow."""
+"""`python -m tools.bench ...` of health: who is named when a run is stuck, who when a rank is slow, what it costs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from megasdc.cli.app import output_option
 from tools.bench.commands.app import app
+from tools.bench.health.cost_options import HealthCostOptions
 from tools.bench.health.hang_options import HangOptions
 from tools.bench.health.straggler_options import StragglerOptions
 from tools.bench.options import add_command
@@ -41,3 +42,15 @@ def bench_slow_ranks(
     from tools.bench.health.stragglers import bench_stragglers
 
     return bench_stragglers(options, log, on_progress)
+
+
+@add_command(app, "health-cost", "--steps 100 --out health_cost.json")
+def bench_watching(on_progress: Any, options: HealthCostOptions) -> Any:
+    """Measure what health costs; exit code 1 if it is more than 0.05 % of a step or 1 % of a core for the agent.
+
+    Time inside all calls of its hooks over the time of a step, an agent's processor time after its start, losses with
+    and without it bit for bit, and memory and files of an agent's parts over a simulated time.
+    """
+    from tools.bench.health.cost import bench_health_cost
+
+    return bench_health_cost(options, on_progress)

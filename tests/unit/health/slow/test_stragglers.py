@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -135,3 +138,19 @@ def test_ratios_are_to_the_median_of_the_other_replicas(replicas: int) -> None:
     for replica in range(replicas):
         others = np.exp(np.median(np.log(np.delete(busy_s, replica, axis=1)), axis=1))
         assert found.ratio[replica] == pytest.approx((busy_s[:, replica] / others)[0])
+
+
+def test_a_judgement_imports_nothing() -> None:
+    """What NumPy imports late is imported when a run is built, not in the middle of a step."""
+    code = """
+import sys, numpy as np
+from megasdc.health.slow.stragglers import SHORT, Stragglers
+made = Stragglers(2, 1, 1.05)
+before = set(sys.modules)
+for step in range(SHORT):
+    made.add(np.full((2, 1), 0.1), np.zeros((2, 1)))
+made.judge(SHORT)
+assert made.recent is not None and made.imbalance == 1
+assert set(sys.modules) == before, set(sys.modules) - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
