@@ -5,7 +5,8 @@ for the neighbouring pipeline stage, a rank in a collective for those of its gro
 sequence numbers of PyTorch's flight recorder. The cause is whom others wait for and who waits for nobody. Where ranks
 wait for each other in a circle, it is the one that most wait for, or all of the circle. A rank that waits for ranks of
 which nothing is known, or that is in a collective and has not answered, is not the cause. Where the graph names nobody,
-nobody is named.
+nobody is named. Before the graph comes what the kernel says of connections: between two hosts of which one acknowledges
+nothing that the other sends, ranks wait for each other through no fault of theirs.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class RankState:
         groups: by name; empty where the rank did not answer.
         where: innermost line of the run's own code in its main thread; empty: unknown.
         limit_s: seconds that its phase may last.
+        silent_peers: addresses that do not acknowledge what it sends, with the number of repetitions.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankState:
     groups: Mapping[str, GroupState] = field(default_factory=dict)
     where: str = ""
     limit_s: float = math.inf
+    silent_peers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def answered(self) -> bool:
@@ -99,20 +102,25 @@ class Blame:
         ranks: the cause; empty where it is not known.
         text: one sentence.
         waits: by rank, what it waits for.
+        hosts: of the connection that is the cause; empty: none is.
     """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
     waits: Mapping[int, str]
+    hosts: tuple[str, ...] = ()
 
 
-def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> Blame:
+def find_blame(
+    states: Sequence[RankState], lost_hosts: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> Blame:
     """Name the cause of a standstill, if the evidence does.
 
     Args:
         states: of all ranks whose hosts have answered.
         lost_hosts: hosts that no longer answer at all.
+        names: of hosts by address, as far as they are known.
     """
     edges = wait_for_graph(states)
     by_rank = {one.rank: one for one in states}
@@ -131,6 +139,10 @@ def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> B
     ):
         if found := [one.rank for one in states if one.process == process and one.phase != Phase.DONE]:
             return blame(kind, found, why)
+    if silent := _silent_pairs(states, names or {}):
+        hosts = tuple(sorted({host for pair in silent for host in pair}))
+        said = "; ".join(f"{other} acknowledges nothing that {host} sends" for host, other in silent)
+        return Blame("link", (), f"{said} ({max(silent.values())} repetitions)", waits, hosts)
     if differing := _mismatch(states):
         ranks, why = differing
         return blame("mismatch", ranks, why)
@@ -149,6 +161,16 @@ def find_blame(states: Sequence[RankState], lost_hosts: Sequence[str] = ()) -> B
     if states and all(_waiting(one) for one in states):
         return blame("link", [], _link_text(states))
     return blame("unknown", [], "no rank moves, and what is known names none of them")
+
+
+def _silent_pairs(states: Sequence[RankState], names: Mapping[str, str]) -> dict[tuple[str, str], int]:
+    """Hosts that send, those that do not acknowledge it, and the largest number of repetitions."""
+    found: dict[tuple[str, str], int] = {}
+    for one in sorted(states, key=lambda state: state.host):
+        for address, repetitions in sorted(one.silent_peers.items()):
+            pair = one.host, names.get(address, address)
+            found[pair] = max(repetitions, found.get(pair, 0))
+    return found
 
 
 def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:

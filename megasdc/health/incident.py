@@ -23,9 +23,20 @@ INCIDENT_FOLDER = "incidents"
 
 
 def state_of(
-    identity: Identity, progress: Progress, limit_s: float, process: str, answer: Mapping[str, Any]
+    identity: Identity,
+    progress: Progress,
+    limit_s: float,
+    process: str,
+    answer: Mapping[str, Any],
+    silent: Mapping[str, int],
 ) -> RankState:
-    """State of a rank, from its record, its process, and its answer (``megasdc.health.rank_watch``); empty: none."""
+    """State of a rank.
+
+    Args:
+        process: see ``megasdc.health.process_state``.
+        answer: that it has given, see ``megasdc.health.rank_watch``; empty: none.
+        silent: see ``megasdc.health.sockets.silent_peers``.
+    """
     return RankState(
         rank=identity.rank,
         host=identity.host,
@@ -40,6 +51,7 @@ def state_of(
         process=process,
         groups=_groups(answer.get("groups", {})),
         where=answer.get("where", ""),
+        silent_peers=silent,
     )
 
 
@@ -102,7 +114,8 @@ def conclude(
     """
     states = sorted((read_state(one) for report in reports for one in report["states"]), key=lambda one: one.rank)
     stacks = {rank: found for report in reports for rank, found in report["stacks"].items()}
-    blame = find_blame(states, lost)
+    names = {address: one["host"] for report in reports for one in report["states"] for address in report["addresses"]}
+    blame = find_blame(states, lost, names)
     message = f"nothing moved for {min(one.stuck_s for one in states):.0f} s: {blame.text}"
     unseen = set(nodes) - {one.host for one in states} - set(lost)
     if unseen:
@@ -114,7 +127,7 @@ def conclude(
         "time": time.time(),
         "message": message,
         "ranks": list(blame.ranks),
-        "hosts": sorted({one.host for one in states if one.rank in blame.ranks}) or list(lost),
+        "hosts": sorted({one.host for one in states if one.rank in blame.ranks}) or list(blame.hosts or lost),
         "waits": {str(rank): text for rank, text in blame.waits.items()},
         "states": [asdict(one) for one in states],
         "stacks": clustered(stacks),

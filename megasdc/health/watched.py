@@ -20,6 +20,7 @@ from megasdc.health.phases import Phase
 from megasdc.health.process_state import process_state
 from megasdc.health.rank_watch import answer_path
 from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
+from megasdc.health.sockets import connections, silent_peers
 
 ANSWER_S = 3.0
 """Seconds that ranks have to answer."""
@@ -153,15 +154,18 @@ class WatchedRanks:
         self.look()
         if any(rank.progress.number != before[rank.identity.rank][0] for rank in self._ranks):
             return None
-        states, stacks = [], {}
+        states, stacks, addresses = [], {}, set()
         for rank in self._ranks:
             if rank.state == DISK and before[rank.identity.rank][1] != DISK:
                 rank.state = RUNNING  # it has only just begun to wait for it
             answer = self._answer(rank, asked)
             stacks[str(rank.identity.rank)] = answer.get("stacks", {})
             limit_s = limits.of(rank.progress, rank.first_step)
-            states.append(asdict(state_of(rank.identity, rank.progress, limit_s, rank.state, answer)))
-        return {"run": self.run, "states": states, "stacks": stacks}
+            known = connections(rank.identity.pid)
+            addresses |= {one.local for one in known}
+            state = state_of(rank.identity, rank.progress, limit_s, rank.state, answer, silent_peers(known))
+            states.append(asdict(state))
+        return {"run": self.run, "states": states, "stacks": stacks, "addresses": sorted(addresses)}
 
     def _answered(self, asked: Mapping[int, int]) -> bool:
         return all(rank.record.answered >= asked.get(rank.identity.rank, 0) for rank in self._ranks)

@@ -1,14 +1,20 @@
-"""A run that is stuck on several hosts whose run folders are not shared: the front of the launch names the rank."""
+"""A run that is stuck on several hosts without a shared run folder: the front names the rank, the host or the link."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster, unavailable_reason
+from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 REASON = unavailable_reason()
@@ -44,3 +50,75 @@ def test_the_front_names_a_stuck_rank_of_another_host(tmp_path: Path, folder: Pa
     assert not (other / "incidents").exists() and not list(front.glob("front_*.json"))
     last = json.loads((other / "node_00001.jsonl").read_text().splitlines()[-1])
     assert "problems" not in last and not (other / "node_00001.now").exists()
+
+
+CUTS: dict[str, tuple[Sequence[tuple[str, str]], str, list[str]]] = {
+    "off": ((), "hang/gone", ["node2"]),
+    "unplugged": ((), "hang/gone", ["node2"]),
+    "sends nothing": ((("node2", "node1"), ("node2", "node3")), "hang/gone", ["node2"]),
+    "two hosts, both ways": ((("node2", "node3"), ("node3", "node2")), "hang/link", ["node2", "node3"]),
+    "two hosts, one way": ((("node3", "node2"),), "hang/link", ["node2", "node3"]),
+}
+"""Directions in which every frame is lost, and which kind and hosts must be told."""
+FLOOR_S = 15.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pipeline", [1, 3])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_lost_host_or_link_is_named_and_the_run_ends(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    cut: str,
+    pipeline: int,
+) -> None:
+    """Three replicas or three stages, a host each: the right host or pair, no rank, and all ranks end ten seconds later
+    than their phases may last, also on the host that hears nothing.
+    """
+    lost, kind, named = CUTS[cut]
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["model"]["num_layers"] = 3
+    raw["megasdc"]["parallel"] |= {"pipeline": pipeline, "timeout_s": 600.0}
+    raw["megasdc"]["health"] = {"hang_floor_s": FLOOR_S, "slow_floor_s": FLOOR_S, "ping_interval": 0}
+    raw["megasdc"]["training"]["steps"] = 100_000
+    raw["megasdc"]["checkpoint"] = {"interval": 0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    run = folder / "run"
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 3, env=env, private=[run]) as hosts, contextlib.ExitStack() as cuts:
+        metrics = hosts.private_dir("node1", run) / "metrics.jsonl"
+        argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(hosts.hostfile())]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launch = hosts.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder), **pipes)
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 40, launch)
+        if cut == "off":
+            hosts.power_off("node2")
+        elif cut == "unplugged":
+            hosts.unplug("node2")
+        for way in lost:
+            cuts.enter_context(slow_link(hosts, *way, loss=1.0))
+        began = time.monotonic()
+        alive = [name for name in hosts.names if (cut, name) != ("off", "node2")]
+        wait_until(lambda: all(has_ended(hosts, run, name) for name in alive), None)
+        seconds = time.monotonic() - began
+        said, _ = launch.communicate(timeout=120)
+        (path,) = (hosts.private_dir("node1", run) / "health" / "incidents").glob("hang_*.json")
+    incident = json.loads(path.read_text())
+    print(f"{cut}, pipeline {pipeline}: {seconds:.1f} s, exit code {launch.returncode}, {incident['message']}")
+    assert (incident["kind"], incident["hosts"], incident["ranks"]) == (kind, named, []), incident["message"]
+    assert seconds <= FLOOR_S + 10, said
+    assert launch.returncode == (75 if kind == "hang/link" else 78), said
+
+
+def wait_until(done: Callable[[], bool], launch: subprocess.Popen[Any] | None) -> None:
+    """Until it is true, at most two minutes, while the launch goes on."""
+    end = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < end and (launch is None or launch.poll() is None), launch and launch.communicate()
+        time.sleep(0.1)
+
+
+def has_ended(hosts: Cluster, run: Path, name: str) -> bool:
+    """Whether the agent of a host has written that its ranks have ended."""
+    lines = hosts.private_dir(name, run) / "health" / f"node_{hosts.names.index(name):05d}.jsonl"
+    return '"note": "ends' in lines.read_text()

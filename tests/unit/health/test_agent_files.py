@@ -35,7 +35,7 @@ def boards(folder: Path, number: int = 2) -> list[FolderBoard]:
 
 def report(node: int) -> OwnState:
     """State of a host that is stuck."""
-    return OwnState({"run": "r", "states": [node], "stacks": {}, "devices": {}})
+    return OwnState({"run": "r", "states": [node], "stacks": {}, "devices": {}, "addresses": []})
 
 
 def test_hosts_learn_of_each_other_by_the_folder(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -162,3 +162,15 @@ def test_without_a_flight_recorder_the_only_rank_that_computes_is_named() -> Non
     """No sequence numbers: all others are in transfers or collectives."""
     blame = find_blame([state(0, Phase.REDUCTION), state(1, Phase.DATA), state(2, Phase.REDUCTION)])
     assert (blame.kind, blame.ranks) == ("behind", (1,))
+
+
+def test_a_connection_that_carries_nothing_is_named_before_whom_ranks_wait_for() -> None:
+    """Two stages wait for each other, and what one host sends is not acknowledged: the pair, and no rank."""
+    first = replace(state(0, Phase.RECEIVE_GRADIENT, pp=0, dp=0), silent_peers={"10.0.0.2": 6})
+    last = state(1, Phase.RECEIVE_ACTIVATION, pp=1, dp=0)
+    assert find_blame([replace(first, silent_peers={}), last]).kind == "circle"
+    blame = find_blame([first, last], names={"10.0.0.2": "n1"})
+    assert (blame.kind, blame.ranks, blame.hosts) == ("link", (), ("n0", "n1"))
+    assert blame.text == "n1 acknowledges nothing that n0 sends (6 repetitions)"
+    unknown = find_blame([first, last])
+    assert unknown.hosts == ("10.0.0.2", "n0"), "a host that has reported no address"

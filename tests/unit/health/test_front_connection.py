@@ -45,7 +45,9 @@ def stuck(rank: int, run: str = "r", phase: Phase = Phase.FORWARD) -> OwnState:
     """State of a host whose only rank does not move."""
     state: dict[str, Any] = {"rank": rank, "host": f"n{rank}", "pp_rank": rank, "tp_rank": 0, "dp_rank": 0, "step": 7}
     state |= {"micro_batch": 0, "phase": int(phase), "stuck_s": 61.0, "process": "running", "groups": {}, "where": ""}
-    return OwnState({"run": run, "states": [state], "stacks": {str(rank): {"main": ["a.py:1 f"]}}, "devices": {}})
+    return OwnState(
+        {"run": run, "states": [state], "stacks": {str(rank): {"main": ["a.py:1 f"]}}, "devices": {}, "addresses": []}
+    )
 
 
 def raw_connection(server: FrontServer) -> socket.socket:
@@ -196,7 +198,7 @@ def test_too_many_strangers_do_not_exhaust_the_front(server: FrontServer, said: 
 def test_a_report_that_is_no_report_is_told_and_left_out(server: FrontServer, said: list[str]) -> None:
     """An agent that knows the secret and sends nonsense: the front judges by the reports that it can read."""
     agent = link(server, num_nodes=1)
-    agent.own = OwnState({"run": "r", "states": [{"rank": "x"}], "stacks": {}, "devices": {}})
+    agent.own = OwnState({"run": "r", "states": [{"rank": "x"}], "stacks": {}, "devices": {}, "addresses": []})
     agent.exchange()
     agent.exchange()
     assert agent.judges and agent.leave is None and len(said) == 1 and "cannot be read" in said[0]

@@ -107,7 +107,7 @@ def add_hang(folder: Path, step: int, run: str = "abc") -> Path:
         "0": {"MainThread x": ["a.py:1 outer", "b.py:2 wait"]},
         "1": {"MainThread x": ["a.py:1 outer", "c.py:3 spin"]},
     }
-    report = {"run": run, "states": [asdict(one) for one in states], "stacks": stacks, "devices": {}}
+    report = {"run": run, "states": [asdict(one) for one in states], "stacks": stacks, "devices": {}, "addresses": []}
     conclusion = conclude(folder / "health", ["node0", "node1"], [report], [])
     conclusion.write()
     return conclusion.path
