@@ -40,6 +40,8 @@ from megasdc.health.watched import WatchedRanks
 from megasdc.health.wire import FrontAddress, Hello
 
 POLL_S = 1.0
+KEEP_S = 300.0
+"""Seconds between two times that durations are kept, for runs that do not end by themselves."""
 PAUSE_S = 10.0
 """An agent that has not run for so long was stopped with its host: what ranks did not do meanwhile does not count."""
 LAST_WORK_S = 10.0 + LIMIT_S
@@ -113,6 +115,7 @@ class Agent:
         self._threads = [disk, *([] if network is None else [network])]
         self._note("begins")
         looked_at = time.monotonic()
+        keep_at = looked_at + KEEP_S
         while True:
             time.sleep(POLL_S)
             if (paused_s := time.monotonic() - looked_at) > PAUSE_S:
@@ -122,6 +125,9 @@ class Agent:
             self._ranks.look()
             if self._ranks.ended:
                 break
+            if looked_at >= keep_at:
+                self._keep_durations()
+                keep_at = looked_at + KEEP_S
             self._watch_for_standstill()
             self._note()
             if (conclusion := self._conclusion()) is not None:
@@ -190,19 +196,23 @@ class Agent:
         gone = [rank.identity.rank for rank in self._ranks if rank.state == GONE and rank.progress.phase != Phase.DONE]
         if gone and self._report is None:
             self._report = self._ask(self._limits())  # that they are gone, for hosts that wait for them
-        durations = self._ranks.durations(self._kept)
+        self._keep_durations()
         self._note(f"ends; rank {', '.join(map(str, gone))} had gone before its last step" if gone else "ends")
         self._tell(OwnState(self._report, ended=True, problem=self._problem()))
         shutil.rmtree(self._options.folder, ignore_errors=True)
         self._journal.close()
-        if self._options.node == 0:
-            self._disk.once(lambda: keep_durations(self._health / DURATIONS_FILE, durations))
         self._disk.once(self._board.exchange)
         self._disk.once(self._alert)
         for thread in self._threads:
             thread.close(LAST_WORK_S)
         if self._link is not None:
             self._link.close()
+
+    def _keep_durations(self) -> None:
+        """Keep how long phases take for the next start; by the first host."""
+        if self._options.node == 0:
+            durations = self._ranks.durations(self._kept)
+            self._disk.once(lambda: keep_durations(self._health / DURATIONS_FILE, durations))
 
     def _alert(self) -> None:
         """Give the incident that this agent has concluded to the user's command."""

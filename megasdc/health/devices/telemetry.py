@@ -17,6 +17,8 @@ from megasdc.health.devices.verdict import Verdict, worst
 KERNEL_LOG = "dev/kmsg"
 INTERVAL_S = 10.0
 ANSWER_S = 45.0
+BETTER_S = 60.0
+"""A better verdict is noted so long after the one before: some come and go."""
 SHOWN = ("temperature_c", "power_w", "clock_reasons", "load_per_cpu", "memory_available_share", "disk_write_s")
 """Values that each line of an agent has."""
 
@@ -48,7 +50,8 @@ class Telemetry:
             Reader("devices", lambda: Nvml(KernelLog(log, since), events=events), interval_s, answer_s),
             Reader("host", lambda: Host(folder, KernelLog(log, since), root), interval_s, answer_s),
         ]
-        self._verdicts: dict[str, Verdict] = {}
+        self._noted: dict[str, tuple[Verdict, float]] = {}
+        """Verdicts by name, and when they were noted."""
 
     def start(self) -> None:
         """Begin to read; threads do not survive a fork, so after it."""
@@ -82,13 +85,20 @@ class Telemetry:
         found, notes = [], []
         for name, reasons in survey.by_name().items():
             verdict, texts = worst(reasons), [one.text for one in reasons]
-            if verdict != self._verdicts.get(name, Verdict.FIT):
-                before = self._verdicts.get(name, Verdict.FIT)
-                notes.append(", ".join([f"{name}: {before.label} -> {verdict.label}", *texts]))
-            self._verdicts[name] = verdict
+            if note := self._changed(name, verdict):
+                notes.append(", ".join([note, *texts]))
             if name in values or verdict > Verdict.FIT:
                 found.append({"name": name, "verdict": verdict.label, "text": "; ".join(texts), **values.get(name, {})})
         return found, "; ".join(notes)
+
+    def _changed(self, name: str, verdict: Verdict) -> str:
+        """What a verdict was and is; empty: nothing new. Better ones are new after a while, so that few are."""
+        before, noted_at = self._noted.get(name, (Verdict.FIT, 0.0))
+        now = time.monotonic()
+        if verdict == before or (verdict < before and now < noted_at + BETTER_S):
+            return ""
+        self._noted[name] = verdict, now
+        return f"{name}: {before.label} -> {verdict.label}"
 
 
 def _short(one: Judged) -> dict[str, Any]:
