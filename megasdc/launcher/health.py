@@ -57,4 +57,4 @@ def _on_first_host(plan: LaunchPlan, text: str | None) -> str:
     request = {"path": str(front_path(plan.run_dir / "health", plan.launch_id)), "text": text}
     first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
     (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
-    return str(answer.problem)
+    return answer.problem or ""
