@@ -10,7 +10,7 @@ from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run,
 
 pytestmark = pytest.mark.distributed
 
-STEPS, SLOW_UNTIL = 64, 24
+STEPS, SLOW_UNTIL = 96, 24
 
 
 def test_a_slow_rank_is_named_and_recovers_and_no_bit_changes(tmp_path: Path) -> None:
@@ -22,8 +22,8 @@ def test_a_slow_rank_is_named_and_recovers_and_no_bit_changes(tmp_path: Path) ->
         "training__eval_interval": 0,
         "drop_compute": {"enabled": True, "threshold": "inf"},
         "delay": [
-            {"kind": "bounded_lognormal", "mean_s": 0.02},
-            {"kind": "slow_rank", "replica": 2, "delay_s": 0.06, "steps": [1, SLOW_UNTIL]},
+            {"kind": "bounded_lognormal", "mean_s": 0.04},
+            {"kind": "slow_rank", "replica": 2, "delay_s": 0.12, "steps": [1, SLOW_UNTIL]},
         ],
     }
     plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain", **changes)
