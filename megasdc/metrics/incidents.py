@@ -1,4 +1,4 @@
-"""Incidents in a run folder: findings of corruption and standstills, which ones are there and what each says."""
+"""Incidents in a run folder: findings of corruption and hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNREADABLE = "incident that cannot be read"
 
 @dataclass(frozen=True)
 class IncidentFile:
-    """An incident as it is told to people.
+    """Title and text of an incident, for trackers.
 
     Args:
         title: kind of the incident.
@@ -32,7 +32,7 @@ def list_incidents(run_dir: Path) -> list[Path]:
 
 
 def read_incident(path: Path) -> IncidentFile:
-    """Read what is told of an incident; of a file that is damaged, or cannot be read, that it is."""
+    """Read title and text of an incident; those of a damaged file report that it is damaged."""
     page = path.with_suffix(".html")
     files = (path, page) if page.exists() else (path,)
     try:
