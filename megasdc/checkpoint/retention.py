@@ -39,19 +39,26 @@ def plan_retention(
     return [step for step in past if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
+def list_due(folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()) -> list[int]:
+    """Steps of a folder's checkpoints that need not be kept; incomplete ones are neither counted nor listed.
+
+    ``verified`` comes from the marks of all nodes, so that all keep the same.
+    """
+    if keep.last == 0:
+        return []
+    complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
+    return plan_retention(complete, newest, keep.last, keep.every, verified)
+
+
 def apply_retention(
     folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()
 ) -> tuple[list[int], list[str]]:
-    """Delete the checkpoints that need not be kept; incomplete ones are neither counted nor deleted.
+    """Delete the checkpoints of ``list_due``.
 
-    ``verified`` comes from the marks of all nodes, so that all keep the same. Returns the steps deleted, and one line
-    for each that could not be deleted.
+    Returns the steps deleted, and one line for each that could not be deleted.
     """
-    if keep.last == 0:
-        return [], []
-    complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
     deleted, failed = [], []
-    for step in plan_retention(complete, newest, keep.last, keep.every, verified):
+    for step in list_due(folder, newest, keep, verified):
         try:
             delete_folder(folder / step_folder(step))
             deleted.append(step)

@@ -9,6 +9,7 @@ checkpoint without it does not count. Any failure is reported to all ranks and r
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import time
@@ -41,7 +42,7 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.retention import Retention, apply_retention
-from megasdc.checkpoint.writer import wrapped_writer
+from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
 from megasdc.errors import CheckpointError, MegasdcError
 from megasdc.parallel.dims import ParallelDims
@@ -64,15 +65,20 @@ class SavedState:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Result of a save, the same on all ranks except for ``path``; ``size_bytes``: written over all ranks.
+    """Result of a save, the same on all ranks except for ``path``.
 
-    ``deleted``: steps whose checkpoints were deleted.
+    Attributes:
+        size_bytes: written over all ranks.
+        duration_s: until the checkpoint was whole.
+        stalled_s: of these, seconds in which training stood still.
+        deleted: steps whose checkpoints were deleted.
     """
 
     path: Path
     step: int
     size_bytes: int
     duration_s: float
+    stalled_s: float
     deleted: list[int]
 
 
@@ -102,48 +108,77 @@ def save_checkpoint(
     """
     started = time.monotonic()
     keep, place = keep or Retention(), find_place(ranks)
-    job = _Job(engine, Path(folder), step, dims, place)
+    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine))
     try:
-        records = job.write(state)
-        job.commit(records)
+        records = _write(job, engine, state)
+        _commit(job, records)
     except MegasdcError as error:  # raised by all ranks together
         place.emit("error", "checkpoint_save", step=step, message=str(error))
         raise
-    marks = place.gather(list_verified(job.folder) if place.leader else [])
-    verified = {marked for steps in marks for marked in steps}
+    verified = job.verified()
     deleted, failed = apply_retention(job.folder, step, keep, verified) if place.leader else ([], [])
+    duration_s = time.monotonic() - started
+    return finish_save(job, keep, records, deleted, failed, duration_s, duration_s)
+
+
+def finish_save(
+    job: SaveJob,
+    keep: Retention,
+    records: list[FileRecord],
+    deleted: list[int],
+    failed: list[str],
+    duration_s: float,
+    stalled_s: float,
+) -> SaveResult:
+    """Report a save that is done.
+
+    Args:
+        records: of all ranks.
+        deleted: on a leader, steps whose checkpoints it deleted.
+        failed: on a leader, lines about those that could not be.
+
+    Collective: all ranks of the world.
+    """
+    place = job.place
     answers = place.gather((deleted, failed))
     result = SaveResult(
         path=job.final,
-        step=step,
+        step=job.step,
         size_bytes=sum(record.size_bytes for record in records),
-        duration_s=time.monotonic() - started,
+        duration_s=duration_s,
+        stalled_s=stalled_s,
         deleted=sorted({gone for steps, _ in answers for gone in steps}),
     )
     place.emit(
         "save",
         "checkpoint",
-        step=step,
+        step=job.step,
         path=str(result.path),
         size_bytes=result.size_bytes,
-        duration_s=round(result.duration_s, 3),
+        duration_s=round(duration_s, 3),
+        stalled_s=round(stalled_s, 3),
     )
     for gone in result.deleted:
         place.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep.last}, keep_every {keep.every}")
     for line in (line for _, lines in answers for line in lines):
-        place.emit("warning", "checkpoint_not_deleted", step=step, message=line)
+        place.emit("warning", "checkpoint_not_deleted", step=job.step, message=line)
     return result
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One save: its paths and ranks."""
+class SaveJob:
+    """One save: its paths and ranks.
 
-    engine: Any
+    Attributes:
+        folder: the checkpoint folder.
+        engine: what ``describe_engine`` says of it.
+    """
+
     folder: Path
     step: int
     dims: ParallelDims
     place: Place
+    engine: dict[str, Any]
 
     @property
     def node_local(self) -> bool:
@@ -160,45 +195,8 @@ class _Job:
         """Folder under its final name."""
         return self.folder / step_folder(self.step)
 
-    def write(self, state: SavedState) -> list[FileRecord]:
-        """Write this rank's files under the temporary name; return the records of all ranks."""
-        if self.engine.checkpoint_engine.is_decoupled():
-            raise CheckpointError(
-                "DeepSpeed's key checkpoint.writer asks for files written in the background, but a checkpoint is "
-                "complete only when all files are on the disk: remove the key"
-            )
-        self._agree(self._prepare() if self.place.leader else None)
-        with wrapped_writer(
-            self.engine, writes_model=self.place.writes_model(self.dims), every_node=self.node_local
-        ) as writer:
-            self.engine.save_checkpoint(
-                str(self.temporary), tag=".", client_state=state.client_state, save_latest=False
-            )
-            writer.save(state.rank_state, str(self.temporary / rank_state_file(self.place.rank)))
-        problem, records = writer.problem, []
-        try:
-            if problem is None and self.place.leader:
-                write_durably(self.temporary / SHARED_STATE_FILE, json.dumps(state.shared_state, indent=1) + "\n")
-                writer.written[self.temporary / SHARED_STATE_FILE] = None
-            if problem is None:
-                records = [self._describe(path, tensors) for path, tensors in writer.written.items()]
-        except CheckpointError as error:
-            problem = Problem(str(error), storage=False)
-        except (OSError, TypeError, ValueError) as error:
-            problem = describe_error(error, f"finish {self.temporary}")
-        self._agree(problem)
-        return sorted_records(record for answer in self.place.gather(records) for record in answer)
-
-    def commit(self, records: list[FileRecord]) -> None:
-        """Rename the written folder to the checkpoint of its step, on all nodes."""
-        manifest = self._manifest(records)
-        # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
-        self._agree(_attempt(self._rename, manifest) if self.place.leader else None)
-        if self.node_local:
-            self._agree(_attempt(self._mark, manifest) if self.place.leader else None)
-        self._agree(_attempt(self._point, manifest) if self.place.leader else None, saved=True)
-
-    def _prepare(self) -> Problem | None:
+    def prepare(self) -> Problem | None:
+        """Create the folder under its temporary name; the leader calls it."""
         try:
             shutil.rmtree(self.temporary, ignore_errors=True)
             self.temporary.mkdir(parents=True)
@@ -206,12 +204,8 @@ class _Job:
             return describe_error(error, f"create {self.temporary}")
         return None
 
-    def _describe(self, path: Path, tensors: dict[str, str] | None) -> FileRecord:
-        if path.suffix == ".pt":
-            check_pickle(path)
-        return describe_file(path.parent, path.name, rank=self.place.rank, node=self.place.node, tensors=tensors)
-
-    def _manifest(self, records: list[FileRecord]) -> Manifest:
+    def manifest(self, records: list[FileRecord]) -> Manifest:
+        """The manifest of the leader's folder; ``records``: of all ranks."""
         mine = set(self.place.ranks)
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -224,38 +218,21 @@ class _Job:
             storage=self.place.among.storage,
             nodes=self.place.nodes,
             node=self.place.node if self.node_local else None,
-            engine=describe_engine(self.engine),
+            engine=self.engine,
             versions=installed_versions(),
             files=[record for record in records if record.rank in mine],
         )
 
-    def _rename(self, manifest: Manifest) -> None:
-        write_manifest(self.temporary, manifest)
-        commit_folder(self.temporary, self.final)
+    def verified(self) -> set[int]:
+        """Steps whose checkpoints are marked as verified on any node.
 
-    def _mark(self, manifest: Manifest) -> None:
-        write_marker(self.final, manifest)
+        Collective: all ranks.
+        """
+        marks = self.place.gather(list_verified(self.folder) if self.place.leader else [])
+        return {marked for steps in marks for marked in steps}
 
-    def _point(self, _: Manifest) -> None:
-        write_durably(self.folder / LATEST_FILE, self.final.name + "\n")
-
-    def _agree(self, problem: Problem | None, *, saved: bool = False) -> None:
-        """Continue if no rank has a problem, else clean up and raise on all ranks; ``saved``: the checkpoint stays."""
-        what = f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
-        if saved:
-            what = (
-                f"checkpoint of step {self.step} was saved, {self.final} is whole and a run resumes from it, but "
-                f"{self.folder / LATEST_FILE} could not be written and names an earlier one or none"
-            )
-        try:
-            raise_together(problem, self.place, what)
-        except MegasdcError:
-            if self.place.leader:
-                self._clean_up()
-            self.place.gather(None)  # no rank raises before the folders are clean
-            raise
-
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
+        """Remove what a failed save has left in the leader's folder."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         if not self.node_local:
             return
@@ -264,11 +241,95 @@ class _Job:
             if manifest.save_id == self.place.save_id and not has_marker(self.final, manifest):
                 delete_folder(self.final)
 
+    def agree(self, problem: Problem | None, *, saved: bool = False) -> None:
+        """Continue if no rank has a problem, else clean up and raise on all ranks; ``saved``: the checkpoint stays.
 
-def _attempt(action: Callable[[Manifest], None], manifest: Manifest) -> Problem | None:
+        Collective: all ranks.
+        """
+        try:
+            raise_together(problem, self.place, self.failure(saved=saved))
+        except MegasdcError:
+            if self.place.leader:
+                self.clean_up()
+            self.place.gather(None)  # no rank raises before the folders are clean
+            raise
+
+    def failure(self, *, saved: bool) -> str:
+        """How the message of a failure begins; ``saved``: the checkpoint is whole."""
+        if saved:
+            return (
+                f"checkpoint of step {self.step} was saved, {self.final} is whole and a run resumes from it, but "
+                f"{self.folder / LATEST_FILE} could not be written and names an earlier one or none"
+            )
+        return f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
+
+
+def _write(job: SaveJob, engine: Any, state: SavedState) -> list[FileRecord]:
+    """Write this rank's files under the temporary name; return the records of all ranks."""
+    refuse_decoupled(engine)
+    place = job.place
+    job.agree(job.prepare() if place.leader else None)
+    with wrapped_writer(
+        engine, RecordingWriter(engine.checkpoint_engine), place.writes_model(job.dims), every_node=job.node_local
+    ) as writer:
+        engine.save_checkpoint(str(job.temporary), tag=".", client_state=state.client_state, save_latest=False)
+        writer.save(state.rank_state, str(job.temporary / rank_state_file(place.rank)))
+    problem, records = writer.problem, []
+    try:
+        if problem is None and place.leader:
+            write_durably(job.temporary / SHARED_STATE_FILE, shared_state_text(state))
+            writer.written[job.temporary / SHARED_STATE_FILE] = None
+        if problem is None:
+            records = [_describe(path, place, tensors) for path, tensors in writer.written.items()]
+    except CheckpointError as error:
+        problem = Problem(str(error), storage=False)
+    except (OSError, TypeError, ValueError) as error:
+        problem = describe_error(error, f"finish {job.temporary}")
+    job.agree(problem)
+    return sorted_records(record for answer in place.gather(records) for record in answer)
+
+
+def refuse_decoupled(engine: Any) -> None:
+    """CheckpointError where DeepSpeed is to write checkpoints in the background itself."""
+    if engine.checkpoint_engine.is_decoupled():
+        raise CheckpointError(
+            "DeepSpeed's key checkpoint.writer asks for files written in the background, but a checkpoint is "
+            "complete only when all files are on the disk: remove the key, and use megasdc.checkpoint.writing"
+        )
+
+
+def shared_state_text(state: SavedState) -> str:
+    """Content of ``megasdc.json``."""
+    return json.dumps(state.shared_state, indent=1) + "\n"
+
+
+def _describe(path: Path, place: Place, tensors: dict[str, str] | None) -> FileRecord:
+    if path.suffix == ".pt":
+        check_pickle(path)
+    return describe_file(path.parent, path.name, rank=place.rank, node=place.node, tensors=tensors)
+
+
+def _commit(job: SaveJob, records: list[FileRecord]) -> None:
+    """Rename the written folder to the checkpoint of its step, on all nodes."""
+    leader = job.place.leader
+    manifest = job.manifest(records)
+
+    def rename() -> None:
+        write_manifest(job.temporary, manifest)
+        commit_folder(job.temporary, job.final)
+
+    # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
+    job.agree(_attempt(rename) if leader else None)
+    if job.node_local:
+        job.agree(_attempt(lambda: write_marker(job.final, manifest)) if leader else None)
+    point = functools.partial(write_durably, job.folder / LATEST_FILE, job.final.name + "\n")
+    job.agree(_attempt(point) if leader else None, saved=True)
+
+
+def _attempt(action: Callable[[], None]) -> Problem | None:
     """Run an action on the disk and return its problem, if any."""
     try:
-        action(manifest)
+        action()
     except OSError as error:
         return describe_error(error, "commit the checkpoint")
     return None

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
 from megasdc.durable import sync_path
 from megasdc.tensors.bits import dtype_name
+
+Writer = TypeVar("Writer")
 
 
 class RecordingWriter:
@@ -79,8 +81,8 @@ def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iterator[RecordingWriter]:
-    """Context that installs a recording writer in a PipelineEngine and removes it again.
+def wrapped_writer(engine: Any, writer: Writer, writes_model: bool, *, every_node: bool) -> Iterator[Writer]:
+    """Context that installs a writer in a PipelineEngine instead of DeepSpeed's and removes it again.
 
     DeepSpeed writes the weights on the first replica only. With node-local storage (``every_node``), the first rank of
     each stage and tensor rank on a node is made to write them too: ``save_non_zero_checkpoint`` opens the file of the
@@ -90,7 +92,6 @@ def wrapped_writer(engine: Any, *, writes_model: bool, every_node: bool) -> Iter
     grid, module = engine.grid, engine.module
     before = (engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id)
     parallel_write = module.checkpoint_parallel_write_pipeline
-    writer = RecordingWriter(engine.checkpoint_engine)
     engine.checkpoint_engine = writer
     engine._copy_recovery_script = lambda save_path: None
     if every_node:

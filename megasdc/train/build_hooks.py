@@ -245,7 +245,7 @@ def _reporter(parts: HookParts, writer: MetricsWriter | None) -> Reporter:
 def _saver(parts: HookParts, writer: MetricsWriter | None, detection: Detection | None) -> Saver:
     before_save = None if detection is None else detection.before_save
     study = None if parts.study is None else parts.study.section
-    return Saver(parts.config, writer, parts.manifest.tokenizer.checksum, before_save, study)
+    return Saver(parts.config, parts.run, writer, parts.manifest.tokenizer.checksum, before_save, study)
 
 
 def _fault_drill(parts: HookParts) -> FaultDrill | None:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.aside import leave_behind
+from megasdc.checkpoint.background.room import GIB, why_not
+from megasdc.checkpoint.background.saver import BackgroundSaver
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Problem, Ranks, raise_together
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.retention import Retention
-from megasdc.checkpoint.save import SavedState, save_checkpoint
+from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
 from megasdc.config import RunConfig, StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import Position, merge_positions, position_for
 from megasdc.determinism import capture_rng, restore_rng, seed_generators
-from megasdc.engine.engine import StepResult
+from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, is_stateful
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, ConfigError
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
@@ -43,11 +46,13 @@ class Saver(Hook):
 
     Each checkpoint stores the resolved configuration, and the checksum of the tokenizer that the data were prepared
     with. ``before_save`` is called on all ranks; ``writer`` is None on other ranks than 0, ``study`` without a study.
+    The last checkpoint is always written while the run waits, since nothing is left that could go on.
     """
 
     def __init__(
         self,
         config: RunConfig,
+        run: Run,
         writer: MetricsWriter | None,
         tokenizer_checksum: str,
         before_save: Callable[[Run], None] | None = None,
@@ -60,30 +65,107 @@ class Saver(Hook):
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
         self.writer = writer
+        self._ranks = Ranks(self.section.storage, run.host_group, run.events)
+        self._keep = Retention(self.section.keep_last, self.section.keep_every)
+        self._skipped = 0
+        self._background: BackgroundSaver | None = None
+        if self.section.interval and self.section.writing != "sync":
+            self._background = BackgroundSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
+            self.fields = self._background.fields
+
+    def on_start(self, run: Run) -> None:
+        """Look whether memory has room for snapshots.
+
+        Raises:
+            ConfigError: it has none, and the configuration demands them; on all ranks.
+        """
+        if self._background is None or run.step + self.section.interval >= run.steps:
+            return
+        size = self._background.measure(run.engine, self._state(run))
+        problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
+        if problem is None:
+            self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
+        elif self.section.writing == "async":
+            raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
+        else:
+            self._tell(run, "sync", problem)
+            self._background.close()
+            self._background, self.fields = None, ()
+
+    def _tell(self, run: Run, writing: str, why: str) -> None:
+        if run.dims.rank == 0:
+            run.events.emit("start", "checkpoint_writing", writing=writing, why=why)
+            logger.info("checkpoints are written %s: %s", {"async": "beside training"}.get(writing, writing), why)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """A snapshot must be whole before anything changes."""
+        if self._background is not None:
+            self._background.wait_for_copy()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Save when due."""
-        due = self.section.interval and run.step % self.section.interval == 0
+        """Go on with the save under way, and save when due."""
+        due = bool(self.section.interval) and run.step % self.section.interval == 0
+        if self._background is not None:
+            failed = self._background.failed
+            self._report(run, self._background.advance())
+            if self._background.failed > failed:
+                self._count(run, "failed", self._background.failed)
+            if self._background.step is not None and (run.is_last_step or due):
+                due = self._meet_late(run, self._background) and due
         if not due and not run.is_last_step:
             return
         run.enter("SAVE")
         if self.before_save is not None:
             self.before_save(run)
-        saved = save_checkpoint(
-            run.engine,
-            self.folder,
-            run.step,
-            SavedState(self._shared_state(run), {"rng": capture_rng()}, self._client_state(run)),
-            run.dims,
-            Ranks(self.section.storage, run.host_group, run.events),
-            Retention(self.section.keep_last, self.section.keep_every),
-        )
+        started = time.monotonic()
+        if self._background is None or run.is_last_step:
+            state = self._state(run)
+            saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
+            self._report(run, saved)
+        else:
+            self._background.begin(run.engine, run.step, self._state(run))
+        run.paused_s += time.monotonic() - started
         run.enter("BETWEEN")
-        run.passed_over.discard(run.step)
-        run.paused_s += saved.duration_s
+
+    def _meet_late(self, run: Run, background: BackgroundSaver) -> bool:
+        """A save is due or the run ends, while one is under way; returns whether the new one may begin."""
+        if self.section.when_late == "skip" and not run.is_last_step:
+            self._skipped += 1
+            if run.dims.rank == 0:
+                run.events.emit("skip", "checkpoint_save", step=run.step, under_way=background.step)
+                self._count(run, "skipped", self._skipped)
+                logger.warning("step %d is not saved: the save of step %d is under way", run.step, background.step)
+            return False
+        run.enter("SAVE")
+        started = time.monotonic()
+        self._report(run, background.finish())
+        run.paused_s += time.monotonic() - started
+        run.enter("BETWEEN")
+        return True
+
+    def _report(self, run: Run, saved: SaveResult | None) -> None:
+        """Log, and write as metrics, a save that is done."""
+        if saved is None:
+            return
+        run.passed_over.discard(saved.step)
         if self.writer is not None:
-            self.writer.write(run.step, {"checkpoint/save_s": saved.duration_s, "checkpoint/bytes": saved.size_bytes})
-            logger.info("step %d | saved %s in %.1f s", run.step, saved.path, saved.duration_s)
+            self.writer.write(
+                run.step,
+                {
+                    "checkpoint/save_s": saved.duration_s,
+                    "checkpoint/stalled_s": saved.stalled_s,
+                    "checkpoint/bytes": saved.size_bytes,
+                },
+            )
+            stood = "" if saved.stalled_s == saved.duration_s else f", {saved.stalled_s:.2f} s of them standing still"
+            logger.info("step %d | saved %s in %.1f s%s", run.step, saved.path, saved.duration_s, stood)
+
+    def _count(self, run: Run, what: str, number: int) -> None:
+        if self.writer is not None:
+            self.writer.write(run.step, {f"checkpoint/{what}": number})
+
+    def _state(self, run: Run) -> SavedState:
+        return SavedState(self._shared_state(run), {"rng": capture_rng()}, self._client_state(run))
 
     def _client_state(self, run: Run) -> dict[str, Any]:
         model = self.config.megasdc.model
@@ -107,7 +189,9 @@ class Saver(Hook):
         }
 
     def close(self) -> None:
-        """Close the metrics file; this is the last hook that writes to it."""
+        """Close the metrics file, since this is the last hook that writes to it; a save under way is lost."""
+        if self._background is not None:
+            self._background.close()
         if self.writer is not None:
             self.writer.close()
 

@@ -17,6 +17,7 @@ LAYERS = {
     "durable": 0,
     "imports": 0,
     "origin": 0,
+    "shared_memory": 0,
     "program": 1,
     "progress": 1,
     "events": 1,
@@ -52,7 +53,7 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-ROOMS = {"checkpoint": ["formats", "", "views", "compare"]}
+ROOMS = {"checkpoint": ["formats", "", "background", "views", "compare"]}
 """Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
 NO_TORCH = {
     "errors",
@@ -60,6 +61,7 @@ NO_TORCH = {
     "durable",
     "imports",
     "origin",
+    "shared_memory",
     "events",
     "run_identity",
     "run_lock",

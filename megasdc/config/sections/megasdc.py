@@ -120,6 +120,15 @@ class CheckpointSection(Section):
     interval: NonNegativeInt = setting(0, "Steps between checkpoints; 0: only at the end.")
     keep_last: NonNegativeInt = setting(2, "Newest checkpoints kept; 0: all.")
     keep_every: NonNegativeInt = setting(0, "Checkpoints whose step is a multiple are kept too; 0: none.")
+    writing: Literal["auto", "async", "sync"] = setting(
+        "auto",
+        "async: checkpoints are written beside training, from a snapshot in memory; sync: training waits; auto: async "
+        "where memory of every host has room and the state of a rank is 64 MiB or more.",
+    )
+    when_late: Literal["wait", "skip"] = setting(
+        "wait",
+        "Where a checkpoint is due and the one before is not written yet: wait for that, or skip the new one.",
+    )
     storage: Literal["shared", "node_local"] = setting(
         "shared", "Whether all nodes see one checkpoint folder or each node has its own.", UNIVERSAL
     )

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -34,10 +33,10 @@ from megasdc.health.record import Identity, RecordReader, RecordWriter
 from megasdc.health.wire import FrontAddress, take_front
 from megasdc.parallel.collectives import gather_objects
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
+from megasdc.shared_memory import own_prefix, shared_folder
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
 LEFT_S = 600.0
 """Records whose folder has not changed for so long, and whose processes are gone, are nobody's."""
 PHASES: Mapping[type, Phase] = {
@@ -150,7 +149,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     _, name, front = everyone[0]
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
-    folder = _shared_folder() / f"{_own_prefix()}{name}-{nodes.index(host)}"
+    folder = shared_folder() / f"{own_prefix()}{name}-{nodes.index(host)}"
     identity = Identity(
         run=name,
         rank=dims.rank,
@@ -195,7 +194,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
 
 def _remove_leftovers(shared: Path) -> None:
     """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
-    for folder in shared.glob(f"{_own_prefix()}*"):
+    for folder in shared.glob(f"{own_prefix()}*"):
         try:
             is_old = time.time() - folder.stat().st_mtime > LEFT_S
             pids = [json.loads((folder / AGENT_FILE).read_text())] if (folder / AGENT_FILE).exists() else []
@@ -204,12 +203,3 @@ def _remove_leftovers(shared: Path) -> None:
             continue
         if is_old and all(process_state(one["pid"], one["started_at"]) == GONE for one in pids):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _own_prefix() -> str:
-    return f"megasdc-{os.getuid()}-"
-
-
-def _shared_folder() -> Path:
-    """Shared memory where the system has it; else the folder of temporary files."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())

@@ -1,0 +1,93 @@
+"""What a rank and the process that writes for it tell each other over a pipe; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.background.torch_file import Layout
+
+
+@dataclass(frozen=True)
+class TakenFile:
+    """A file of a snapshot that is filled but not sealed.
+
+    Attributes:
+        path: where other processes can open it.
+        checksums: of its tensors before they were copied, in the order of the layout.
+        algorithm: of the checksums.
+        element_bytes: size of an element of each tensor.
+        described: for a layer's file, data type and shape of each tensor, else None.
+    """
+
+    name: str
+    path: Path
+    layout: Layout
+    checksums: list[int]
+    algorithm: str
+    element_bytes: list[int]
+    described: dict[str, str] | None
+
+
+@dataclass(frozen=True)
+class Store:
+    """Task: compare a snapshot's tensors with their checksums, seal its files, and write them.
+
+    Attributes:
+        target: folder to write them into.
+        in_place: they lie in that folder already.
+        texts: further files, by name.
+    """
+
+    files: list[TakenFile]
+    target: Path
+    in_place: bool = False
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that was stored.
+
+    Attributes:
+        content: ``megasdc.checkpoint.formats.content.Content`` of a file that was written; None: it is in memory.
+    """
+
+    name: str
+    size_bytes: int
+    xxh3_128: str
+    described: dict[str, str] | None
+    content: Any
+
+
+@dataclass(frozen=True)
+class Act:
+    """Task: changes of names, done in this order.
+
+    Attributes:
+        texts: files to replace.
+        rename: folder's temporary and final name; None: none.
+        delete: folders to delete afterwards; one that cannot be deleted is told, the others are.
+    """
+
+    texts: dict[Path, str] = field(default_factory=dict)
+    rename: tuple[Path, Path] | None = None
+    delete: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a task.
+
+    Attributes:
+        problem: why it failed; empty: it did not.
+        is_storage: whether a disk was the cause.
+        stored: of ``Store``.
+        failed: a line for each folder that could not be deleted.
+    """
+
+    problem: str = ""
+    is_storage: bool = False
+    stored: list[StoredFile] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)

@@ -1,0 +1,50 @@
+"""Whether the hosts' memory has room for snapshots."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megasdc.parallel.collectives import gather_objects
+
+GIB = 1 << 30
+LEAST_BYTES = 64 << 20
+"""State of a rank below which a snapshot saves nothing: writing it takes a fraction of a second."""
+_SHARE = 0.8
+"""Of the free memory that snapshots may take."""
+
+
+def free_memory() -> int:
+    """Bytes that processes of this host can still allocate without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, number = line.partition(":")
+        if name == "MemAvailable":
+            return int(number.split()[0]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool) -> str | None:
+    """Why snapshots are not taken, the same on all ranks; None: they are.
+
+    Args:
+        size: bytes of this rank's snapshots.
+        is_asked: also small ones are wanted.
+
+    Collective: the group.
+    """
+    told = gather_objects((socket.gethostname(), size, free_memory()), group)
+    largest = max(one for _, one, _ in told)
+    if largest < LEAST_BYTES and not is_asked:
+        return f"the state of a rank has {largest / (1 << 20):,.1f} MiB, which is written faster than it is worth"
+    for host in dict.fromkeys(name for name, _, _ in told):
+        needed = sum(one for name, one, _ in told if name == host)
+        free = min(one for name, _, one in told if name == host)
+        if needed > _SHARE * free:
+            return (
+                f"the snapshots of the ranks on {host} take {needed / GIB:,.2f} GiB of memory, and of the "
+                f"{free / GIB:,.2f} GiB that are free there they may take {_SHARE:.0%}: use fewer ranks a host, or "
+                "more memory"
+            )
+    return None

@@ -1,0 +1,295 @@
+"""Saves beside training: one at a time, in stages on which all ranks agree at the ends of steps.
+
+A save begins with a snapshot. While training goes on a process of each rank writes the snapshot's files. Once all have,
+the leader of each folder gives it its final name, then (node-local storage) its marker, then moves ``latest`` and
+deletes old checkpoints: the stages of a save for which training stands still, in the same order. A rank that has a
+problem ends the save of all; the checkpoint before stays, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasdc.checkpoint.background.capture import CapturedFile, CapturingWriter
+from megasdc.checkpoint.background.messages import Act, Answer, Store, StoredFile
+from megasdc.checkpoint.background.snapshot import Snapshot
+from megasdc.checkpoint.background.writer_process import WriterProcess
+from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, rank_state_file, step_folder
+from megasdc.checkpoint.formats.records import record_text
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
+from megasdc.checkpoint.manifest import FileRecord, sorted_records
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place
+from megasdc.checkpoint.retention import Retention, list_due
+from megasdc.checkpoint.save import (
+    SavedState,
+    SaveJob,
+    SaveResult,
+    describe_engine,
+    finish_save,
+    refuse_decoupled,
+    shared_state_text,
+)
+from megasdc.checkpoint.writer import wrapped_writer
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.step_agreement import MIN, Field, StepAgreement
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+@dataclass
+class _Save:
+    """The save under way.
+
+    Attributes:
+        texts: files besides those of the snapshot, on the leader of a folder.
+        stages: that are left, the first is under way.
+        answer: of this rank's writer in this stage; None: not there yet.
+        problem: of this rank.
+        saved: whether the checkpoint is whole whatever follows.
+    """
+
+    job: SaveJob
+    started: float
+    texts: dict[str, str]
+    stages: list[Callable[[_Save], None]]
+    stalled_s: float = 0.0
+    answer: Answer | None = None
+    problem: Problem | None = None
+    records: list[FileRecord] = field(default_factory=list)
+    due: list[int] = field(default_factory=list)
+    saved: bool = False
+
+
+class BackgroundSaver:
+    """Saves checkpoints into a folder beside training.
+
+    All methods but ``wait_for_copy`` and ``close`` are collective: all ranks of the world.
+
+    Args:
+        folder: of the checkpoints; created if absent.
+        device: of the run's tensors.
+        keep: which checkpoints are kept.
+
+    Attributes:
+        fields: what all ranks agree on in each step.
+        failed: number of saves that failed.
+    """
+
+    def __init__(
+        self, folder: Path, dims: ParallelDims, ranks: Ranks, device: torch.device, keep: Retention | None = None
+    ) -> None:
+        self.folder, self._dims, self._keep = folder, dims, keep or Retention()
+        self._place = find_place(ranks)
+        self._snapshot = Snapshot(device)
+        self._writer = WriterProcess()
+        self._save: _Save | None = None
+        self._begun = 0
+        self.failed = 0
+        self._done = Field(self._own_done, reduction=MIN)
+        self._trouble = Field(self._own_trouble)
+        self.fields = (self._done, self._trouble)
+
+    @property
+    def step(self) -> int | None:
+        """Of the save under way; None: there is none."""
+        return None if self._save is None else self._save.job.step
+
+    # --- begin -------------------------------------------------------------------------------------------------
+
+    def measure(self, engine: Any, state: SavedState) -> int:
+        """Bytes that a snapshot of this rank takes; nothing is kept."""
+        files, problem = self._capture(engine, self._job(engine, 0, 0), state)
+        return 0 if problem is not None else sum(one.layout.size_bytes for one in files)
+
+    def begin(self, engine: Any, step: int, state: SavedState) -> None:
+        """Begin a save of the state after a step; training may go on, its next update waits for ``wait_for_copy``.
+
+        Raises:
+            CheckpointError: DeepSpeed is to write in the background itself.
+        """
+        assert self._save is None, "one save at a time"
+        refuse_decoupled(engine)
+        started = time.monotonic()
+        self._begun += 1
+        job = self._job(engine, step, self._begun)
+        texts = {SHARED_STATE_FILE: shared_state_text(state)} if job.place.leader else {}
+        save = self._save = _Save(job, started, texts, self._stages(job))
+        save.problem = job.prepare() if job.place.leader else None
+        files, problem = self._capture(engine, job, state)
+        save.problem = save.problem or problem
+        if save.problem is None:
+            try:
+                self._snapshot.prepare(files)
+                self._snapshot.take(files)
+            except OSError as error:
+                save.problem = describe_error(error, "allocate memory for the snapshot")
+        save.stalled_s = time.monotonic() - started
+
+    def _job(self, engine: Any, step: int, number: int) -> SaveJob:
+        place = replace(self._place, save_id=uuid.uuid5(uuid.UUID(self._place.save_id), str(number)).hex)
+        return SaveJob(self.folder, step, self._dims, place, describe_engine(engine))
+
+    def _stages(self, job: SaveJob) -> list[Callable[[_Save], None]]:
+        mark = [self._mark] if job.node_local else []
+        return [self._store, self._rename, *mark, self._point]
+
+    def _capture(self, engine: Any, job: SaveJob, state: SavedState) -> tuple[list[CapturedFile], Problem | None]:
+        writer = CapturingWriter(engine.checkpoint_engine)
+        writes_model = job.place.writes_model(self._dims)
+        with wrapped_writer(engine, writer, writes_model, every_node=job.node_local):
+            engine.save_checkpoint(str(job.temporary), tag=".", client_state=state.client_state, save_latest=False)
+        writer.save(state.rank_state, rank_state_file(job.place.rank))
+        return writer.captured, writer.problem
+
+    def wait_for_copy(self) -> None:
+        """Wait until the snapshot is copied, and let it be written; before the optimizer changes anything."""
+        if self._save is None or not self._snapshot.is_copying:
+            return
+        started = time.monotonic()
+        save = self._save
+        try:
+            files = self._snapshot.wait()
+            self._writer.send(Store(files, save.job.temporary, texts=save.texts))
+        except (OSError, RuntimeError) as error:
+            save.problem = describe_error(error, "copy the snapshot")
+        save.stalled_s += time.monotonic() - started
+
+    # --- agreement of a step -----------------------------------------------------------------------------------
+
+    def _own_done(self) -> float | None:
+        save = self._save
+        if save is None:
+            return None
+        if save.answer is None and save.problem is None and not self._snapshot.is_copying:
+            save.answer = self._writer.answer()
+            if save.answer is not None and save.answer.problem:
+                save.problem = Problem(save.answer.problem, save.answer.is_storage)
+        return float(save.answer is not None)
+
+    def _own_trouble(self) -> float | None:
+        return None if self._save is None else float(self._save.problem is not None)
+
+    def advance(self) -> SaveResult | None:
+        """Begin the next stage where all ranks have finished theirs; returns the result of a save that is done."""
+        save = self._save
+        if save is None:
+            return None
+        if self._trouble.value:
+            self._give_up(save)
+        elif self._done.value:
+            started = time.monotonic()
+            save.stages.pop(0)(save)
+            save.stalled_s += time.monotonic() - started
+            if not save.stages:
+                return self._finish(save)
+        return None
+
+    def finish(self) -> SaveResult | None:
+        """Wait for the save under way; returns its result, None where there is none or it failed."""
+        result = None
+        started = time.monotonic()
+        agreement = StepAgreement(self._place.among.group)
+        while (save := self._save) is not None:
+            self.wait_for_copy()
+            agreement.start(self.fields)
+            agreement.finish()
+            result = self.advance()
+            if self._save is not None and not self._done.value:
+                time.sleep(_POLL_S)
+            save.stalled_s += time.monotonic() - started
+            started = time.monotonic()
+        return result
+
+    # --- stages ------------------------------------------------------------------------------------------------
+
+    def _act(self, save: _Save, act: Act) -> None:
+        """Let the leaders' writers do something; others have nothing to do."""
+        save.answer = None if save.job.place.leader else Answer()
+        if save.job.place.leader:
+            try:
+                self._writer.send(act)
+            except OSError as error:
+                save.problem = describe_error(error, "reach the writer")
+
+    def _store(self, save: _Save) -> None:
+        """All files are written: rename the folder."""
+        assert save.answer is not None, "the stage is done"
+        place, job = save.job.place, save.job
+        own = [_record(one, place) for one in save.answer.stored]
+        save.records = sorted_records(record for answer in place.gather(own) for record in answer)
+        texts = {job.temporary / MANIFEST_FILE: record_text(job.manifest(save.records))} if place.leader else {}
+        self._act(save, Act(texts, rename=(job.temporary, job.final)))
+
+    def _rename(self, save: _Save) -> None:
+        """All folders have their names: write markers, or move ``latest``."""
+        if save.job.node_local:
+            self._act(save, Act({save.job.final / MARKER_FILE: save.job.place.save_id + "\n"}))
+        else:
+            self._move_latest(save)
+
+    def _mark(self, save: _Save) -> None:
+        """All markers are there: move ``latest``."""
+        self._move_latest(save)
+
+    def _move_latest(self, save: _Save) -> None:
+        save.saved = True
+        job, verified = save.job, save.job.verified()
+        save.due = list_due(job.folder, job.step, self._keep, verified) if job.place.leader else []
+        folders = tuple(job.folder / step_folder(step) for step in save.due)
+        self._act(save, Act({job.folder / LATEST_FILE: job.final.name + "\n"}, delete=folders))
+
+    def _point(self, save: _Save) -> None:
+        """``latest`` is moved, old checkpoints are deleted: that was all."""
+
+    def _finish(self, save: _Save) -> SaveResult:
+        self._save = None
+        failed = [] if save.answer is None else save.answer.failed
+        deleted = [step for step in save.due if not (self.folder / step_folder(step)).exists()]
+        duration_s = time.monotonic() - save.started
+        return finish_save(save.job, self._keep, save.records, deleted, failed, duration_s, save.stalled_s)
+
+    def _give_up(self, save: _Save) -> None:
+        """End a save in which a rank has a problem; training goes on."""
+        self._save = None
+        self.failed += 1
+        place = save.job.place
+        if self._snapshot.is_copying:
+            self._snapshot.close()
+        self._writer.close()  # whatever it does for this save must end before its folder is removed
+        found = [(rank, one) for rank, one in enumerate(place.gather((place.node, save.problem))) if one[1] is not None]
+        if place.leader and not save.saved:
+            save.job.clean_up()
+        place.gather(None)  # no rank begins another save before the folders are clean
+        rank, (node, problem) = found[0]
+        more = f"; {len(found) - 1} other ranks failed too" if len(found) > 1 else ""
+        message = f"{save.job.failure(saved=save.saved)}: rank {rank} on {node}: {problem.text}{more}"
+        place.emit("warning", "checkpoint_not_saved", step=save.job.step, message=message)
+        if place.rank == 0:
+            logger.warning("%s; training goes on", message)
+
+    def close(self) -> None:
+        """End the writer, and release memory; a save under way is lost."""
+        self._writer.close()
+        self._snapshot.close()
+
+
+def _record(stored: StoredFile, place: Place) -> FileRecord:
+    return FileRecord(
+        name=stored.name,
+        size_bytes=stored.size_bytes,
+        xxh3_128=stored.xxh3_128,
+        rank=place.rank,
+        node=place.node,
+        tensors=stored.described,
+        content=stored.content,
+    )

@@ -1,0 +1,167 @@
+"""The process that writes a rank's snapshots: it seals, writes, renames and deletes while the rank trains.
+
+It runs where the system has nothing else to do, and ends with its rank. It loads torch only where a file is described
+or checked by an algorithm that needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megasdc.checkpoint.background.messages import Act, Answer, Store, StoredFile, TakenFile
+from megasdc.checkpoint.background.torch_file import seal
+from megasdc.checkpoint.files import delete_folder, hash_file
+from megasdc.durable import commit_folder, sync_path, write_durably
+
+_PIECE = 1 << 23
+_HOST_ALGORITHM = "xxh3_64.v1"
+"""Algorithm that is computed here without torch."""
+_PR_SET_PDEATHSIG = 1
+
+
+class TornError(Exception):
+    """A tensor in a snapshot is not what it was when it was copied."""
+
+
+def main(connection: Connection, parent: int) -> None:
+    """Do tasks until the rank has closed the pipe or has ended."""
+    _follow(parent)
+    tasks: dict[type, Callable[[Any], Answer]] = {Store: store, Act: act}
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = tasks[type(task)](task)
+        except TornError as error:
+            answer = Answer(str(error))
+        except Exception as error:  # whatever it is, the rank must be told
+            answer = _explain(error)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def _follow(parent: int) -> None:
+    """Leave signals to the rank, run only where a processor is idle, and end when the rank ends."""
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _explain(error: Exception) -> Answer:
+    from megasdc.checkpoint.places import describe_error
+
+    doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
+    problem = describe_error(error, doing)
+    return Answer(problem.text, problem.storage)
+
+
+def store(task: Store) -> Answer:
+    """Check, seal and write files.
+
+    Raises:
+        TornError: a tensor's copy has another checksum than the tensor had.
+        OSError: a disk is full, or a folder is not writable.
+        CheckpointError: a pickle would be refused when loaded.
+    """
+    for file in task.files:
+        _check_and_seal(file)
+        if not task.in_place:
+            _copy(file.path, task.target / file.name)
+    for name, text in task.texts.items():
+        write_durably(task.target / name, text)
+    described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
+    tell = _digested if task.in_place else _described
+    return Answer(stored=[tell(task.target / name, one) for name, one in described.items()])
+
+
+def _check_and_seal(file: TakenFile) -> None:
+    with (
+        open(file.path, "r+b") as opened,
+        mmap.mmap(opened.fileno(), file.layout.size_bytes) as memory,
+        memoryview(memory) as view,
+    ):
+        sums = zip(file.layout.tensors, file.checksums, file.element_bytes, strict=True)
+        for member, told, element_bytes in sums:
+            with view[member.offset : member.offset + member.size_bytes] as part:
+                if member.size_bytes and _checksum(part, file.algorithm, element_bytes) != told:
+                    raise TornError(
+                        f"{member.name} in the snapshot of {file.name} is not what was copied: it changed while it "
+                        "was copied, or memory is damaged"
+                    )
+        seal(view, file.layout)
+
+
+def _checksum(part: memoryview, algorithm: str, element_bytes: int) -> int:
+    if algorithm == _HOST_ALGORITHM:
+        return xxhash.xxh3_64_intdigest(part)
+    import torch
+
+    from megasdc.tensors.checksum import checksum
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return checksum(torch.frombuffer(part, dtype=kinds[element_bytes]), algorithm)
+
+
+def _digested(path: Path, described: dict[str, str] | None) -> StoredFile:
+    return StoredFile(path.name, path.stat().st_size, hash_file(path), described, None)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, and wait until it is on the disk."""
+    with open(source, "rb") as read, open(target, "wb") as written:
+        while os.sendfile(written.fileno(), read.fileno(), None, _PIECE):
+            pass
+    sync_path(target)
+
+
+def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
+    """What a manifest says of a written file, which is read again."""
+    from megasdc.checkpoint.formats.allowlist import check_pickle
+    from megasdc.checkpoint.formats.digest_file import digest_file
+
+    if path.suffix == ".pt":
+        check_pickle(path)
+    found = digest_file(path)
+    return StoredFile(path.name, found.size_bytes, found.xxh3_128, described, found.content)
+
+
+def act(task: Act) -> Answer:
+    """Change names.
+
+    Raises:
+        OSError: a text cannot be written, or the folder not be renamed; what follows was not done.
+    """
+    for path, text in task.texts.items():
+        write_durably(path, text)
+    if task.rename is not None:
+        commit_folder(*task.rename)
+    failed = []
+    for folder in task.delete:
+        try:
+            delete_folder(folder)
+        except OSError as error:
+            failed.append(f"{folder} cannot be deleted: {error}")
+    return Answer(failed=failed)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,68 @@
+"""The writer of this rank, seen from the rank: it is started when it is first needed, and never waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+
+from megasdc.checkpoint.background.messages import Act, Answer, Store
+
+_MODULE = "megasdc.checkpoint.background.writer_main"
+
+
+class WriterProcess:
+    """A process of its own, since a thread would keep the rank's Python from running."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def send(self, task: Store | Act) -> None:
+        """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
+
+        Raises:
+            OSError: it cannot be started, or has just ended.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        assert self._pipe is not None
+        self._pipe.send(task)
+
+    def _start(self) -> None:
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", _MODULE, str(there.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        self._pipe = Connection(here.detach())
+
+    def answer(self) -> Answer | None:
+        """What the last task has come to; None: it is not done."""
+        if self._process is None or self._pipe is None:
+            return Answer("its writer does not run", is_storage=True)
+        try:
+            if self._pipe.poll():
+                found: Answer = self._pipe.recv()
+                return found
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return Answer(f"its writer (process {self._process.pid}) {how}", is_storage=True)
+        return None
+
+    def close(self) -> None:
+        """End it, whatever it is doing."""
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._pipe = None

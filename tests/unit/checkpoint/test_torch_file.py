@@ -1,0 +1,153 @@
+"""Files whose tensors are filled in later: torch, zipfile and DeepSpeed's state read them as those of torch.save."""
+
+import io
+import mmap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasdc.checkpoint.background import torch_file
+from megasdc.checkpoint.background.capture import capture
+from megasdc.checkpoint.background.messages import Act, Store
+from megasdc.checkpoint.background.snapshot import Snapshot
+from megasdc.checkpoint.background.torch_file import lay_out, seal
+from megasdc.checkpoint.background.writer_main import TornError, act, store
+from megasdc.checkpoint.formats.digest_file import digest_file
+
+CPU = torch.device("cpu")
+FLAT = torch.arange(100, dtype=torch.float32)
+STATE = {
+    "view": FLAT[:37],
+    "strided": FLAT.view(10, 10).t(),
+    "half": torch.randn(7, 3).to(torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "learned": torch.nn.Parameter(torch.ones(5)),
+    "grad": torch.ones(2, requires_grad=True),
+    "twice": [FLAT, FLAT],
+    "numbers": {"step": 7, "lr": 0.1, "name": "x"},
+}
+
+
+def write(state, path):
+    """Write a state as a snapshot is written."""
+    snapshot = Snapshot(CPU)
+    files = [capture(state, path.name)]
+    snapshot.prepare(files)
+    snapshot.take(files)
+    answer = store(Store(snapshot.wait(), path.parent))
+    snapshot.close()
+    return answer
+
+
+def same(one, other):
+    """Whether two states are equal in types, shapes and bits."""
+    if isinstance(one, torch.Tensor):
+        return (
+            type(one) is type(other)
+            and (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
+            and torch.equal(one, other)
+        )
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_torch_loads_what_was_captured(tmp_path: Path, mapped: bool) -> None:
+    """Every tensor and value, read or mapped; nothing of the memory around a view is in the file."""
+    write(STATE, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", mmap=mapped, weights_only=True)
+    assert same(found, STATE)
+    assert found["view"].untyped_storage().nbytes() == 37 * 4
+
+
+def test_the_archive_is_whole(tmp_path: Path) -> None:
+    """All members have right checksums, the members of torch.save, and begin at multiples of 64."""
+    write(STATE, tmp_path / "state.pt")
+    torch.save(STATE, tmp_path / "torch" / "state.pt") if (tmp_path / "torch").mkdir() else None
+    torch.save(STATE, tmp_path / "torch" / "state.pt")
+    with zipfile.ZipFile(tmp_path / "state.pt") as ours, zipfile.ZipFile(tmp_path / "torch" / "state.pt") as theirs:
+        assert ours.testzip() is None
+        own = {name for name in ours.namelist() if "/data/" not in name}
+        assert own == {name for name in theirs.namelist() if "/data/" not in name} - {"state/.data/serialization_id"}
+
+
+def test_structure_is_that_of_a_file_of_torch(tmp_path: Path) -> None:
+    """Digests of tensors, their blocks and values do not depend on who wrote the file."""
+    state = {"a": torch.randn(300, 300), "b": torch.randn(5).to(torch.bfloat16), "step": 3, "other": [1, "x"]}
+    (tmp_path / "torch").mkdir()
+    torch.save(state, tmp_path / "torch" / "state.pt")
+    answer = write(state, tmp_path / "state.pt")
+    theirs = digest_file(tmp_path / "torch" / "state.pt").content
+    ours = answer.stored[0].content
+    places = [one.model_copy(update={"offset": 0}) for one in theirs.tensors]
+    assert [one.model_copy(update={"offset": 0}) for one in ours.tensors] == places
+    assert (ours.values, ours.rest) == (theirs.values, theirs.rest)
+
+
+def test_a_snapshot_is_used_again(tmp_path: Path) -> None:
+    """The second one, with another pickle and other values, is right, and the memory is the same."""
+    snapshot = Snapshot(CPU)
+    for text, value in (("short", 1.0), ("longer" * 100, 2.0), ("x", 3.0)):
+        state = {"text": text, "value": torch.full((1000,), value)}
+        files = [capture(state, "state.pt")]
+        snapshot.prepare(files)
+        snapshot.take(files)
+        store(Store(snapshot.wait(), tmp_path))
+        assert same(torch.load(tmp_path / "state.pt"), state)
+    snapshot.close()
+
+
+def test_a_change_while_copying_is_found(tmp_path: Path) -> None:
+    """A tensor that is not what its checksum says is refused, and nothing is written."""
+    snapshot = Snapshot(CPU)
+    files = [capture({"a": torch.ones(1000)}, "state.pt")]
+    snapshot.prepare(files)
+    snapshot.take(files)
+    taken = snapshot.wait()
+    with open(taken[0].path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[taken[0].layout.tensors[0].offset + 17] ^= 1
+    with pytest.raises(TornError, match=r"data/0 in the snapshot of state\.pt is not what was copied"):
+        store(Store(taken, tmp_path))
+    assert not (tmp_path / "state.pt").exists()
+    snapshot.close()
+
+
+def test_a_tensor_that_would_lose_something_is_refused() -> None:
+    """A subclass, or a tensor with attributes."""
+    marked = torch.ones(2)
+    marked.note = "x"
+    with pytest.raises(ValueError, match="attributes \\['note'\\]"):
+        capture({"a": marked}, "state.pt")
+
+
+def test_large_members_have_wide_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit of 32 bits sizes and offsets are in 64 bits; here the limit is lowered."""
+    monkeypatch.setattr(torch_file, "_is_wide", lambda number: number >= 200)
+    tensors = [torch.arange(60, dtype=torch.float32), torch.arange(3, dtype=torch.float32)]
+    captured = capture({"a": tensors[0], "b": tensors[1]}, "state.pt")
+    layout = lay_out("state", captured.layout.members[0].content, [240, 12])
+    file = bytearray(layout.size_bytes)
+    layout.write_head(memoryview(file))
+    for member, tensor in zip(layout.tensors, tensors, strict=True):
+        file[member.offset : member.offset + member.size_bytes] = tensor.numpy().tobytes()
+    seal(memoryview(file), layout)
+    assert zipfile.ZipFile(io.BytesIO(file)).testzip() is None
+    assert torch.equal(torch.load(io.BytesIO(file))["a"], tensors[0])
+
+
+def test_names_change_in_order(tmp_path: Path) -> None:
+    """Texts, then the rename, then deletions; one that fails is told, the others are done."""
+    for name in ("part", "old"):
+        (tmp_path / name).mkdir()
+    texts = {tmp_path / "part" / "note": "whole"}
+    answer = act(Act(texts, (tmp_path / "part", tmp_path / "new"), (tmp_path / "gone", tmp_path / "old")))
+    assert (tmp_path / "new" / "note").read_text() == "whole"
+    assert not (tmp_path / "old").exists()
+    assert len(answer.failed) == 1
+    assert "gone cannot be deleted" in answer.failed[0]
