@@ -39,7 +39,10 @@ METRICS: dict[str, str] = {
     "eval/perplexity": "exp of that",
     "time/eval_s": "seconds that training stood still for the evaluation",
     "checkpoint/save_s": "seconds that training stood still for a checkpoint",
+    "checkpoint/written_s": "seconds from the step until the checkpoint was whole on the disk",
     "checkpoint/bytes": "size of the checkpoint",
+    "checkpoint/failed": "saves beside training that failed so far",
+    "checkpoint/skipped": "saves that were skipped so far, because the one before was not written yet",
 }
 
 PEAK_TFLOPS: dict[str, float] = {

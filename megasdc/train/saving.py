@@ -152,8 +152,8 @@ class Saver(Hook):
             self.writer.write(
                 run.step,
                 {
-                    "checkpoint/save_s": saved.duration_s,
-                    "checkpoint/stalled_s": saved.stalled_s,
+                    "checkpoint/save_s": saved.stalled_s,
+                    "checkpoint/written_s": saved.duration_s,
                     "checkpoint/bytes": saved.size_bytes,
                 },
             )

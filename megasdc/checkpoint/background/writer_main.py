@@ -1,7 +1,6 @@
 """The process that writes a rank's snapshots: it seals, writes, renames and deletes while the rank trains.
 
-It runs where the system has nothing else to do, and ends with its rank. It loads torch only where a file is described
-or checked by an algorithm that needs it.
+It runs where the system has nothing else to do, and ends with its rank.
 """
 
 from __future__ import annotations

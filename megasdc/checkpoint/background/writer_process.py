@@ -1,4 +1,4 @@
-"""The writer of this rank, seen from the rank: it is started when it is first needed, and never waited for."""
+"""The writer of this rank, seen from the rank, which never waits for it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ class WriterProcess:
         """Of the process; None: it does not run."""
         return None if self._process is None else self._process.pid
 
+    def start(self) -> None:
+        """Start it where it does not run.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+
     def send(self, task: Store | Act) -> None:
         """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
 
         Raises:
             OSError: it cannot be started, or has just ended.
         """
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._start()
+        self.start()
         assert self._pipe is not None
         self._pipe.send(task)
 
@@ -41,7 +49,10 @@ class WriterProcess:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-m", _MODULE, str(there.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}  # it uses no device
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         self._pipe = Connection(here.detach())
 
     def answer(self) -> Answer | None:
