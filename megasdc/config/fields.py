@@ -13,6 +13,7 @@ LARGEST_INTEGER = 2**53
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 AtResume = Literal["refused", "universal", "flag", "applied", "-"]

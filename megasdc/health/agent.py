@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.snapshots.held import linger, memory_folder
 from megasdc.durable import replacing
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
@@ -108,7 +109,7 @@ class Agent:
         self._own: Conclusion | None = None
 
     def run(self) -> None:
-        """Watch until all ranks of this host have ended."""
+        """Watch until all ranks of this host have ended, and hold their memory after they have failed."""
         self._telemetry.start()  # threads do not survive the fork before
         self._disk = disk = Background("disk", [self._board.exchange, self._journal.flush])
         network = None if self._link is None else Background("network", [self._link.exchange])
@@ -134,6 +135,8 @@ class Agent:
                 self._ranks.end(conclusion, self._note)
                 break
         self._finish()
+        run, attempt, _ = self._ranks.run.rsplit(".", 2)
+        linger(memory_folder(run), f"{run}.{attempt}")
 
     def _limits(self) -> Limits:
         own = self._options

@@ -41,6 +41,10 @@ METRICS: dict[str, str] = {
     "checkpoint/save_s": "seconds that training stood still for a checkpoint",
     "checkpoint/written_s": "seconds from the step until the checkpoint was whole on the disk",
     "checkpoint/bytes": "size of the checkpoint",
+    "memory/step": "newest step that all ranks hold in memory",
+    "memory/stalled_s": "seconds that training stood still for the last snapshot in memory",
+    "memory/skipped": "snapshots in memory that were due and not taken, since the one before was not whole yet",
+    "memory/failed": "snapshots in memory that a rank could not take",
     "checkpoint/failed": "saves beside training that failed so far",
     "checkpoint/skipped": "saves that were skipped so far, because the one before was not written yet",
 }

@@ -48,7 +48,8 @@ from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
-from megasdc.train.saving import checkpoint_folder, resume
+from megasdc.train.saving.resume import resume
+from megasdc.train.saving.saver import checkpoint_folder
 from megasdc.train.sinks import FILE_SINKS, sink_folder
 from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.versions.installed import component_versions, untested_versions

@@ -27,7 +27,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.memory_step import HOST_BUCKET_ELEMENTS
 from megasdc.train.process.startup import StartClock
-from megasdc.train.saving import checkpoint_folder
+from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 

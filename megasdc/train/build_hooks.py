@@ -43,7 +43,8 @@ from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
-from megasdc.train.saving import Saver, checkpoint_folder
+from megasdc.train.saving.memory import MemoryCheckpoints
+from megasdc.train.saving.saver import RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
@@ -143,6 +144,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _evaluator(parts, writer),
         ManagedCollection(training.garbage_collection_interval) if managed else None,
         _reporter(parts, writer),
+        _memory(parts, writer),
         _saver(parts, writer, recording.detection),
         # What may damage a checkpoint that is complete.
         drills.delays,
@@ -242,10 +244,19 @@ def _reporter(parts: HookParts, writer: MetricsWriter | None) -> Reporter:
     )
 
 
+def _run_state(parts: HookParts) -> RunState:
+    study = None if parts.study is None else parts.study.section
+    return RunState(parts.config, parts.manifest.tokenizer.checksum, study)
+
+
 def _saver(parts: HookParts, writer: MetricsWriter | None, detection: Detection | None) -> Saver:
     before_save = None if detection is None else detection.before_save
-    study = None if parts.study is None else parts.study.section
-    return Saver(parts.config, parts.run, writer, parts.manifest.tokenizer.checksum, before_save, study)
+    return Saver(parts.config, parts.run, writer, _run_state(parts), before_save)
+
+
+def _memory(parts: HookParts, writer: MetricsWriter | None) -> MemoryCheckpoints | None:
+    section = parts.config.megasdc.checkpoint.memory
+    return MemoryCheckpoints(section, parts.run, _run_state(parts), writer) if section.interval else None
 
 
 def _fault_drill(parts: HookParts) -> FaultDrill | None:

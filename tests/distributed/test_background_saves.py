@@ -12,12 +12,12 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
-from megasdc.checkpoint.background.saver import BackgroundSaver
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult
+from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.determinism import capture_rng
 from megasdc.events import EventLog, read_events
@@ -29,9 +29,7 @@ class Beside:
 
     def __init__(self, folder: str, layout: dict[str, Any] | None = None, keep_last: int = 0, **ranks: Any) -> None:
         self.run = Run(**(layout or {}))
-        self.saver = BackgroundSaver(
-            Path(folder), self.run.dims, Ranks(**ranks), torch.device("cpu"), Retention(keep_last)
-        )
+        self.saver = DiskSaver(Path(folder), self.run.dims, Ranks(**ranks), torch.device("cpu"), Retention(keep_last))
         self.agreement = StepAgreement(None)
         step = self.run.engine._INSTRUCTION_MAP
         names = {kind.__name__: kind for kind in step}
@@ -136,7 +134,7 @@ def _fail(folder: str, what: str, events: str) -> dict[str, Any]:
     return {**found, "again": again is not None and list_steps(folder) == [again.step]}
 
 
-def _flip(saver: BackgroundSaver) -> None:
+def _flip(saver: DiskSaver) -> None:
     """Change a bit in shared memory after it was copied."""
     snapshot: Any = saver._snapshot
     snapshot._copying.join()

@@ -15,6 +15,7 @@ from megasdc.config.fields import (
     APPLIED,
     FLAG,
     UNIVERSAL,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -23,7 +24,6 @@ from megasdc.config.fields import (
     setting,
 )
 
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DataType = Literal["fp32", "fp16", "bf16"]

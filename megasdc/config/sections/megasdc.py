@@ -15,6 +15,7 @@ from megasdc.config.fields import (
     APPLIED,
     NO_MATTER,
     UNIVERSAL,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -111,6 +112,17 @@ class DeterminismSection(Section):
     )
 
 
+class MemorySection(Section):
+    """Checkpoints in the memory of hosts, for restarts of ranks that died."""
+
+    at_resume = "-"
+
+    interval: NonNegativeInt = setting(0, "Steps between snapshots that stay in memory; 0: none are kept there.")
+    linger_s: NonNegativeFloat = setting(
+        600.0, "Seconds that they stay after the ranks of a host have failed, if no restart takes them."
+    )
+
+
 class CheckpointSection(Section):
     """When and where to save, what to keep, what to resume from."""
 
@@ -132,6 +144,7 @@ class CheckpointSection(Section):
     storage: Literal["shared", "node_local"] = setting(
         "shared", "Whether all nodes see one checkpoint folder or each node has its own.", UNIVERSAL
     )
+    memory: MemorySection = section(MemorySection)
     resume: Literal["auto", "never", "must"] = setting(
         "auto",
         "auto: from the newest complete checkpoint if there is one; must: fail if there is none; never: refuse a "

@@ -17,6 +17,7 @@ from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
+from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.config import RunConfig
 from megasdc.engine.run import Run
 from megasdc.errors import StorageError
@@ -36,7 +37,8 @@ from megasdc.sdc.incident import (
 )
 from megasdc.sdc.incident_page import write_incident
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
-from megasdc.train.saving import checkpoint_folder
+from megasdc.train.saving.memory import mark_memory
+from megasdc.train.saving.saver import checkpoint_folder
 from megasdc.train.trace import device_name
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,11 @@ class Incidents:
             passed_over=self._run.passed_over,
             events=self._run.events,
         )
+        if (
+            self._config.megasdc.checkpoint.memory.interval
+            and self._place.rank == self._place.nodes[self._place.node][0]
+        ):
+            mark_memory(memory_folder(self._run.events.origin.run), last)
 
     def _describe(self, step: int, found: Settled, action: str) -> Incident:
         sections, engine = self._config.megasdc, self._run.engine

@@ -194,7 +194,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
 
 def _remove_leftovers(shared: Path) -> None:
     """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
-    for folder in shared.glob(f"{own_prefix()}*"):
+    for folder in set(shared.glob(f"{own_prefix()}*")) - set(shared.glob(f"{own_prefix()}memory-*")):
         try:
             is_old = time.time() - folder.stat().st_mtime > LEFT_S
             pids = [json.loads((folder / AGENT_FILE).read_text())] if (folder / AGENT_FILE).exists() else []

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.checkpoint.background import torch_file
-from megasdc.checkpoint.background.capture import capture
-from megasdc.checkpoint.background.messages import Act, Store
-from megasdc.checkpoint.background.snapshot import Snapshot
-from megasdc.checkpoint.background.torch_file import lay_out, seal
-from megasdc.checkpoint.background.writer_main import TornError, act, store
 from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.snapshots import torch_file
+from megasdc.checkpoint.snapshots.capture import capture
+from megasdc.checkpoint.snapshots.messages import Act, Store
+from megasdc.checkpoint.snapshots.snapshot import Snapshot
+from megasdc.checkpoint.snapshots.torch_file import lay_out, seal
+from megasdc.checkpoint.snapshots.writer_main import TornError, act, store
 
 CPU = torch.device("cpu")
 FLAT = torch.arange(100, dtype=torch.float32)

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 
-from megasdc.checkpoint.background.messages import Act, Answer, Store
+from megasdc.checkpoint.snapshots.messages import Act, Answer, Store
 
-_MODULE = "megasdc.checkpoint.background.writer_main"
+_MODULE = "megasdc.checkpoint.snapshots.writer_main"
 
 
 class WriterProcess:

@@ -18,9 +18,11 @@ from typing import Any
 
 import xxhash
 
-from megasdc.checkpoint.background.messages import Act, Answer, Store, StoredFile, TakenFile
-from megasdc.checkpoint.background.torch_file import seal
 from megasdc.checkpoint.files import delete_folder, hash_file
+from megasdc.checkpoint.formats.records import write_record
+from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, HeldRecord
+from megasdc.checkpoint.snapshots.messages import Act, Answer, Store, StoredFile, TakenFile
+from megasdc.checkpoint.snapshots.torch_file import seal
 from megasdc.durable import commit_folder, sync_path, write_durably
 
 _PIECE = 1 << 23
@@ -89,7 +91,20 @@ def store(task: Store) -> Answer:
         write_durably(task.target / name, text)
     described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
     tell = _digested if task.in_place else _described
-    return Answer(stored=[tell(task.target / name, one) for name, one in described.items()])
+    stored = [tell(task.target / name, one) for name, one in described.items()]
+    if task.held is not None:
+        _hold(task, stored)
+    return Answer(stored=stored)
+
+
+def _hold(task: Store, stored: list[StoredFile]) -> None:
+    """Write down what the folder holds, last of all."""
+    files = [
+        HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
+        for one in stored
+    ]
+    files.sort(key=lambda one: one.name)
+    write_record(task.target / HELD_FILE, HeldRecord(**(task.held or {}), files=files))
 
 
 def _check_and_seal(file: TakenFile) -> None:

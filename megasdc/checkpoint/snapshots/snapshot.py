@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.background.capture import CapturedFile
-from megasdc.checkpoint.background.messages import TakenFile
+from megasdc.checkpoint.snapshots.capture import CapturedFile
+from megasdc.checkpoint.snapshots.messages import TakenFile
 from megasdc.tensors.checksum import default_algorithm, read_back
 
 _PIECE = 1 << 20

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.background.torch_file import Layout, lay_out
+from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
-from megasdc.checkpoint.places import Problem, describe_error
-from megasdc.checkpoint.writer import describe_tensors, with_plain_stage
+from megasdc.checkpoint.places import Place, Problem, describe_error
+from megasdc.checkpoint.save import SavedState
+from megasdc.checkpoint.snapshots.torch_file import Layout, lay_out
+from megasdc.checkpoint.writer import describe_tensors, with_plain_stage, wrapped_writer
+from megasdc.parallel.dims import ParallelDims
 
 _PROTOCOL = 2
 """Of pickles, as ``torch.save`` has it."""
@@ -79,6 +82,21 @@ class CapturingWriter:
             self.captured.append(capture(with_plain_stage(state_dict), Path(path).name))
         except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"save {Path(path).name}")
+
+
+def capture_engine(
+    engine: Any, dims: ParallelDims, place: Place, state: SavedState
+) -> tuple[list[CapturedFile], Problem | None]:
+    """The files that this rank would write in a save, and why they cannot be saved.
+
+    Collective: all ranks of the world.
+    """
+    writer = CapturingWriter(engine.checkpoint_engine)
+    node_local = place.among.storage == "node_local"
+    with wrapped_writer(engine, writer, place.writes_model(dims), every_node=node_local):
+        engine.save_checkpoint("captured", tag=".", client_state=state.client_state, save_latest=False)
+    writer.save(state.rank_state, rank_state_file(place.rank))
+    return writer.captured, writer.problem
 
 
 def capture(state: dict[str, Any], name: str) -> CapturedFile:

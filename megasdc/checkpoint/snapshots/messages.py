@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.background.torch_file import Layout
+from megasdc.checkpoint.snapshots.torch_file import Layout
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Store:
         target: folder to write them into.
         in_place: they lie in that folder already.
         texts: further files, by name.
+        held: the record of what is held in memory but for its files; None: there is none.
     """
 
     files: list[TakenFile]
     target: Path
     in_place: bool = False
     texts: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,7 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.background.capture import CapturedFile, CapturingWriter
-from megasdc.checkpoint.background.messages import Act, Answer, Store, StoredFile
-from megasdc.checkpoint.background.snapshot import Snapshot
-from megasdc.checkpoint.background.writer_process import WriterProcess
-from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, rank_state_file, step_folder
+from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, step_folder
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import FileRecord, sorted_records
@@ -37,7 +33,10 @@ from megasdc.checkpoint.save import (
     refuse_decoupled,
     shared_state_text,
 )
-from megasdc.checkpoint.writer import wrapped_writer
+from megasdc.checkpoint.snapshots.capture import capture_engine
+from megasdc.checkpoint.snapshots.messages import Act, Answer, Store, StoredFile
+from megasdc.checkpoint.snapshots.snapshot import Snapshot
+from megasdc.checkpoint.snapshots.writer_process import WriterProcess
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import MIN, Field, StepAgreement
 
@@ -70,7 +69,7 @@ class _Save:
     saved: bool = False
 
 
-class BackgroundSaver:
+class DiskSaver:
     """Saves checkpoints into a folder beside training.
 
     All methods but ``wait_for_copy`` and ``close`` are collective: all ranks of the world.
@@ -108,7 +107,7 @@ class BackgroundSaver:
 
     def measure(self, engine: Any, state: SavedState) -> int:
         """Bytes that a snapshot of this rank takes; nothing is kept."""
-        files, problem = self._capture(engine, self._job(engine, 0, 0), state)
+        files, problem = capture_engine(engine, self._dims, self._place, state)
         return 0 if problem is not None else sum(one.layout.size_bytes for one in files)
 
     def begin(self, engine: Any, step: int, state: SavedState) -> None:
@@ -125,7 +124,7 @@ class BackgroundSaver:
         texts = {SHARED_STATE_FILE: shared_state_text(state)} if job.place.leader else {}
         save = self._save = _Save(job, started, texts, self._stages(job))
         save.problem = job.prepare() if job.place.leader else None
-        files, problem = self._capture(engine, job, state)
+        files, problem = capture_engine(engine, self._dims, self._place, state)
         save.problem = save.problem or problem
         if save.problem is None:
             try:
@@ -142,14 +141,6 @@ class BackgroundSaver:
     def _stages(self, job: SaveJob) -> list[Callable[[_Save], None]]:
         mark = [self._mark] if job.node_local else []
         return [self._store, self._rename, *mark, self._point]
-
-    def _capture(self, engine: Any, job: SaveJob, state: SavedState) -> tuple[list[CapturedFile], Problem | None]:
-        writer = CapturingWriter(engine.checkpoint_engine)
-        writes_model = job.place.writes_model(self._dims)
-        with wrapped_writer(engine, writer, writes_model, every_node=job.node_local):
-            engine.save_checkpoint(str(job.temporary), tag=".", client_state=state.client_state, save_latest=False)
-        writer.save(state.rank_state, rank_state_file(job.place.rank))
-        return writer.captured, writer.problem
 
     def wait_for_copy(self) -> None:
         """Wait until the snapshot is copied, and let it be written; before the optimizer changes anything."""

@@ -1,0 +1,203 @@
+"""What the memory of a host holds of a run: for each rank a few slots, each with the files of one step; no torch.
+
+A slot is a folder in shared memory: the files that the rank saves, laid out as on the disk, and ``held.json`` with
+their digests, which is written last. A slot without it, or whose digests do not match, holds nothing. Whether a step is
+whole is not written anywhere: a restart looks whether every rank's files are found somewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record
+from megasdc.durable import write_durably
+from megasdc.errors import CheckpointError
+from megasdc.shared_memory import own_prefix, shared_folder
+
+HELD_FILE = "held.json"
+VERIFIED_FILE = "verified_step"
+GUESTS = "guests"
+"""Folder of the slots of other hosts' ranks."""
+OWNER_FILE = "owner"
+RESTORE = "restore"
+"""Folder in which a restart puts the files of a step together."""
+FORMAT_VERSION = 1
+LEAST_S = 600.0
+"""A folder that nobody uses is removed by a later run once it is so old."""
+_LOOK_S = 1.0
+
+
+class HeldFile(Record):
+    """One file of a slot; ``tensors``: see ``megasdc.checkpoint.manifest.FileRecord``."""
+
+    name: Inside
+    size_bytes: Count
+    xxh3_128: Xxh3
+    tensors: dict[str, str] | None
+
+
+class HeldRecord(Record):
+    """Content of ``held.json``.
+
+    Attributes:
+        run: id of the run.
+        save: common to all ranks' records of one step in one start of the run.
+        step: optimizer step, first is 1.
+        time: when the state was taken, in seconds since the epoch.
+        host: where the rank ran.
+        layout: tensor, pipeline, data.
+        engine: see ``megasdc.checkpoint.save.describe_engine``.
+        versions: see ``megasdc.checkpoint.manifest.installed_versions``.
+        files: in order of name.
+    """
+
+    format_version: int
+    run: str
+    save: str
+    step: Count
+    time: Time
+    rank: Count
+    host: str
+    layout: list[int]
+    engine: dict[str, Any]
+    versions: dict[str, str]
+    files: list[HeldFile]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A slot that holds a step.
+
+    Attributes:
+        folder: of the slot, on this host.
+        is_guest: whether the rank ran on another host.
+    """
+
+    folder: Path
+    record: HeldRecord
+    is_guest: bool
+
+
+def memory_folder(run: str | None) -> Path:
+    """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has."""
+    assert run is not None, "the start was counted"
+    return shared_folder() / f"{own_prefix()}memory-{run}-{socket.gethostname()}"
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Folder of a rank's slots."""
+    return folder / f"rank_{rank:05d}"
+
+
+def find_held(folder: Path, run: str | None) -> tuple[list[Held], list[str]]:
+    """All slots of a run that hold a step, and what is wrong with others, a line each."""
+    found, problems = [], []
+    for path in sorted([*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]):
+        try:
+            record = read_record(path, HeldRecord, FORMAT_VERSION)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if record.run == run:
+            found.append(Held(path.parent, record, path.is_relative_to(folder / GUESTS)))
+    return found, problems
+
+
+def forget(folder: Path, stays: Callable[[HeldRecord], bool] = lambda record: False) -> None:
+    """Remove what is held of steps that do not stay; a slot that is being filled is not touched.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    for path in [*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]:
+        try:
+            if stays(read_record(path, HeldRecord, FORMAT_VERSION)):
+                continue
+        except CheckpointError:
+            pass  # it holds nothing
+        path.unlink(missing_ok=True)  # first: what is half removed must not count
+        shutil.rmtree(path.parent)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Content of ``owner``: the start of a run that uses a folder.
+
+    Attributes:
+        start: id of the run and number of the start, joined by a dot.
+        pid: of a process on this host that belongs to it.
+        linger_s: seconds that the folder stays when its ranks have failed.
+    """
+
+    start: str
+    pid: int
+    linger_s: float
+
+
+def claim(folder: Path, start: str, linger_s: float) -> None:
+    """Make the folder, and say which start of the run uses it now: the agent of an earlier one leaves it alone then.
+
+    Raises:
+        OSError: shared memory cannot be written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_durably(folder / OWNER_FILE, json.dumps(asdict(Owner(start, os.getpid(), linger_s))))
+
+
+def owner(folder: Path) -> Owner | None:
+    """The start that uses a folder; None: there is no folder, or nobody uses it."""
+    try:
+        return Owner(**json.loads((folder / OWNER_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def linger(folder: Path, start: str) -> None:
+    """Wait until another start has taken a folder, or it has stayed for as long as it may; then remove it."""
+    ends = None
+    while (found := owner(folder)) is not None and found.start == start:
+        ends = ends or time.monotonic() + found.linger_s
+        if time.monotonic() >= ends:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        time.sleep(_LOOK_S)
+
+
+def remove_forgotten() -> None:
+    """Remove this user's folders of runs that are gone, where no agent was left to do so."""
+    for folder in shared_folder().glob(f"{own_prefix()}memory-*-{socket.gethostname()}"):
+        with contextlib.suppress(OSError):
+            found = owner(folder)
+            age_s = time.time() - (folder / OWNER_FILE if found is not None else folder).stat().st_mtime
+            if age_s > (LEAST_S if found is None else max(LEAST_S, found.linger_s)) and not _lives(found):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(found: Owner | None) -> bool:
+    return found is not None and Path(f"/proc/{found.pid}").exists()
+
+
+def mark_verified_up_to(folder: Path, step: int) -> None:
+    """Write that an audit has agreed after a step.
+
+    Raises:
+        OSError: shared memory cannot be written.
+    """
+    write_durably(folder / VERIFIED_FILE, str(step))
+
+
+def verified_up_to(folder: Path) -> int:
+    """Last step of which an audit has said that it is right; 0: of none."""
+    try:
+        return int((folder / VERIFIED_FILE).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,204 @@
+"""Snapshots that stay in the host's memory: every few steps, each rank by itself.
+
+A rank takes its snapshot beside training and its writer makes it whole: the checksums are compared, the files sealed,
+and their digests written down. A slot is used again only once all ranks have a newer step, so that there is always one
+that all of them have. With one slot for that, and one in the making, each further step between two snapshots is time
+for the writer; where every step is kept a third slot gives it that time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
+from megasdc.checkpoint.manifest import installed_versions
+from megasdc.checkpoint.places import Place, Problem, describe_error
+from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
+from megasdc.checkpoint.snapshots.capture import capture_engine
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, rank_folder
+from megasdc.checkpoint.snapshots.messages import Store
+from megasdc.checkpoint.snapshots.snapshot import Snapshot
+from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.step_agreement import MIN, Field
+
+logger = logging.getLogger(__name__)
+
+
+class _Slot:
+    """Shared memory for one step; ``step``: that it holds or will hold, 0: none."""
+
+    def __init__(self, folder: Path, device: torch.device, step: int = 0) -> None:
+        self.folder, self.step = folder, step
+        self.snapshot = Snapshot(device)
+
+    def empty(self) -> None:
+        """Make it hold nothing.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / HELD_FILE).unlink(missing_ok=True)
+
+
+class MemorySaver:
+    """Keeps the last steps of this rank in memory.
+
+    Args:
+        folder: of the run, in shared memory.
+        run: its id.
+        place: of this rank, among ranks with node-local storage.
+        interval: steps between snapshots.
+
+    Attributes:
+        fields: what all ranks agree on in each step.
+        skipped: snapshots that were due and not taken, since no slot was free.
+        failed: snapshots that a rank could not take.
+        stalled_s: seconds that training stood still for the last one.
+    """
+
+    def __init__(
+        self, folder: Path, run: str | None, dims: ParallelDims, place: Place, device: torch.device, interval: int
+    ) -> None:
+        self._run, self._dims, self._place = run, dims, place
+        own = rank_folder(folder, dims.rank)
+        self._slots = [_Slot(own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
+        self._writer = WriterProcess()
+        self._making: _Slot | None = None
+        self._texts: dict[str, str] = {}
+        self._engine: dict[str, Any] = {}
+        self._taken_at = 0.0
+        self._sent: deque[_Slot] = deque()
+        self._newest = 0
+        self._problem: Problem | None = None
+        self.skipped = self.failed = 0
+        self.stalled_s = 0.0
+        self._whole = Field(self._own_newest, reduction=MIN)
+        self._trouble = Field(lambda: float(self._problem is not None))
+        self.fields = (self._whole, self._trouble)
+
+    @property
+    def whole(self) -> int:
+        """Newest step that all ranks hold; 0: none yet."""
+        return int(self._whole.value)
+
+    def adopt(self, step: int) -> bool:
+        """Keep what an earlier start holds of a step, until all ranks have something newer; whether any rank has it.
+
+        Collective: all ranks of the world.
+        """
+        for slot in self._slots:
+            if (slot.folder / HELD_FILE).exists():
+                slot.step = step
+        return any(self._place.gather(any(slot.step for slot in self._slots)))
+
+    def begin(self, engine: Any, step: int, state: SavedState) -> bool:
+        """Begin a snapshot of the state after a step; returns whether a slot was free.
+
+        Collective: all ranks of the world.
+        """
+        free = min(
+            (one for one in self._slots if one.step < max(self.whole, 1)), key=lambda one: one.step, default=None
+        )
+        if free is None or self._making is not None:
+            self.skipped += 1
+            return False
+        started = time.monotonic()
+        files, problem = capture_engine(engine, self._dims, self._place, state)
+        free.step = step
+        try:
+            free.empty()
+            free.snapshot.prepare(files, free.folder)
+            free.snapshot.take(files)
+        except OSError as error:
+            problem = problem or describe_error(error, f"allocate memory in {free.folder}")
+        self._making, self._problem = free, self._problem or problem
+        self._texts = {SHARED_STATE_FILE: shared_state_text(state)} if self._place.leader else {}
+        self._engine, self._taken_at = describe_engine(engine), time.time()
+        self.stalled_s = time.monotonic() - started
+        return True
+
+    def wait_for_copy(self) -> None:
+        """Wait until the snapshot is copied, and let it be made whole; before the optimizer changes anything."""
+        slot = self._making
+        if slot is None:
+            return
+        started = time.monotonic()
+        self._making = None
+        try:
+            if slot.snapshot.is_copying:
+                store = Store(
+                    slot.snapshot.wait(), slot.folder, in_place=True, texts=self._texts, held=self._head(slot)
+                )
+                self._writer.send(store)
+                self._sent.append(slot)
+        except (OSError, RuntimeError) as error:
+            self._problem = describe_error(error, "copy the snapshot")
+        self.stalled_s += time.monotonic() - started
+
+    def _head(self, slot: _Slot) -> dict[str, Any]:
+        """The record of a slot but for its files."""
+        dims = self._dims
+        return {
+            "format_version": FORMAT_VERSION,
+            "run": self._run,
+            "save": self._place.save_id,
+            "step": slot.step,
+            "time": self._taken_at,
+            "rank": dims.rank,
+            "host": self._place.node,
+            "layout": [dims.tensor, dims.pipeline, dims.data],
+            "engine": self._engine,
+            "versions": installed_versions(),
+        }
+
+    def _own_newest(self) -> float:
+        while self._sent and (answer := self._writer.answer()) is not None:
+            slot = self._sent.popleft()
+            if answer.problem:
+                self._problem = Problem(answer.problem, answer.is_storage)
+            else:
+                self._newest = slot.step
+        return float(self._newest)
+
+    def advance(self) -> str | None:
+        """After a step: where a rank has failed, give up what is in the making; returns what happened.
+
+        Collective: all ranks of the world where one has a problem.
+        """
+        if not self._trouble.value:
+            return None
+        self.failed += 1
+        answers = self._place.gather((self._place.node, self._problem))
+        self._problem, self._making = None, None
+        self._writer.close()
+        self._sent.clear()
+        for slot in self._slots:
+            if slot.step > self.whole:
+                slot.snapshot.close()
+                slot.empty()
+                slot.step = 0
+        self._newest = min(self._newest, self.whole)
+        rank, (node, problem) = next((rank, one) for rank, one in enumerate(answers) if one[1] is not None)
+        return f"rank {rank} on {node}: {problem.text}"
+
+    def measure(self, engine: Any, state: SavedState) -> int:
+        """Bytes that all slots of this rank take together; nothing is kept.
+
+        Collective: all ranks of the world.
+        """
+        files, problem = capture_engine(engine, self._dims, self._place, state)
+        return 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
+
+    def close(self) -> None:
+        """End the writer; what is held stays."""
+        self._writer.close()
+        for slot in self._slots:
+            slot.snapshot.close()

@@ -1,0 +1,327 @@
+"""A restart from what hosts hold in memory: the newest step of which every rank's files are found and whole.
+
+Files of a rank that now runs on another host are sent there. Each host puts the files that its ranks need together in
+a folder, as a checkpoint of node-local storage, which is loaded as any other. Wherever the files come from, their
+digests are those that were taken when the snapshot was made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megasdc.checkpoint.files import hash_file, step_folder
+from megasdc.checkpoint.formats.deepspeed_names import stage_file, stage_number
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
+from megasdc.checkpoint.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    Layout,
+    Manifest,
+    sorted_records,
+    write_manifest,
+    write_marker,
+)
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.resume import Chosen
+from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, find_held, verified_up_to
+from megasdc.parallel.dims import ParallelDims
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a rank's files of a step are: ``leader``: rank that reads for the host; ``is_guest``: kept for another."""
+
+    leader: int
+    held: Held
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step that can be restored.
+
+    Attributes:
+        sources: of each rank, one that was found to be right.
+        skipped: newer steps, each with the reason.
+    """
+
+    step: int
+    save: str
+    sources: dict[int, Source]
+    skipped: dict[int, str]
+
+    @property
+    def origin(self) -> str:
+        """Whose memory the files come from, in words."""
+        guests = [rank for rank, source in self.sources.items() if source.held.is_guest]
+        return f"memory, ranks {', '.join(map(str, guests))} from their partners" if guests else "memory"
+
+
+def find_in_memory(
+    folder: Path, run: str | None, dims: ParallelDims, ranks: Ranks, *, newer_than: int, verified_only: bool
+) -> Found | None:
+    """The newest step that all hosts together hold, newer than a step; None: there is none.
+
+    Args:
+        folder: of the run in this host's memory.
+        run: its id.
+        ranks: with node-local storage.
+        verified_only: whether an audit must have agreed after the step.
+
+    Collective: all ranks of the world.
+    """
+    place = find_place(ranks)
+    held, problems = find_held(folder, run) if place.leader else ([], [])
+    answers = place.gather((held, problems, verified_up_to(folder) if place.leader else 0))
+    for line in (line for _, lines, _ in answers for line in lines):
+        logger.warning("memory: %s", line)
+    at_most = max(step for _, _, step in answers) if verified_only else None
+    sources = [Source(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
+    skipped: dict[int, str] = {}
+    for (step, save), those in sorted(_by_step(sources).items(), reverse=True):
+        if step <= newer_than:
+            break
+        problem = _why_not(those, dims)
+        if problem is None and at_most is not None and step > at_most:
+            problem = "no audit has agreed after it"
+        if problem is None:
+            whole = _check(those, place)
+            chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
+            if len(chosen) == dims.world_size:
+                return Found(step, save, chosen, skipped)
+            lacking = sorted(set(range(dims.world_size)) - chosen.keys())
+            problem = f"files of rank {lacking[0]} were changed"
+        skipped[step] = problem
+        place.emit("skip", "memory", step=step, reason=problem)
+        if place.rank == 0:
+            logger.warning("step %d in memory is skipped: %s", step, problem)
+    return None
+
+
+def _by_step(sources: Sequence[Source]) -> dict[tuple[int, str], list[Source]]:
+    found: dict[tuple[int, str], list[Source]] = {}
+    for one in sources:
+        found.setdefault((one.held.record.step, one.held.record.save), []).append(one)
+    return found
+
+
+def _by_rank(sources: Sequence[Source], place: Place) -> dict[int, list[Source]]:
+    """Sources of each rank: first those on the host where it runs now, and a rank's own before a guest's."""
+    leader_of = {rank: ranks[0] for ranks in place.nodes.values() for rank in ranks}
+    found: dict[int, list[Source]] = {}
+    for one in sorted(sources, key=lambda one: (one.leader != leader_of.get(one.held.record.rank), one.held.is_guest)):
+        found.setdefault(one.held.record.rank, []).append(one)
+    return found
+
+
+def _why_not(sources: Sequence[Source], dims: ParallelDims) -> str | None:
+    """Why a step cannot be restored, whatever its files are like."""
+    layouts = {tuple(one.held.record.layout) for one in sources}
+    if layouts != {(dims.tensor, dims.pipeline, dims.data)}:
+        return f"it was made with layouts {sorted(layouts)}, this run has {dims}"
+    ranks = {one.held.record.rank for one in sources}
+    if lacking := sorted(set(range(dims.world_size)) - ranks):
+        return f"nobody holds rank {lacking[0]}" + (f" and {len(lacking) - 1} others" if len(lacking) > 1 else "")
+    return None
+
+
+def _check(sources: Sequence[Source], place: Place) -> list[Source]:
+    """The sources whose files all have their digests; each host's ranks share the work.
+
+    Collective: all ranks.
+    """
+    leader = place.ranks[0]
+    own = [(index, one.held) for index, one in enumerate(sources) if one.leader == leader]
+    files = [(index, held.folder, file) for index, held in own for file in held.record.files]
+    bad = {files[number][0] for number in place.share(len(files)) if not _is_whole(*files[number][1:])}
+    wrong = set[int]().union(*place.gather(bad))
+    return [one for index, one in enumerate(sources) if index not in wrong]
+
+
+def _is_whole(folder: Path, file: HeldFile) -> bool:
+    try:
+        path = folder / file.name
+        whole = path.stat().st_size == file.size_bytes and hash_file(path) == file.xxh3_128
+    except OSError as error:
+        logger.warning("memory: %s cannot be read: %s", folder / file.name, error)
+        return False
+    if not whole:
+        logger.warning("memory: %s was changed", folder / file.name)
+    return whole
+
+
+@dataclass
+class _Plan:
+    """Files of a host's restored folder: ``links``: on it already; ``sent``: from another host, by its leader."""
+
+    links: dict[str, Source] = field(default_factory=dict)
+    sent: dict[str, Source] = field(default_factory=dict)
+
+
+def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Chosen:
+    """Put the files of a step together on every host, as a checkpoint to load.
+
+    Args:
+        folder: of the run in this host's memory.
+
+    Raises:
+        StorageError: memory is full, or something cannot be read; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    place = find_place(ranks)
+    target = folder / RESTORE / step_folder(found.step)
+    problem: Problem | None = None
+    if place.leader:
+        try:
+            shutil.rmtree(folder / RESTORE, ignore_errors=True)
+            target.mkdir(parents=True)
+        except OSError as error:
+            problem = describe_error(error, f"create {target}")
+    what = f"step {found.step} cannot be restored from memory"
+    raise_together(problem, place, what)
+    plans = {node: _plan(found, nodes, place) for node, nodes in place.nodes.items()}
+    try:
+        _move(plans, target, place)
+        if place.leader:
+            _write_manifest(found, plans[place.node], target, dims, place)
+    except OSError as error:
+        problem = describe_error(error, f"write {target}")
+    raise_together(problem, place, what)
+    manifest = _manifest(found, plans[place.node], dims, place)
+    return Chosen(target, found.step, manifest, {}, [], False)
+
+
+def _plan(found: Found, ranks: Sequence[int], place: Place) -> _Plan:
+    """Where the files come from that a host's ranks need."""
+    plan = _Plan()
+    needing = ranks[0]
+    for source in _needed(found, ranks):
+        for file in source.held.record.files:
+            known = plan.links if source.leader == needing else plan.sent
+            if file.name not in plan.links and file.name not in plan.sent:
+                known[file.name] = source
+    return plan
+
+
+def _needed(found: Found, ranks: Sequence[int]) -> list[Source]:
+    """Sources with files that these ranks need: their own, and the weights of their stages; own ones first."""
+    records = {rank: source.held.record for rank, source in found.sources.items()}
+    layout = Layout(**dict(zip(("tensor", "pipeline", "data"), records[0].layout, strict=True)))
+    wanted = [found.sources[rank] for rank in ranks]
+    for rank in ranks:
+        stage = stage_file(stage_number(layout.dims(rank)))
+        holders = [other for other in records if any(one.name == stage for one in records[other].files)]
+        wanted.append(found.sources[next((other for other in holders if other in ranks), holders[0])])
+    shared = [other for other in records if any(one.name == SHARED_STATE_FILE for one in records[other].files)]
+    return [*wanted, found.sources[shared[0]]]
+
+
+def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:
+    """Link what is here, and send what is not, host after host in the same order on all ranks.
+
+    Raises:
+        OSError: a file cannot be read or written, or did not arrive as it was; only after all others were sent.
+
+    Collective: the leaders of all hosts.
+    """
+    if not place.leader:
+        return
+    failed: list[OSError] = []
+    for name, source in plans[place.node].links.items():
+        os.link(source.held.folder / name, target / name)
+    for node, plan in plans.items():
+        receiver = place.nodes[node][0]
+        for name, source in sorted(plan.sent.items()):
+            file = next(one for one in source.held.record.files if one.name == name)
+            try:
+                if place.rank == source.leader:
+                    _send(source.held.folder / name, file.size_bytes, receiver, place.among.group)
+                elif place.rank == receiver:
+                    _receive(target / name, file, source.leader, place.among.group)
+            except OSError as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> None:
+    """Send a file; what cannot be read is sent as zeros, since the receiver waits for all of it."""
+    failed: OSError | None = None
+    with open(path, "rb") as file:
+        for start in range(0, size, _CHUNK_BYTES):
+            piece = bytearray(min(_CHUNK_BYTES, size - start))
+            try:
+                file.readinto(piece)
+            except OSError as error:
+                failed = error
+            dist.send(torch.frombuffer(piece, dtype=torch.uint8), to, group=group)
+    if failed is not None:
+        raise failed
+
+
+def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup | None) -> None:
+    """Receive a file, all of it also where it cannot be written."""
+    failed: OSError | None = None
+    with open(path, "wb") as file:
+        for start in range(0, told.size_bytes, _CHUNK_BYTES):
+            piece = torch.empty(min(_CHUNK_BYTES, told.size_bytes - start), dtype=torch.uint8)
+            dist.recv(piece, sender, group=group)
+            try:
+                file.write(piece.numpy().data)
+            except OSError as error:
+                failed = error
+    if failed is not None:
+        raise failed
+    if not _is_whole(path.parent, told):
+        raise OSError(f"{told.name} did not arrive as it was sent")
+
+
+def _manifest(found: Found, plan: _Plan, dims: ParallelDims, place: Place) -> Manifest:
+    record: HeldRecord = found.sources[0].held.record
+    names = {**plan.links, **plan.sent}
+    files = [
+        FileRecord(
+            name=file.name,
+            size_bytes=file.size_bytes,
+            xxh3_128=file.xxh3_128,
+            rank=source.held.record.rank,
+            node=source.held.record.host,
+            tensors=file.tensors,
+        )
+        for name, source in names.items()
+        for file in source.held.record.files
+        if file.name == name
+    ]
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        state="complete",
+        step=found.step,
+        save_id=found.save,
+        time=record.time,
+        layout=Layout(tensor=dims.tensor, pipeline=dims.pipeline, data=dims.data),
+        world_size=dims.world_size,
+        storage="node_local",
+        nodes=place.nodes,
+        node=place.node,
+        engine=record.engine,
+        versions=record.versions,
+        files=sorted_records(files),
+    )
+
+
+def _write_manifest(found: Found, plan: _Plan, target: Path, dims: ParallelDims, place: Place) -> None:
+    manifest = _manifest(found, plan, dims, place)
+    write_manifest(target, manifest)
+    write_marker(target, manifest)

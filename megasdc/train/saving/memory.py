@@ -1,0 +1,159 @@
+"""Checkpoints in the memory of hosts: taken every few steps, they stay until the run has ended without an error."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from megasdc.checkpoint.marks import find_corruption
+from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.snapshots.held import (
+    RESTORE,
+    claim,
+    forget,
+    mark_verified_up_to,
+    memory_folder,
+    remove_forgotten,
+)
+from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
+from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
+from megasdc.checkpoint.snapshots.room import GIB, why_not
+from megasdc.config import MemorySection, RunConfig
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.errors import ConfigError
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.train.saving.saver import RunState, checkpoint_folder
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryCheckpoints(Hook):
+    """Takes snapshots that outlive the ranks.
+
+    Args:
+        writer: of metrics, on rank 0 alone.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None) -> None:
+        self._interval, self._state, self._writer = section.interval, state, writer
+        self._folder = memory_folder(run.events.origin.run)
+        self._place = find_place(Ranks("node_local", run.host_group, run.events))
+        self._saver = MemorySaver(
+            self._folder, run.events.origin.run, run.dims, self._place, run.engine.device, self._interval
+        )
+        self._first = run.step
+        self._has_old = self._saver.adopt(run.step)
+        self._ended = False
+        self.fields = self._saver.fields
+
+    def on_start(self, run: Run) -> None:
+        """Look whether memory has room.
+
+        Raises:
+            ConfigError: it has none; on all ranks.
+        """
+        size = self._saver.measure(run.engine, self._state.of(run))
+        if (problem := why_not(size, run.host_group, is_asked=True)) is not None:
+            raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
+        if run.dims.rank == 0:
+            logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """A snapshot must be whole before anything changes."""
+        self._saver.wait_for_copy()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Take a snapshot when due."""
+        if (problem := self._saver.advance()) is not None and run.dims.rank == 0:
+            logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
+            run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)
+        if self._has_old and self._saver.whole > self._first:
+            self._has_old = False
+            self._forget_old(run)
+        if run.step % self._interval or run.is_last_step:
+            return
+        run.enter("SAVE")
+        if self._saver.begin(run.engine, run.step, self._state.of(run)):
+            run.paused_s += self._saver.stalled_s
+        run.enter("BETWEEN")
+        if self._writer is not None:
+            self._writer.write(
+                run.step,
+                {
+                    "memory/step": self._saver.whole,
+                    "memory/stalled_s": self._saver.stalled_s,
+                    "memory/skipped": self._saver.skipped,
+                    "memory/failed": self._saver.failed,
+                },
+            )
+
+    def _forget_old(self, run: Run) -> None:
+        """Remove what earlier starts of the run hold here: all ranks have something newer."""
+        if self._place.leader:
+            try:
+                forget(self._folder, lambda record: record.save == self._place.save_id)
+            except OSError as error:
+                logger.warning("memory: what is older cannot be removed: %s", error)
+                run.events.emit("warning", "memory_not_removed", step=run.step, message=str(error))
+
+    def on_end(self, run: Run) -> None:
+        """The run needs no memory any more."""
+        self._ended = True
+
+    def close(self) -> None:
+        """End the writer; what is held stays after an error alone."""
+        self._saver.close()
+        if self._ended and self._place.leader:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def look_in_memory(config: RunConfig, run: Run) -> Found | None:
+    """The newest step that the hosts of this start hold; from now on it is this start's memory.
+
+    Raises:
+        StorageError: shared memory of a host cannot be written; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    origin, section = run.events.origin, config.megasdc.checkpoint
+    folder, ranks = memory_folder(origin.run), Ranks("node_local", run.host_group, run.events)
+    place = find_place(ranks)
+    problem: Problem | None = None
+    if place.leader:
+        try:
+            remove_forgotten()
+            claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s)
+        except OSError as error:
+            problem = describe_error(error, f"write {folder}")
+    raise_together(problem, place, "nothing can be kept in memory")
+    corrupt = any(place.gather(find_corruption(checkpoint_folder(config)) if place.leader else None))
+    verified_only = section.require_verified == "always" or (section.require_verified == "auto" and corrupt)
+    if section.resume == "never":
+        return None
+    return find_in_memory(folder, origin.run, run.dims, ranks, newer_than=0, verified_only=verified_only)
+
+
+def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
+    """Remove from this host's memory all but the step that the run goes on from; None: nothing stays."""
+    folder = memory_folder(run.events.origin.run)
+    if not find_place(Ranks("node_local", run.host_group)).leader:
+        return
+    shutil.rmtree(folder / RESTORE, ignore_errors=True)
+    try:
+        forget(folder, lambda record: found is not None and (record.save, record.step) == (found.save, found.step))
+    except OSError as error:
+        logger.warning("memory: what is not used any more cannot be removed: %s", error)
+
+
+def mark_memory(folder: Path, step: int) -> None:
+    """Note that an audit has agreed after a step; where that fails, a restart after corruption takes the disk."""
+    if folder.is_dir():
+        try:
+            mark_verified_up_to(folder, step)
+        except OSError as error:
+            logger.warning("memory: step %d cannot be marked as verified: %s", step, error)

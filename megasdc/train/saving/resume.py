@@ -1,0 +1,253 @@
+"""Resuming a run: from memory, from a checkpoint on the disk, or from a universal one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megasdc.checkpoint.aside import leave_behind
+from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
+from megasdc.checkpoint.manifest import installed_versions
+from megasdc.checkpoint.places import Problem, Ranks, raise_together
+from megasdc.checkpoint.resume import Chosen, find_checkpoint
+from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.checkpoint.snapshots.recover import Found, restore
+from megasdc.config import RunConfig, StudySection
+from megasdc.data.manifest import Manifest
+from megasdc.data.position import Position, position_for
+from megasdc.determinism import restore_rng, seed_generators
+from megasdc.engine.run import Run
+from megasdc.errors import CheckpointError
+from megasdc.metrics.writer import cut_back, set_aside
+from megasdc.train.changed_settings import ChangedSettings
+from megasdc.train.saving.memory import keep_only, look_in_memory
+from megasdc.train.saving.saver import checkpoint_folder
+
+logger = logging.getLogger(__name__)
+
+
+def resume(
+    run: Run,
+    config: RunConfig,
+    agree: Callable[[int], int | None] | None = None,
+    study: StudySection | None = None,
+) -> dict[str, Any]:
+    """Resume from the newest usable checkpoint, if there is one and the configuration asks for it.
+
+    Without one the run starts from the universal checkpoint that the configuration names, or from step 0. Changes of
+    the configuration since the checkpoint are refused, or applied from the next step on and reported.
+
+    Args:
+        run: at step 0; on return at the step that was loaded.
+        agree: called with the step of the checkpoint found, 0 for none; returns None, or the newest step to search
+            again; None: no agreement needed.
+        study: that the run is a replica of; None: none.
+
+    Returns:
+        States of the hooks by class name, for hooks that are not built yet; empty at step 0.
+
+    Raises:
+        CheckpointError: none is usable, one is of another model, layout or configuration, or the configuration demands
+            what is not there.
+
+    Collective: all ranks of the world.
+    """
+    section = config.megasdc.checkpoint
+    folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
+    held = look_in_memory(config, run) if section.memory.interval else None
+    found = _find_on_disk(config, run, agree, has_other=held is not None)
+    if held is not None and (found is None or held.step >= found.step):
+        return _resume_from_memory(run, config, held, found, study)
+    if section.memory.interval:
+        keep_only(config, run, None)
+    if found is None:
+        leave_behind(folder, None, ranks)
+        hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
+        if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
+            run.events.emit("start", "metrics_set_aside", path=str(kept))
+            logger.warning("no checkpoint in %s, so the run starts at step 1; old metrics are now in %s", folder, kept)
+        return hooks
+    return _load(run, config, found, ranks, study, lambda: leave_behind(folder, found, ranks))
+
+
+def _find_on_disk(
+    config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, *, has_other: bool
+) -> Chosen | None:
+    """The newest usable checkpoint of the folder; ``has_other``: the run can go on without one."""
+    section = config.megasdc.checkpoint
+    folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
+    needs_none = has_other or section.universal
+    at_most: int | None = None
+    while True:
+        try:
+            found = find_checkpoint(
+                folder,
+                run.dims,
+                ranks,
+                verify=section.verify,
+                resume="auto" if needs_none and section.resume == "must" else section.resume,
+                require_verified=section.require_verified,
+                at_most=at_most,
+            )
+        except CheckpointError as error:
+            if not has_other:
+                raise
+            logger.warning("%s", error)
+            return None
+        at_most = None if agree is None else agree(0 if found is None else found.step)
+        if at_most is None:
+            return found
+
+
+def _resume_from_memory(
+    run: Run, config: RunConfig, held: Found, on_disk: Chosen | None, study: StudySection | None
+) -> dict[str, Any]:
+    """Go on from what the hosts hold in memory; returns states of the hooks by class name."""
+    folder = checkpoint_folder(config)
+    local = Ranks("node_local", run.host_group, run.events)
+    disk = Ranks(config.megasdc.checkpoint.storage, run.host_group, run.events)
+    chosen = restore(held, memory_folder(run.events.origin.run), run.dims, local)
+    hooks = _load(run, config, chosen, local, study, lambda: leave_behind(folder, on_disk, disk))
+    keep_only(config, run, held)
+    if run.dims.rank == 0:
+        step = None if on_disk is None else on_disk.step
+        run.events.emit("resume", "memory", step=run.step, origin=held.origin, disk_step=step)
+        than = "there is none on the disk" if step is None else f"the newest on the disk is of step {step}"
+        logger.info("resumed from step %d in %s; %s", run.step, held.origin, than)
+    return hooks
+
+
+def _load(
+    run: Run,
+    config: RunConfig,
+    found: Chosen,
+    ranks: Ranks,
+    study: StudySection | None,
+    leave: Callable[[], object],
+) -> dict[str, Any]:
+    """Load a checkpoint and restore everything besides the engine; returns states of the hooks by class name.
+
+    Args:
+        leave: called once it is loaded.
+    """
+    changed = ChangedSettings(run.engine, config, study)
+    data = found.manifest.layout.data
+    loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=lambda saved: changed.check(saved, data))
+    leave()
+    run.passed_over = set(found.skipped) - set(found.candidates)
+    state = loaded.shared_state
+    _restore_counters(run, state)
+    run.loader.position = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    _prolong_stream(run)
+    restore_rng(loaded.rank_state["rng"])
+    changed.apply(run)
+    if run.dims.rank == 0:
+        dropped = cut_back(run.folder, run.step)
+        run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
+        logger.info("resumed from %s", found.path)
+        tell_other_versions(run, found.manifest.versions)
+    return changed.hook_states(state["hooks"])
+
+
+def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
+    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
+    here = installed_versions()
+    other = {
+        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
+    }
+    if other:
+        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
+        run.events.emit("resume", "other_versions", step=run.step, versions=other)
+        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
+
+
+def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
+    """Continue a run that was saved at any layout; returns states of the hooks by class name.
+
+    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
+    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
+    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
+
+    Raises:
+        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
+            in ``checkpoint.universal_without``; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    section, dims = config.megasdc.checkpoint, run.dims
+    found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
+    state = found.shared_state
+    changed = ChangedSettings(run.engine, config, None)
+    problem = changed.problem_of(state, found.manifest.source_layout.data)
+    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed")
+    position = Position()
+    try:
+        if "loader" not in section.universal_without:
+            position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
+    except CheckpointError as error:
+        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
+        problem = Problem(f"{error}; {hint}", storage=False)
+    data = config.megasdc.data.path
+    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
+    if saved not in (None, now):
+        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
+        problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
+    what = f"{found.path} cannot continue with this data, nothing was changed"
+    raise_together(problem, found.place, what)
+    load_universal(run.engine, found)
+    _restore_counters(run, state)
+    run.loader.position = position
+    _prolong_stream(run)
+    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    changed.apply(run)
+    if dims.rank == 0:
+        _tell_universal(run, config, found)
+    return {} if "hooks" in section.universal_without else changed.hook_states(state["hooks"])
+
+
+def _restore_counters(run: Run, state: dict[str, Any]) -> None:
+    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
+    run.skipped_steps = state["skipped_steps"]
+
+
+def _prolong_stream(run: Run) -> None:
+    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
+    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
+    run.loader.dataset.prolong(run.loader.position.end_after(own, run.dims.data))
+
+
+def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
+    """Event and log lines of rank 0."""
+    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
+    batch, saved_batch = run.engine.train_batch_size(), found.shared_state["config"].get("train_batch_size")
+    run.events.emit(
+        "resume",
+        "universal",
+        step=run.step,
+        path=str(found.path),
+        source=manifest.source,
+        saved_layout=str(manifest.source_layout),
+        layout=str(run.dims),
+        without=list(without),
+        precision=manifest.precision,
+        global_batch=batch,
+        saved_global_batch=saved_batch,
+    )
+    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
+    if run.step >= run.steps:
+        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
+        logger.warning(
+            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
+            "is written at this layout; raise megasdc.training.steps to continue",
+            found.path,
+            run.step,
+            run.steps,
+        )
+    if "loader" in without:
+        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
+    if "hooks" in without:
+        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
+    if saved_batch not in (None, "auto", batch):
+        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)

@@ -1,0 +1,205 @@
+"""Saving checkpoints, and the content besides DeepSpeed's part."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.retention import Retention
+from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
+from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
+from megasdc.checkpoint.snapshots.room import GIB, why_not
+from megasdc.config import RunConfig, StudySection
+from megasdc.data.position import merge_positions
+from megasdc.determinism import capture_rng
+from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import Hook, is_stateful
+from megasdc.engine.run import Run
+from megasdc.errors import ConfigError
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
+from megasdc.parallel.collectives import gather_objects
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Folder of a run's checkpoints."""
+    sections = config.megasdc
+    return Path(sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What is saved besides DeepSpeed's part.
+
+    Args:
+        config: stored as resolved.
+        tokenizer_checksum: of the tokenizer that the data were prepared with.
+        study: that the run is a replica of; None: none.
+    """
+
+    config: RunConfig
+    tokenizer_checksum: str
+    study: StudySection | None
+
+    def of(self, run: Run) -> SavedState:
+        """The state of a run after its last step.
+
+        Collective: all ranks of the world.
+        """
+        return SavedState(self._shared_state(run), {"rng": capture_rng()}, self._client_state(run))
+
+    def _client_state(self, run: Run) -> dict[str, Any]:
+        model = self.config.megasdc.model
+        padded = padded_vocab_size(run.loader.dataset.vocab_size, model.vocab_multiple)
+        return {UNIVERSAL_INFO_KEY: universal_info(model, padded)}
+
+    def _shared_state(self, run: Run) -> dict[str, Any]:
+        # The first stage reads every micro-batch; stages in the middle read none.
+        states = gather_objects(run.loader.state_dict() if run.dims.is_first_stage else None, run.host_group)
+        return {
+            "step": run.step,
+            "tokens": run.tokens,
+            "samples": run.samples,
+            "skipped_steps": run.skipped_steps,
+            "loader": merge_positions([state for state in states if state is not None]),
+            "vocab_size": run.loader.dataset.vocab_size,
+            "tokenizer_checksum": self.tokenizer_checksum,
+            "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks if is_stateful(hook)},
+            "config": self.config.resolved(),
+            "study": None if self.study is None else self.study.model_dump(mode="json"),
+        }
+
+
+class Saver(Hook):
+    """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
+
+    ``before_save`` is called on all ranks; ``writer`` is None on other ranks than 0. The last checkpoint is always
+    written while the run waits, since nothing is left that could go on.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        writer: MetricsWriter | None,
+        state: RunState,
+        before_save: Callable[[Run], None] | None = None,
+    ) -> None:
+        self.state = state
+        self.before_save = before_save
+        self.section = config.megasdc.checkpoint
+        self.folder = checkpoint_folder(config)
+        self.writer = writer
+        self._ranks = Ranks(self.section.storage, run.host_group, run.events)
+        self._keep = Retention(self.section.keep_last, self.section.keep_every)
+        self._skipped = 0
+        self._background: DiskSaver | None = None
+        if self.section.interval and self.section.writing != "sync":
+            self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
+            self.fields = self._background.fields
+
+    def on_start(self, run: Run) -> None:
+        """Look whether memory has room for snapshots.
+
+        Raises:
+            ConfigError: it has none, and the configuration demands them; on all ranks.
+        """
+        if self._background is None or run.step + self.section.interval >= run.steps:
+            return
+        size = self._background.measure(run.engine, self.state.of(run))
+        problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
+        if problem is None:
+            self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
+        elif self.section.writing == "async":
+            raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
+        else:
+            self._tell(run, "sync", problem)
+            self._background.close()
+            self._background, self.fields = None, ()
+
+    def _tell(self, run: Run, writing: str, why: str) -> None:
+        if run.dims.rank == 0:
+            run.events.emit("start", "checkpoint_writing", writing=writing, why=why)
+            logger.info("checkpoints are written %s: %s", {"async": "beside training"}.get(writing, writing), why)
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """A snapshot must be whole before anything changes."""
+        if self._background is not None:
+            self._background.wait_for_copy()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Go on with the save under way, and save when due."""
+        due = bool(self.section.interval) and run.step % self.section.interval == 0
+        if self._background is not None:
+            failed = self._background.failed
+            self._report(run, self._background.advance())
+            if self._background.failed > failed:
+                self._count(run, "failed", self._background.failed)
+            if self._background.step is not None and (run.is_last_step or due):
+                due = self._meet_late(run, self._background) and due
+        if not due and not run.is_last_step:
+            return
+        run.enter("SAVE")
+        if self.before_save is not None:
+            self.before_save(run)
+        started = time.monotonic()
+        if self._background is None or run.is_last_step:
+            state = self.state.of(run)
+            saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
+            self._report(run, saved)
+        else:
+            self._background.begin(run.engine, run.step, self.state.of(run))
+        run.paused_s += time.monotonic() - started
+        run.enter("BETWEEN")
+
+    def _meet_late(self, run: Run, background: DiskSaver) -> bool:
+        """A save is due or the run ends, while one is under way; returns whether the new one may begin."""
+        if self.section.when_late == "skip" and not run.is_last_step:
+            self._skipped += 1
+            if run.dims.rank == 0:
+                run.events.emit("skip", "checkpoint_save", step=run.step, under_way=background.step)
+                self._count(run, "skipped", self._skipped)
+                logger.warning("step %d is not saved: the save of step %d is under way", run.step, background.step)
+            return False
+        run.enter("SAVE")
+        started = time.monotonic()
+        self._report(run, background.finish())
+        run.paused_s += time.monotonic() - started
+        run.enter("BETWEEN")
+        return True
+
+    def _report(self, run: Run, saved: SaveResult | None) -> None:
+        """Log, and write as metrics, a save that is done."""
+        if saved is None:
+            return
+        run.passed_over.discard(saved.step)
+        if self.writer is not None:
+            self.writer.write(
+                run.step,
+                {
+                    "checkpoint/save_s": saved.stalled_s,
+                    "checkpoint/written_s": saved.duration_s,
+                    "checkpoint/bytes": saved.size_bytes,
+                },
+            )
+            stood = "" if saved.stalled_s == saved.duration_s else f", {saved.stalled_s:.2f} s of them standing still"
+            logger.info("step %d | saved %s in %.1f s%s", run.step, saved.path, saved.duration_s, stood)
+
+    def _count(self, run: Run, what: str, number: int) -> None:
+        if self.writer is not None:
+            self.writer.write(run.step, {f"checkpoint/{what}": number})
+
+    def close(self) -> None:
+        """Close the metrics file, since this is the last hook that writes to it; a save under way is lost."""
+        if self._background is not None:
+            self._background.close()
+        if self.writer is not None:
+            self.writer.close()
