@@ -21,8 +21,9 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Place, Problem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, rank_folder
-from megasdc.checkpoint.snapshots.messages import Store
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, rank_folder
+from megasdc.checkpoint.snapshots.messages import Join, Listen, Store
+from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
 from megasdc.parallel.dims import ParallelDims
@@ -67,7 +68,8 @@ class MemorySaver:
     def __init__(
         self, folder: Path, run: str | None, dims: ParallelDims, place: Place, device: torch.device, interval: int
     ) -> None:
-        self._run, self._dims, self._place = run, dims, place
+        self._folder, self._run, self._dims, self._place = folder, run, dims, place
+        self._address: str | None = None
         own = rank_folder(folder, dims.rank)
         self._slots = [_Slot(own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
         self._writer = WriterProcess()
@@ -90,14 +92,43 @@ class MemorySaver:
         return int(self._whole.value)
 
     def adopt(self, step: int) -> bool:
-        """Keep what an earlier start holds of a step, until all ranks have something newer; whether any rank has it.
+        """Keep what an earlier start holds of a step, until all ranks have something newer; whether it holds that.
+
+        A slot has the same name here and at the partner.
 
         Collective: all ranks of the world.
         """
+        held = find_held(self._folder, self._run)[0] if self._place.leader else []
+        own = {(one.record.rank, one.folder.name) for one in held if one.record.step == step}
+        names = set[tuple[int, str]]().union(*self._place.gather(own))
         for slot in self._slots:
-            if (slot.folder / HELD_FILE).exists():
+            if (self._dims.rank, slot.folder.name) in names:
                 slot.step = step
-        return any(self._place.gather(any(slot.step for slot in self._slots)))
+        return bool(names)
+
+    def join_partners(self, address: str) -> str | None:
+        """Let another host keep copies of what this one holds, and keep those of another one.
+
+        Args:
+            address: of this host, by which others reach it.
+
+        Returns:
+            Why that is not possible, the same on all ranks; None: it is.
+
+        Collective: all ranks of the world.
+        """
+        self._address = address
+        door = self._writer.ask(Listen(self._folder / GUESTS, address))
+        doors = self._place.gather((address, door))
+        partner = partner_of(self._dims, self._place.nodes, self._dims.rank)
+        problem = door.problem
+        if partner is None:
+            problem = "there is only one host"
+        elif not problem and not doors[partner][1].problem:
+            there, other = doors[partner]
+            problem = self._writer.ask(Join(there, other.port, other.token)).problem
+        problems = [(node, one) for node, one in self._place.gather((self._place.node, problem)) if one]
+        return f"{problems[0][0]}: {problems[0][1]}" if problems else None
 
     def begin(self, engine: Any, step: int, state: SavedState) -> bool:
         """Begin a snapshot of the state after a step; returns whether a slot was free.
@@ -186,6 +217,8 @@ class MemorySaver:
                 slot.empty()
                 slot.step = 0
         self._newest = min(self._newest, self.whole)
+        if self._address is not None:
+            self.join_partners(self._address)  # writers are new; what fails is found with the next snapshot
         rank, (node, problem) = next((rank, one) for rank, one in enumerate(answers) if one[1] is not None)
         return f"rank {rank} on {node}: {problem.text}"
 

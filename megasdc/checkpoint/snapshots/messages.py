@@ -79,6 +79,23 @@ class Act:
 
 
 @dataclass(frozen=True)
+class Listen:
+    """Task: receive the slots of other hosts' ranks, as ``megasdc.checkpoint.snapshots.partner.Guests``."""
+
+    folder: Path
+    address: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """Task: send what is held to a partner from now on."""
+
+    address: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Answer:
     """Of a task.
 
@@ -87,9 +104,12 @@ class Answer:
         is_storage: whether a disk was the cause.
         stored: of ``Store``.
         failed: a line for each folder that could not be deleted.
+        port, token: of ``Listen``.
     """
 
     problem: str = ""
     is_storage: bool = False
     stored: list[StoredFile] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    port: int = 0
+    token: bytes = field(default=b"", repr=False)

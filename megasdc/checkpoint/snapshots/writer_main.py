@@ -21,7 +21,8 @@ import xxhash
 from megasdc.checkpoint.files import delete_folder, hash_file
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, HeldRecord
-from megasdc.checkpoint.snapshots.messages import Act, Answer, Store, StoredFile, TakenFile
+from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
+from megasdc.checkpoint.snapshots.partner import Guests, Partner
 from megasdc.checkpoint.snapshots.torch_file import seal
 from megasdc.durable import commit_folder, sync_path, write_durably
 
@@ -38,7 +39,13 @@ class TornError(Exception):
 def main(connection: Connection, parent: int) -> None:
     """Do tasks until the rank has closed the pipe or has ended."""
     _follow(parent)
-    tasks: dict[type, Callable[[Any], Answer]] = {Store: store, Act: act}
+    exchange = _Exchange()
+    tasks: dict[type, Callable[[Any], Answer]] = {
+        Store: exchange.store,
+        Act: act,
+        Listen: exchange.listen,
+        Join: exchange.join,
+    }
     while True:
         try:
             task = connection.recv()
@@ -75,6 +82,37 @@ def _explain(error: Exception) -> Answer:
     return Answer(problem.text, problem.storage)
 
 
+class _Exchange:
+    """Tasks of a writer with partners: one that keeps copies of its slots, and others whose copies it keeps."""
+
+    def __init__(self) -> None:
+        self._partner: Partner | None = None
+        self._guests: Guests | None = None
+
+    def listen(self, task: Listen) -> Answer:
+        """Receive from others."""
+        self._guests = Guests(task.folder, task.address)
+        return Answer(port=self._guests.port, token=self._guests.token)
+
+    def join(self, task: Join) -> Answer:
+        """Send to one."""
+        try:
+            self._partner = Partner(task.address, task.port, task.token)
+        except OSError as error:
+            return Answer(f"the partner at {task.address} port {task.port} cannot be reached: {error}")
+        return Answer()
+
+    def store(self, task: Store) -> Answer:
+        """Store a snapshot here, and what is held also at the partner."""
+        answer = store(task)
+        if self._partner is not None and task.held is not None:
+            try:
+                self._partner.send(task.target, held_record(task, answer.stored))
+            except OSError as error:
+                return Answer(f"its partner keeps no copy: {error}")
+        return answer
+
+
 def store(task: Store) -> Answer:
     """Check, seal and write files.
 
@@ -92,19 +130,18 @@ def store(task: Store) -> Answer:
     described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
     tell = _digested if task.in_place else _described
     stored = [tell(task.target / name, one) for name, one in described.items()]
-    if task.held is not None:
-        _hold(task, stored)
+    if task.held is not None:  # last of all
+        write_record(task.target / HELD_FILE, held_record(task, stored))
     return Answer(stored=stored)
 
 
-def _hold(task: Store, stored: list[StoredFile]) -> None:
-    """Write down what the folder holds, last of all."""
+def held_record(task: Store, stored: list[StoredFile]) -> HeldRecord:
+    """What the folder of a snapshot holds."""
     files = [
         HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
-        for one in stored
+        for one in sorted(stored, key=lambda one: one.name)
     ]
-    files.sort(key=lambda one: one.name)
-    write_record(task.target / HELD_FILE, HeldRecord(**(task.held or {}), files=files))
+    return HeldRecord(**(task.held or {}), files=files)
 
 
 def _check_and_seal(file: TakenFile) -> None:

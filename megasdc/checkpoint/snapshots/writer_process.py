@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 
-from megasdc.checkpoint.snapshots.messages import Act, Answer, Store
+from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store
 
+Task = Store | Act | Listen | Join
+_POLL_S = 0.01
 _MODULE = "megasdc.checkpoint.snapshots.writer_main"
 
 
@@ -35,7 +38,7 @@ class WriterProcess:
             self.close()
             self._start()
 
-    def send(self, task: Store | Act) -> None:
+    def send(self, task: Task) -> None:
         """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
 
         Raises:
@@ -54,6 +57,17 @@ class WriterProcess:
                 command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
         self._pipe = Connection(here.detach())
+
+    def ask(self, task: Task) -> Answer:
+        """Give it a task and wait for its end; for what takes no time.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.send(task)
+        while (found := self.answer()) is None:
+            time.sleep(_POLL_S)
+        return found
 
     def answer(self) -> Answer | None:
         """What the last task has come to; None: it is not done."""

@@ -118,6 +118,9 @@ class MemorySection(Section):
     at_resume = "-"
 
     interval: NonNegativeInt = setting(0, "Steps between snapshots that stay in memory; 0: none are kept there.")
+    partners: bool = setting(
+        False, "Keep each host's snapshots in the memory of another one too, so that a lost host loses nothing."
+    )
     linger_s: NonNegativeFloat = setting(
         600.0, "Seconds that they stay after the ranks of a host have failed, if no restart takes them."
     )

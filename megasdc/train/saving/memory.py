@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ConfigError
+from megasdc.health.own_address import own_address_towards
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.train.saving.saver import RunState, checkpoint_folder
 
@@ -46,6 +48,7 @@ class MemoryCheckpoints(Hook):
         self._saver = MemorySaver(
             self._folder, run.events.origin.run, run.dims, self._place, run.engine.device, self._interval
         )
+        self._partners = section.partners
         self._first = run.step
         self._has_old = self._saver.adopt(run.step)
         self._ended = False
@@ -60,8 +63,17 @@ class MemoryCheckpoints(Hook):
         size = self._saver.measure(run.engine, self._state.of(run))
         if (problem := why_not(size, run.host_group, is_asked=True)) is not None:
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
+        if self._partners:
+            self._join_partners(run)
         if run.dims.rank == 0:
             logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
+
+    def _join_partners(self, run: Run) -> None:
+        address = own_address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        problem = self._saver.join_partners(address)
+        if problem is not None and run.dims.rank == 0:
+            logger.warning("memory: no host keeps copies for another: %s", problem)
+            run.events.emit("warning", "memory_without_partners", step=run.step, message=problem)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """A snapshot must be whole before anything changes."""

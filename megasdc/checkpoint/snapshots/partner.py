@@ -1,0 +1,193 @@
+"""Copies of a rank's snapshots in the memory of another host, from writer to writer over TCP; no torch.
+
+A writer listens on one address of its host and lets in whoever shows its token, which went to the other ranks through
+``torch.distributed``. A slot's record comes first, which names each file with its size and digest, then the files; what
+arrives is compared with the record, and counts once all of it is right. Nothing is encrypted: the network between hosts
+is trusted, as it is for training itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from megasdc.checkpoint.formats.records import read_text, record_text
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, HeldFile, HeldRecord, rank_folder
+from megasdc.durable import write_durably
+from megasdc.errors import CheckpointError
+from megasdc.parallel.dims import ParallelDims
+
+TOKEN_BYTES = 32
+_CONNECT_S = 10.0
+_LARGEST_RECORD = 64 << 20
+_LARGEST_NAME = 64
+_HEAD = struct.Struct("<II")
+"""Bytes of the slot's name, and of its record."""
+_RIGHT, _WRONG = b"\1", b"\0"
+_PIECE = 1 << 22
+
+
+def partner_of(dims: ParallelDims, nodes: Mapping[str, Sequence[int]], rank: int) -> int | None:
+    """The rank whose host keeps copies for a rank; None: there is only one host.
+
+    It is on another host, where there is one outside the hosts of the rank's replica, which are excluded together where
+    it is not clear which of them is wrong.
+
+    Args:
+        nodes: ranks of each host, in an order that is the same everywhere.
+    """
+    names = list(nodes)
+    own = next(name for name in names if rank in nodes[name])
+    replica = {name for name in names for one in nodes[name] if _replica(dims, one) == _replica(dims, rank)}
+    start = names.index(own)
+    others = names[start + 1 :] + names[:start]
+    host = next((name for name in others if name not in replica), others[0] if others else None)
+    if host is None:
+        return None
+    return nodes[host][list(nodes[own]).index(rank) % len(nodes[host])]
+
+
+def _replica(dims: ParallelDims, rank: int) -> int:
+    return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
+
+
+class Guests:
+    """Receives slots of other hosts' ranks, each sender in a thread of its own.
+
+    Args:
+        folder: where they are kept, in shared memory.
+        address: of this host, to listen on.
+
+    Raises:
+        OSError: the address is none of this host's.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._folder = folder
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family)
+        threading.Thread(target=self._admit, name="guests", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.getsockname()[1])
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="guest", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.settimeout(_CONNECT_S)
+                if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), self.token):
+                    return
+                connection.settimeout(None)
+                while True:
+                    self._take(connection)
+            except (OSError, ValueError, CheckpointError):
+                return  # the sender is told by the end of the connection
+
+    def _take(self, connection: socket.socket) -> None:
+        """Receive a slot.
+
+        Raises:
+            OSError: the sender has gone, or memory is full.
+            ValueError, CheckpointError: it does not keep to the protocol.
+        """
+        name_bytes, record_bytes = _HEAD.unpack(_receive(connection, _HEAD.size))
+        if name_bytes > _LARGEST_NAME or record_bytes > _LARGEST_RECORD:
+            raise ValueError(f"a record of {record_bytes} bytes in a slot whose name has {name_bytes}")
+        name, text = (_receive(connection, size).decode() for size in (name_bytes, record_bytes))
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is no slot")
+        record: HeldRecord = read_text(Path(HELD_FILE), text, HeldRecord, FORMAT_VERSION)
+        slot = rank_folder(self._folder, record.rank) / name
+        slot.mkdir(parents=True, exist_ok=True)
+        (slot / HELD_FILE).unlink(missing_ok=True)
+        known = {file.name for file in record.files}
+        for path in slot.iterdir():
+            if path.name not in known:
+                path.unlink()
+        right = [_take_file(connection, slot / file.name, file) for file in record.files]
+        if all(right):
+            write_durably(slot / HELD_FILE, text)
+        connection.sendall(_RIGHT if all(right) else _WRONG)
+
+
+def _take_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
+    """Receive a file into memory that is used again; returns whether it is what its digest says."""
+    digest = xxhash.xxh3_128()
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as opened:
+        if file.size_bytes == 0:
+            opened.truncate(0)
+            return digest.hexdigest() == file.xxh3_128
+        os.posix_fallocate(opened.fileno(), 0, file.size_bytes)
+        opened.truncate(file.size_bytes)
+        with mmap.mmap(opened.fileno(), file.size_bytes) as memory, memoryview(memory) as view:
+            place = 0
+            while place < file.size_bytes:
+                with view[place : place + _PIECE] as piece:
+                    got = connection.recv_into(piece)
+                    if not got:
+                        raise ConnectionError("the sender has gone")
+                    digest.update(piece[:got])
+                    place += got
+    return digest.hexdigest() == file.xxh3_128
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        piece = connection.recv(size - len(content))
+        if not piece:
+            raise ConnectionError("the peer has gone")
+        content += piece
+    return bytes(content)
+
+
+class Partner:
+    """The connection to the writer that keeps copies of this rank's slots.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, address: str, port: int, token: bytes) -> None:
+        self._connection = socket.create_connection((address, port), _CONNECT_S)
+        self._connection.settimeout(None)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connection.sendall(token)
+
+    def send(self, slot: Path, record: HeldRecord) -> None:
+        """Send a slot, and wait until the partner has compared it with its record.
+
+        Raises:
+            OSError: the partner has gone, or what it got is not right.
+        """
+        text, name = record_text(record).encode(), slot.name.encode()
+        self._connection.sendall(_HEAD.pack(len(name), len(text)) + name + text)
+        for file in record.files:
+            with open(slot / file.name, "rb") as opened:
+                self._connection.sendfile(opened)
+        if _receive(self._connection, 1) != _RIGHT:
+            raise OSError("what arrived there is not what its digests say")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
