@@ -46,16 +46,14 @@ class Intervals:
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
-    """Young's interval in seconds of training between saves."""
-    return math.sqrt(2 * stall_s * mtbf_s)
+    """Young's interval in seconds of training between saves; infinite without failures."""
+    return math.inf if math.isinf(mtbf_s) else math.sqrt(2 * stall_s * mtbf_s)
 
 
 def daly(stall_s: float, mtbf_s: float) -> float:
     """Daly's interval in seconds of training between saves: a series; M where C is 2 M or more."""
-    if stall_s >= 2 * mtbf_s:
+    if math.isinf(mtbf_s) or stall_s >= 2 * mtbf_s:
         return mtbf_s
-    if math.isinf(mtbf_s):
-        return mtbf_s if stall_s else 0.0
     ratio = math.sqrt(stall_s / (2 * mtbf_s))
     return math.sqrt(2 * stall_s * mtbf_s) * (1 + ratio / 3 + ratio**2 / 9) - stall_s
 
@@ -63,7 +61,7 @@ def daly(stall_s: float, mtbf_s: float) -> float:
 def exact(stall_s: float, mtbf_s: float) -> float:
     """Minimum of Daly's complete model in seconds of training between saves."""
     if math.isinf(mtbf_s):
-        return mtbf_s if stall_s else 0.0
+        return mtbf_s
     low, high = 0.0, 1.0
     for _ in range(_ROUNDS):
         middle = (low + high) / 2

@@ -21,6 +21,17 @@ from megasdc.checkpoint.planning.rates import Shares
 MEMORY, PARTNER, DISK, VERIFIED = SOURCES = ("memory", "partner", "disk", "verified disk")
 """What a restart reads from, in the order in which one need takes the place of another."""
 ON_DISK = (DISK, VERIFIED)
+ASSUMED: dict[str, float] = {
+    "hosts": 128,
+    "step_s": 10.0,
+    "disk_stall_s": 10.0,
+    "verification_steps": 50,
+    "detection_s": 60.0,
+    "restart_memory_s": 60.0,
+    "restart_partner_s": 90.0,
+    "restart_disk_s": 300.0,
+}
+"""Where nothing is given or measured; the steps are the default of `audit.interval`. Your own figures are better."""
 _HOPELESS = 10
 """A restart that takes so many times the mean time between failures almost never ends: one in 22,000."""
 

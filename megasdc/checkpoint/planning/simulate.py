@@ -95,7 +95,8 @@ def simulate(job: Job, intervals: Intervals, trials: int, seed: int) -> Simulate
         return draws.choice(len(SOURCES), size=trials, p=needs)
 
     elapsed_s = np.zeros(trials)
-    jobs = _Jobs(*np.zeros((3, trials), dtype=np.int64), need=fail())
+    nothing = np.zeros(trials, dtype=np.int64)
+    jobs = _Jobs(nothing, nothing, nothing, fail())
     for _ in range(FAILURES):
         gaps_s = draws.exponential(job.mtbf_s, trials)
         elapsed_s += gaps_s
