@@ -69,12 +69,15 @@ def _tiers(plan: CheckpointPlan) -> Table:
     for tier in plan.tiers:
         formulas = (tier.young_s, tier.daly_s, tier.exact_s)
         cells = [number(seconds / step_s if math.isfinite(seconds) else None, ",.1f") for seconds in formulas]
-        best = Cell(_every(tier, step_s), tier.steps, look="best")
-        rows.append((_NAMES[tier.name], number(tier.share, ".1%"), duration(tier.mtbf_s), *cells, best))
-    headings = ("save", "failures that need it", "these come every", "Young", "Daly", "exact", "best")
+        best = number(tier.steps, ",d", look="best", missing="never")
+        every = "only at the end" if tier.steps is None else duration(tier.steps * step_s)
+        needed = number(tier.share, ".1%"), duration(tier.mtbf_s)
+        rows.append((_NAMES[tier.name], *needed, *cells, best, every))
+    headings = ("save", "failures", "every", "Young", "Daly", "exact", "best", "best, time")
     note = (
-        "Young's sqrt(2 C M), Daly's series and the exact minimum of his model: steps, for each kind of save alone. "
-        "Best: least expected loss of both together, in whole steps, the disk's a multiple of the memory's."
+        "Failures: that need this save, and how often these come. Young's sqrt(2 C M), Daly's series and the exact "
+        "minimum of his model: steps, for each kind of save alone. Best: least expected loss of both together, in "
+        "whole steps, the disk's a multiple of the memory's."
     )
     return Table("tiers", headings, rows, searched=False, title="how often to save", note=note)
 

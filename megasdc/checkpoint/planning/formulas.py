@@ -22,12 +22,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megasdc.checkpoint.planning.job import Job
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDS = 60
 """Of a search by golden section or bisection: an interval shrinks by 3e-13 or more."""
+_FEW = 65
+"""Fewer whole steps or segments than that are all tried."""
 _LARGEST = 700.0
 """Exponents up to it do not overflow."""
 
@@ -106,36 +109,43 @@ def shortest_disk(job: Job, memory: float) -> int:
 
 def best_intervals(job: Job) -> Intervals:
     """Whole steps between saves that lose least time, the disk's a multiple of the memory's."""
-    costs, outage = job.costs, job.outage
+    costs, share = job.costs, job.outage.on_disk
     if job.rate == 0:
         return Intervals(None, None)
-    longest = max(4.0, 4 * job.mtbf_s / costs.step_s)  # of a tier whose failures have share 1
+    longest = max(4.0, 4 * job.mtbf_s / costs.step_s)  # of a kind of save that every failure needs
     if not costs.has_memory:
-        disk = _least_whole(
-            lambda steps: elapsed_per_training(job, Intervals(None, steps)), shortest_disk(job, 1), longest
-        )
-        return Intervals(None, disk)
+        return Intervals(None, _least_whole(partial(_loss, job, None), shortest_disk(job, 1), longest))
+    if not share:
+        return Intervals(_least_whole(lambda memory: _loss(job, memory, math.inf), 1, longest), None)
 
     def segments(memory: float) -> tuple[Callable[[float], float], int, float]:
         """What a number of segments costs, and its range."""
         fewest = shortest_disk(job, memory)
-        most = max(fewest + 1.0, longest / memory / outage.on_disk) if outage.on_disk else 1.0
-        return lambda number: elapsed_per_training(job, Intervals(memory, number * memory)), fewest, most
+        return partial(_loss, job, memory), fewest, max(fewest, longest / memory / share)
 
     def of_memory(memory: float) -> float:
-        if not outage.on_disk:
-            return elapsed_per_training(job, Intervals(memory, None))
         loss, fewest, most = segments(memory)
         return loss(_least(loss, fewest, most))
 
-    if not outage.on_disk:
-        return Intervals(_least_whole(of_memory, 1, longest), None)
+    def steps_of(count: int) -> int:
+        """Best whole steps of a segment, of so many of them between saves on the disk."""
+        shortest = math.ceil((costs.lag_s / count - (costs.memory_stall_s or 0.0)) / costs.step_s)
+        return _least_whole(lambda memory: _loss(job, memory, count), max(1, shortest), longest)
+
     steps = _least(of_memory, 1, longest)
-    choices = [
-        Intervals(memory, memory * _least_whole(*segments(memory)))
-        for memory in {max(1, math.floor(steps)), math.ceil(steps)}
-    ]
-    return min(choices, key=lambda one: elapsed_per_training(job, one))
+    number = _least(*segments(steps))
+    # Rounding matters where there are few steps or segments: all are tried. Of many the nearest are enough.
+    pairs = [(memory, _least_whole(*segments(memory))) for memory in {*range(1, _FEW), *_whole(steps, 1)}]
+    pairs += [(steps_of(count), count) for count in {*range(1, _FEW), *_whole(number, 1)}]
+    memory, count = min(pairs, key=lambda pair: _loss(job, *pair))
+    return Intervals(memory, memory * count)
+
+
+def _loss(job: Job, memory: float | None, number: float) -> float:
+    """Of a number of segments of ``memory`` steps between saves on the disk; infinite: of none there."""
+    if memory is None:
+        return elapsed_per_training(job, Intervals(None, number))
+    return elapsed_per_training(job, Intervals(memory, None if math.isinf(number) else memory * number))
 
 
 def _least(loss: Callable[[float], float], low: float, high: float) -> float:
@@ -157,5 +167,9 @@ def _least(loss: Callable[[float], float], low: float, high: float) -> float:
 
 def _least_whole(loss: Callable[[float], float], low: int, high: float) -> int:
     """The same among whole numbers."""
-    found = _least(loss, low, high)
-    return min({max(low, math.floor(found)), max(low, math.ceil(found))}, key=loss)
+    return min(_whole(_least(loss, low, high), low), key=loss)
+
+
+def _whole(number: float, low: int) -> list[int]:
+    """The whole numbers on both sides of a number, at least ``low``."""
+    return sorted({max(low, math.floor(number)), max(low, math.ceil(number))})

@@ -16,11 +16,13 @@ from megasdc.checkpoint.planning.formulas import (
     shortest_disk,
     young,
 )
-from megasdc.checkpoint.planning.job import Job
+from megasdc.checkpoint.planning.job import VERIFIED, Job
 from megasdc.checkpoint.planning.simulate import simulate
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4, 8)
 """Of the best interval of one kind: intervals that are compared with it."""
+_CHANCE, _SMALL = 4, 0.02
+"""Standard errors, and share of the lost time, by which formula and simulation may differ without a note."""
 MEMORY_TIER, DISK_TIER = "memory", "disk"
 OnProgress = Callable[[str, int, int], None]
 
@@ -142,6 +144,7 @@ def make_plan(
         return Estimate(intervals, expected, simulated.share, simulated.error)
 
     at_best = estimate(best)
+    told += [*_limit(job, best), *_disagreement(job, at_best)]
     return CheckpointPlan(
         job=job,
         tiers=_tiers(job, best),
@@ -215,6 +218,30 @@ def _overlap(job: Job, intervals: Intervals) -> float | None:
     memory = intervals.memory or 1
     fewest = shortest_disk(job, memory) * memory
     return fewest if intervals.disk < fewest else None
+
+
+def _limit(job: Job, best: Intervals) -> Iterator[str]:
+    """What keeps the interval of the disk from being shorter."""
+    memory = best.memory or 1
+    fewest = shortest_disk(job, memory)
+    if best.disk is not None and fewest > 1 and best.disk == fewest * memory:
+        yield (
+            f"a save on the disk takes as long as {best.disk:,.0f} steps until it is whole: a shorter interval, which "
+            "would lose less time, needs faster saves"
+        )
+
+
+def _disagreement(job: Job, best: Estimate) -> Iterator[str]:
+    """Where formula and simulation differ by more than chance and more than a small part of what is lost."""
+    if best.simulated is None or best.error is None:
+        return
+    difference = abs(best.simulated - best.expected)
+    if difference > _CHANCE * best.error and difference > _SMALL * (1 - best.simulated):
+        yield (
+            "formula and simulation differ: a save may be read only "
+            f"{job.lags_s[VERIFIED]:,.0f} s after it was made, which is not short against the mean time between "
+            f"failures of {job.mtbf_s:,.0f} s, and the formula is an approximation there; trust the simulation"
+        )
 
 
 def _own(job: Job, best: Intervals, own: int | None) -> tuple[Intervals | None, list[str]]:
