@@ -20,6 +20,8 @@ from megasdc.metrics.writer import MetricsWriter
 
 GIVEN = ["--mtbf-hours", 5, "--step-s", 4, "--memory-stall-s", 0.2, "--disk-stall-s", 8, "--verification-steps", 0]
 
+AUDITED = ("megasdc.audit.enabled=true", "megasdc.determinism.enabled=true")
+
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["plan-checkpoints", *map(str, arguments)])
@@ -34,7 +36,7 @@ def result(*arguments: object) -> dict[str, Any]:
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     """A run with audits that measured steps of 0.5 s and saves that stall it 1, 2 and 9 s and take 30 s."""
-    folder = write_run(tmp_path / "run", np.full(5, 3.0), settings=("megasdc.audit.enabled=true",))
+    folder = write_run(tmp_path / "run", np.full(5, 3.0), settings=AUDITED)
     writer, events = MetricsWriter(folder), EventLog(folder, 0)
     for step, stall_s in enumerate((1.0, 9.0, 2.0), 6):
         writer.write(step, {"speed/step_s": 0.5})
@@ -98,7 +100,7 @@ def test_for_people_and_as_a_page(tmp_path: Path, browser: Browser) -> None:
     text = run(*GIVEN, "--trials", 20, "--figure", tmp_path / "plan.html").stdout
     assert "a failure every 5.0 h" in text and "20 jobs" in text and "preset llama3" in text and "Young" in text
     browser.open(tmp_path / "plan.html")
-    assert browser.evaluate("document.querySelectorAll('.js-plotly-plot').length") == 2
+    assert browser.run("document.querySelectorAll('.js-plotly-plot').length") == 2
     assert "only at the end" in run("--mtbf-hours", "inf").stdout
 
 
