@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,12 +27,14 @@ class FailureOptions:
     """Options of how often the job fails, and of what."""
 
     preset: Literal["llama3", "opt-175b", "rsc-1", "byterobust"] = option(
-        "llama3", "Published failures: their rate, scaled linearly with devices, and their kinds."
+        "llama3", "Published failures: their rate, scaled linearly with devices, and their shares by kind."
     )
     hosts: int | None = option(None, "Hosts of the job; default: 128.", min=1)
     devices_per_host: int = option(8, "Devices of a host, to scale a published rate.", min=1)
-    failures_per_host_hour: float | None = option(None, "Instead of the published rate.", min=0)
-    mtbf_hours: float | None = option(None, "Instead of both: mean time between failures of the whole job.", min=0)
+    failures_per_host_hour: float | None = option(None, "Your own rate instead of a published one.", min=0)
+    mtbf_hours: float | None = option(
+        None, "Mean time between failures of the whole job, instead of a rate and --hosts.", min=0
+    )
     host_share: float | None = option(None, "Share of failures that lose a host; default: published.", min=0, max=1)
     older_share: float | None = option(
         None,
@@ -45,24 +47,30 @@ class FailureOptions:
 
 @dataclass(frozen=True)
 class CostOptions:
-    """Options of what saves and restarts cost, in seconds."""
+    """Options of what saves and restarts cost."""
 
-    step_s: float | None = option(None, "Time of a step; default: 10.", min=0)
+    step_s: float | None = option(None, "Seconds of a step; default: 10.", min=0)
     memory_stall_s: float | None = option(
-        None, "That training stands still for a snapshot in host memory; default: none are made.", min=0
+        None, "Seconds that training stands still for a snapshot in host memory; default: none are made.", min=0
     )
-    partners: bool = option(False, "Each snapshot is copied to another host.", "--partners")
-    disk_stall_s: float | None = option(None, "The same for a checkpoint on the disk; default: 10.", min=0)
+    partners: bool = option(False, "Each snapshot in memory is copied to another host.", "--partners")
+    disk_stall_s: float | None = option(
+        None, "Seconds that training stands still for a checkpoint on the disk; default: 10.", min=0
+    )
     disk_duration_s: float | None = option(
-        None, "Until it is whole on the disk, if written in the background; default: the stall.", min=0
+        None,
+        "Seconds until a checkpoint is whole on the disk, if written in the background; default: --disk-stall-s.",
+        min=0,
     )
     verification_steps: int | None = option(
         None, "Steps from a checkpoint to the audit that verifies it, at most; default: 50.", min=0
     )
-    detection_s: float | None = option(None, "From a failure to the begin of the restart; default: 60.", min=0)
-    restart_memory_s: float | None = option(None, "From then to the first step, from memory; default: 60.", min=0)
-    restart_partner_s: float | None = option(None, "The same from a partner's memory; default: 90.", min=0)
-    restart_disk_s: float | None = option(None, "The same from the disk; default: 300.", min=0)
+    detection_s: float | None = option(None, "Seconds from a failure to the begin of the restart; default: 60.", min=0)
+    restart_memory_s: float | None = option(
+        None, "Seconds of a restart from host memory, to its first step; default: 60.", min=0
+    )
+    restart_partner_s: float | None = option(None, "Seconds of a restart from a partner's memory; default: 90.", min=0)
+    restart_disk_s: float | None = option(None, "Seconds of a restart from the disk; default: 300.", min=0)
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,14 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     own = None if sections is None else sections.checkpoint.interval
-    notes = () if measured is None else measured.notes
     with progress_bars(quiet=output.as_json) as on_progress:
-        plan = make_plan(job, own, options.trials, options.seed, on_progress, origins=dict(origins.found), notes=notes)
+        plan = make_plan(job, own, options.trials, options.seed, on_progress)
+    plan = replace(
+        plan,
+        origins=origins.found,
+        published=_published(options.failures, origins),
+        notes=(*(() if measured is None else measured.notes), *plan.notes),
+    )
     output.write(plan, checkpoint_plan_page)
 
 
@@ -171,6 +184,15 @@ def _failures(options: FailureOptions, origins: _Origins) -> tuple[Shares, float
     how = published if options.failures_per_host_hour is None else "--failures-per-host-hour"
     origins.found["mtbf_s"] = f"{how}, {hosts:,} hosts ({origins.found.pop('hosts')})"
     return shares, _HOUR_S / (rate * hosts) if rate else math.inf
+
+
+def _published(options: FailureOptions, origins: _Origins) -> str:
+    """What the preset is, where a figure of it was taken."""
+    from megasdc.checkpoint.planning.rates import PRESETS
+
+    name, preset = f"preset {options.preset}", PRESETS[options.preset]
+    taken = any(origin.startswith(name) for origin in origins.found.values())
+    return f"{name}: {preset.source}; {preset.note}; rates are scaled linearly with devices" if taken else ""
 
 
 def _rate_of_host(options: FailureOptions, preset: Preset) -> float:

@@ -126,7 +126,9 @@ def _inputs(plan: CheckpointPlan) -> Table:
         **vars(job.costs),
     }
     rows = [(name, _input(name, value), plan.origins.get(name, "")) for name, value in values.items()]
-    return Table("inputs", ("figure", "value", "from"), rows, searched=False, title="what was counted with")
+    return Table(
+        "inputs", ("figure", "value", "from"), rows, searched=False, title="what was counted with", note=plan.published
+    )
 
 
 def _input(name: str, value: float | bool | None) -> str:
@@ -173,8 +175,7 @@ def _figure(plan: CheckpointPlan, tier: Tier, best: int) -> Figure:
         yaxis={"tickformat": ".2%", "nticks": 6},
         shapes=[rule("var(--bad)", x=float(best), dash="dash", label=label)],
     )
-    name = _NAMES[tier.name]
-    caption = (
-        "The other kind of save as it is best. Points are simulated, with their 95 % interval." if simulated else ""
-    )
-    return Figure(f"{tier.name}_interval", f"Training time by the interval in {name}", caption, traces, drawn, columns)
+    said = ["The other kind of save as it is best."] if len(plan.tiers) > 1 else []
+    said += ["Points are simulated, with their 95 % interval."] if simulated else []
+    title = f"Training time by the interval of saves {'in host memory' if of_memory else 'on the disk'}"
+    return Figure(f"{tier.name}_interval", title, " ".join(said), traces, drawn, columns)

@@ -86,8 +86,9 @@ class CheckpointPlan:
         own: at the interval of a configuration; None: there is none.
         around: by the name of the tier whose interval is changed, rising.
         trials: jobs of each simulation; 0: none.
+        notes: what was left out, and what to know of the result, a sentence each.
         origins: where each figure comes from, by name.
-        notes: what was left out, a sentence each.
+        published: source of the published figures among them; empty: there are none.
     """
 
     job: Job
@@ -97,8 +98,9 @@ class CheckpointPlan:
     own: Estimate | None
     around: dict[str, tuple[Estimate, ...]]
     trials: int
+    notes: tuple[str, ...]
     origins: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    published: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON-compatible values; what is infinite is None."""
@@ -113,9 +115,6 @@ def make_plan(
     trials: int,
     seed: int,
     on_progress: OnProgress,
-    *,
-    origins: dict[str, str] | None = None,
-    notes: tuple[str, ...] = (),
 ) -> CheckpointPlan:
     """Find the best intervals and compare them with others.
 
@@ -124,8 +123,6 @@ def make_plan(
         trials: jobs of each simulation, at least 2; 0: formulas only.
         seed: of all draws.
         on_progress: called with the name of the work, how much is done, and the total.
-        origins: of ``CheckpointPlan``.
-        notes: the same; added to by what is left out here.
     """
     best = best_intervals(job)
     trials = trials if job.rate else 0
@@ -153,8 +150,7 @@ def make_plan(
         own=None if own_intervals is None else estimate(own_intervals),
         around={tier: tuple(map(estimate, found)) for tier, found in around.items()},
         trials=trials,
-        origins=origins or {},
-        notes=(*notes, *told),
+        notes=tuple(told),
     )
 
 

@@ -68,6 +68,9 @@ def test_hosts_and_rates() -> None:
     published = result("--hosts", 4096, "--devices-per-host", 4, "--trials", 0)
     assert published["job"]["mtbf_s"] == pytest.approx(54 * 86_400 / 419)
     shares = result("--preset", "byterobust", "--mtbf-hours", 9, "--host-share", 0.25, "--trials", 0)["job"]["shares"]
+    assert "arXiv 2407.21783" in published["published"] and given["published"].startswith("preset llama3")
+    own = result("--mtbf-hours", 9, "--host-share", 0.25, "--older-share", 0, "--trials", 0)
+    assert own["published"] == "" and own["origins"]["mtbf_s"] == "--mtbf-hours"
     assert shares == {"host": 0.25, "older": pytest.approx(5948 / 49_212)}
 
 
