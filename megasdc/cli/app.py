@@ -9,16 +9,20 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from megasdc import __version__
-from megasdc.cli.options import as_typer_takes_it
+from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.errors import ConfigError, MegasdcError, StorageError
 from megasdc.program import FULL, why_unreadable, write_whole
+
+if TYPE_CHECKING:
+    from megasdc.report.result.page import Page
 
 _PLACES = "megasdc.places"
 
@@ -235,3 +239,21 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
         write_whole(out, text + "\n")
     except OSError as error:
         raise _unwritable(out, error) from error
+
+
+@dataclass(frozen=True)
+class Output:
+    """Options that say in which forms a result is wanted."""
+
+    figure: Path | None = option(None, "Draw the result as an HTML page.", make=output_option)
+    out: Out = None
+    as_json: Json = False
+
+    def write(self, result: Any, build: Callable[[Any], Page]) -> None:
+        """Print the result's page, and write it as JSON and as a page where that was asked for."""
+        from megasdc.report.result.html import write_page
+        from megasdc.report.result.terminal import printer
+
+        print_result(result, printer(build), out=self.out, as_json=self.as_json)
+        if self.figure is not None:
+            write_page(build(result), self.figure, "--figure")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megasdc.cli.app import (
     Json,
-    Out,
+    Output,
     dropcompute_app,
     input_argument,
     input_option,
-    output_option,
-    print_result,
     stdout_kept_clean,
 )
 from megasdc.cli.options import option
@@ -27,7 +24,6 @@ from megasdc.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
     from megasdc.dropcompute.simulate import Simulation
-    from megasdc.report.result.page import Page
     from megasdc.report.step_times import StepTimesOfRun
 
 PAPER_SHARE = 0.5
@@ -50,24 +46,6 @@ class RecordedSteps:
             from megasdc.report.step_times import load_step_times
 
             return load_step_times(self.run, self.first_step, self.last_step, on_progress)
-
-
-@dataclass(frozen=True)
-class Output:
-    """Options that say in which forms a result is wanted."""
-
-    figure: Path | None = option(None, "Draw the result as an HTML page.", make=output_option)
-    out: Out = None
-    as_json: Json = False
-
-    def write(self, result: Any, build: Callable[[Any], Page]) -> None:
-        """Print the result's page, and write it as JSON and as a page where that was asked for."""
-        from megasdc.report.result.html import write_page
-        from megasdc.report.result.terminal import printer
-
-        print_result(result, printer(build), out=self.out, as_json=self.as_json)
-        if self.figure is not None:
-            write_page(build(result), self.figure, "--figure")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,243 @@
+"""`megasdc plan-checkpoints`: how often to save in memory and on the disk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from megasdc.cli.app import Output, app, input_option
+from megasdc.cli.options import name_of, option
+from megasdc.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from megasdc.checkpoint.planning.job import Costs
+    from megasdc.checkpoint.planning.rates import Preset, Shares
+    from megasdc.config import MegasdcSection
+    from megasdc.report.run_costs import RunCosts
+
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True)
+class FailureOptions:
+    """Options of how often the job fails, and of what."""
+
+    preset: Literal["llama3", "opt-175b", "rsc-1", "byterobust"] = option(
+        "llama3", "Published failures: their rate, scaled linearly with devices, and their shares by kind."
+    )
+    hosts: int | None = option(None, "Hosts of the job; default: 128.", min=1)
+    devices_per_host: int = option(8, "Devices of a host, to scale a published rate.", min=1)
+    failures_per_host_hour: float | None = option(None, "Your own rate instead of a published one.", min=0)
+    mtbf_hours: float | None = option(
+        None, "Mean time between failures of the whole job, instead of a rate and --hosts.", min=0
+    )
+    host_share: float | None = option(None, "Share of failures that lose a host; default: published.", min=0, max=1)
+    older_share: float | None = option(
+        None,
+        "Share of failures after which only a verified checkpoint is good, such as corruption; default: published. "
+        "The rest ends ranks alone.",
+        min=0,
+        max=1,
+    )
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """Options of what saves and restarts cost."""
+
+    step_s: float | None = option(None, "Seconds of a step; default: 10.", min=0)
+    memory_stall_s: float | None = option(
+        None, "Seconds that training stands still for a snapshot in host memory; default: none are made.", min=0
+    )
+    partners: bool = option(False, "Each snapshot in memory is copied to another host.", "--partners")
+    disk_stall_s: float | None = option(
+        None, "Seconds that training stands still for a checkpoint on the disk; default: 10.", min=0
+    )
+    disk_duration_s: float | None = option(
+        None,
+        "Seconds until a checkpoint is whole on the disk, if written in the background; default: --disk-stall-s.",
+        min=0,
+    )
+    verification_steps: int | None = option(
+        None, "Steps from a checkpoint to the audit that verifies it, at most; default: 50.", min=0
+    )
+    detection_s: float | None = option(None, "Seconds from a failure to the begin of the restart; default: 60.", min=0)
+    restart_memory_s: float | None = option(
+        None, "Seconds of a restart from host memory, to its first step; default: 60.", min=0
+    )
+    restart_partner_s: float | None = option(None, "Seconds of a restart from a partner's memory; default: 90.", min=0)
+    restart_disk_s: float | None = option(None, "Seconds of a restart from the disk; default: 300.", min=0)
+
+
+@dataclass(frozen=True)
+class PlanCheckpointsOptions:
+    """Options of ``megasdc plan-checkpoints``."""
+
+    failures: FailureOptions
+    costs: CostOptions
+    config: Path | None = option(
+        None,
+        "Configuration whose checkpoint.interval is compared, and whose audits verify.",
+        make=input_option,
+        reads=ConfigError,
+    )
+    run: Path | None = option(
+        None,
+        "Run folder whose measured steps and saves are taken where no option says otherwise, and its configuration.",
+        make=input_option,
+        reads=DataError,
+    )
+    trials: int = option(400, "Jobs to simulate at each interval, with 400 failures each; 0: formulas only.", min=0)
+    seed: int = option(1, "Seed of all draws.", min=0)
+
+
+@app.command(
+    "plan-checkpoints",
+    epilog="Example: megasdc plan-checkpoints --hosts 512 --step-s 6 --memory-stall-s 0.05 --partners "
+    "--disk-stall-s 2 --disk-duration-s 90 --figure plan.html",
+)
+def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
+    """Find how often to save in memory and on the disk, so that failures and saves cost least time.
+
+    Planning only: by the formulas of Young and of Daly, by the exact minimum for both kinds of save together, and by
+    simulation. Each figure is printed with where it comes from: given, measured, published or assumed.
+    """
+    if options.trials == 1:
+        raise typer.BadParameter("--trials: got 1, needed at least 2 for an interval of confidence, or 0")
+
+    from megasdc.checkpoint.planning.job import Job
+    from megasdc.checkpoint.planning.plan import make_plan
+    from megasdc.progress import progress_bars
+    from megasdc.report.checkpoint_plan_page import checkpoint_plan_page
+
+    measured, sections = _read(options)
+    origins = _Origins()
+    try:
+        shares, mtbf_s = _failures(options.failures, origins)
+        job = Job(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    own = None if sections is None else sections.checkpoint.interval
+    with progress_bars(quiet=output.as_json) as on_progress:
+        plan = make_plan(job, own, options.trials, options.seed, on_progress)
+    plan = replace(
+        plan,
+        origins=origins.found,
+        published=_published(options.failures, origins),
+        notes=(*(() if measured is None else measured.notes), *plan.notes),
+    )
+    output.write(plan, checkpoint_plan_page)
+
+
+@dataclass
+class _Origins:
+    """Where each figure comes from, as it is chosen."""
+
+    found: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, name: str, given: Any, *others: tuple[Any, str]) -> Any:
+        """The value that was given, else the first other one that is not None, else the assumed one."""
+        from megasdc.checkpoint.planning.job import ASSUMED
+
+        for value, origin in ((given, name_of(name)), *others, (ASSUMED.get(name), "assumed")):
+            if value is not None:
+                self.found[name] = origin
+                return value
+        return None
+
+
+def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSection | None]:
+    """What the run measured, and the configuration that is compared."""
+    from megasdc.config import load_config
+
+    measured = None
+    if options.run is not None:
+        from megasdc.report.run_costs import load_run_costs
+
+        measured = load_run_costs(options.run)
+    if options.config is not None:
+        return measured, load_config(options.config).megasdc
+    return measured, None if measured is None else measured.sections
+
+
+def _failures(options: FailureOptions, origins: _Origins) -> tuple[Shares, float]:
+    """Shares of kinds, and mean seconds between failures of the job."""
+    from megasdc.checkpoint.planning.rates import PRESETS, Shares
+
+    preset = PRESETS[options.preset]
+    published = f"preset {options.preset}"
+    shares = Shares(
+        host=origins.choose("host_share", options.host_share, (preset.shares.host, published)),
+        older=origins.choose("older_share", options.older_share, (preset.shares.older, published)),
+    )
+    if options.mtbf_hours is not None:
+        if options.hosts is not None or options.failures_per_host_hour is not None:
+            raise ValueError("--mtbf-hours is of the whole job: give it alone, or --hosts and --failures-per-host-hour")
+        origins.found["mtbf_s"] = "--mtbf-hours"
+        return shares, options.mtbf_hours * _HOUR_S
+    hosts = origins.choose("hosts", options.hosts)
+    rate = _rate_of_host(options, preset)
+    how = published if options.failures_per_host_hour is None else "--failures-per-host-hour"
+    origins.found["mtbf_s"] = f"{how}, {hosts:,} hosts ({origins.found.pop('hosts')})"
+    return shares, _HOUR_S / (rate * hosts) if rate else math.inf
+
+
+def _published(options: FailureOptions, origins: _Origins) -> str:
+    """What the preset is, where a figure of it was taken."""
+    from megasdc.checkpoint.planning.rates import PRESETS
+
+    name, preset = f"preset {options.preset}", PRESETS[options.preset]
+    taken = any(origin.startswith(name) for origin in origins.found.values())
+    return f"{name}: {preset.source}; {preset.note}; rates are scaled linearly with devices" if taken else ""
+
+
+def _rate_of_host(options: FailureOptions, preset: Preset) -> float:
+    if options.failures_per_host_hour is not None:
+        return options.failures_per_host_hour
+    if preset.per_device_hour is None:
+        raise ValueError(
+            f"--preset {options.preset} has shares of kinds and no rate: give --failures-per-host-hour or "
+            "--mtbf-hours too"
+        )
+    return preset.per_device_hour * options.devices_per_host
+
+
+def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: _Origins) -> Costs:
+    """Seconds of everything: as given, else as the run measured, else as assumed."""
+    from megasdc.checkpoint.planning.job import Costs
+
+    steps = "speed/step_s of the run"
+    saves = ""
+    if run is not None and run.size_bytes is not None:
+        saves = f"median of {run.saves:,} saves of the run, of {run.size_bytes / 1e6:,.1f} MB"
+    step_s = origins.choose("step_s", options.step_s, (run and run.step_s, steps))
+    stall_s = origins.choose("disk_stall_s", options.disk_stall_s, (run and run.stall_s, saves))
+    measured_s = run.duration_s if run and options.disk_stall_s is None else None
+    duration_s = origins.choose(
+        "disk_duration_s",
+        options.disk_duration_s,
+        (measured_s and max(measured_s, stall_s), saves),
+        (stall_s, "the stall: nothing is written in the background"),
+    )
+    audit = sections.audit if sections is not None and sections.audit.enabled else None
+    verified_after = audit and (1 if audit.verify_checkpoints else audit.interval)
+    verification = origins.choose("verification_steps", options.verification_steps, (verified_after, "`audit`"))
+    origins.found["verification_s"] = f"{verification:,} steps ({origins.found.pop('verification_steps')})"
+    origins.found["memory_stall_s"] = "no snapshots" if options.memory_stall_s is None else "--memory-stall-s"
+    origins.found["partners"] = "--partners" if options.partners else "no copies"
+    return Costs(
+        step_s=step_s,
+        memory_stall_s=options.memory_stall_s,
+        partners=options.partners,
+        disk_stall_s=stall_s,
+        disk_duration_s=duration_s,
+        verification_s=verification * step_s,
+        detection_s=origins.choose("detection_s", options.detection_s),
+        restart_memory_s=origins.choose("restart_memory_s", options.restart_memory_s),
+        restart_partner_s=origins.choose("restart_partner_s", options.restart_partner_s),
+        restart_disk_s=origins.choose("restart_disk_s", options.restart_disk_s),
+    )
