@@ -121,7 +121,7 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
         job = Job(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    own = None if sections is None else sections.checkpoint.interval
+    own = None if sections is None else (sections.checkpoint.memory.interval, sections.checkpoint.interval)
     with progress_bars(quiet=output.as_json) as on_progress:
         plan = make_plan(job, own, options.trials, options.seed, on_progress)
     plan = replace(
@@ -227,12 +227,16 @@ def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection 
     verified_after = audit and (1 if audit.verify_checkpoints else audit.interval)
     verification = origins.choose("verification_steps", options.verification_steps, (verified_after, "`audit`"))
     origins.found["verification_s"] = f"{verification:,} steps ({origins.found.pop('verification_steps')})"
-    origins.found["memory_stall_s"] = "no snapshots" if options.memory_stall_s is None else "--memory-stall-s"
-    origins.found["partners"] = "--partners" if options.partners else "no copies"
+    memory_s = origins.choose(
+        "memory_stall_s", options.memory_stall_s, (run and run.memory_stall_s, "median of the run's snapshots")
+    )
+    origins.found.setdefault("memory_stall_s", "no snapshots")
+    kept = sections is not None and sections.checkpoint.memory.partners
+    origins.found["partners"] = "--partners" if options.partners else "`checkpoint.memory`" if kept else "no copies"
     return Costs(
         step_s=step_s,
-        memory_stall_s=options.memory_stall_s,
-        partners=options.partners,
+        memory_stall_s=memory_s,
+        partners=options.partners or (kept and memory_s is not None),
         disk_stall_s=stall_s,
         disk_duration_s=duration_s,
         verification_s=verification * step_s,

@@ -19,7 +19,8 @@ class RunCosts:
 
     Args:
         step_s: time of a step.
-        stall_s: that training stood still for a checkpoint.
+        memory_stall_s: that training stood still for a snapshot in memory.
+        stall_s: that it stood still for a checkpoint on the disk.
         duration_s: until the checkpoint was on the disk.
         size_bytes: of the checkpoint, all ranks.
         saves: checkpoints that were measured.
@@ -28,6 +29,7 @@ class RunCosts:
     """
 
     step_s: float | None
+    memory_stall_s: float | None
     stall_s: float | None
     duration_s: float | None
     size_bytes: float | None
@@ -54,6 +56,7 @@ def load_run_costs(path: Path) -> RunCosts:
         notes.append(f"{path}: no checkpoint was saved, the costs of one below are not its own")
     return RunCosts(
         step_s=step_s,
+        memory_stall_s=_median(run, "memory/stalled_s"),
         stall_s=_median(run, "checkpoint/save_s"),
         duration_s=statistics.median(durations) if durations else None,
         size_bytes=_median(run, "checkpoint/bytes"),

@@ -1,4 +1,4 @@
-"""Snapshots in memory on several hosts: what a lost host held is at its partner, and the run goes on as if nothing was."""
+"""Snapshots in memory on several hosts: what a lost host held is at its partner, and the run goes on from there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _write(path: Path, raw: dict[str, Any], run: str, **memory: Any) -> None:
 
 
 def test_a_lost_host_is_replaced_from_its_partners_memory(tmp_path: Path, folder: Path) -> None:  # noqa: F811
-    """Two hosts train, one is powered off; a third takes its place with nothing on any disk: the same bits at the end."""
+    """Two hosts train, one is powered off, a third takes its place with nothing on any disk: the end has the same bits."""
     raw = json.loads((folder / "config.json").read_text())
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     config, plain = folder / "config.json", folder / "plain.json"

@@ -111,7 +111,7 @@ class CheckpointPlan:
 
 def make_plan(
     job: Job,
-    own: int | None,
+    own: tuple[int, int] | None,
     trials: int,
     seed: int,
     on_progress: OnProgress,
@@ -119,7 +119,8 @@ def make_plan(
     """Find the best intervals and compare them with others.
 
     Args:
-        own: steps between checkpoints on the disk of a configuration; 0: only at the end; None: there is none.
+        own: steps between snapshots in memory (0: none) and checkpoints on the disk (0: only at the end) of a
+            configuration; None: there is none.
         trials: jobs of each simulation, at least 2; 0: formulas only.
         seed: of all draws.
         on_progress: called with the name of the work, how much is done, and the total.
@@ -240,13 +241,14 @@ def _disagreement(job: Job, best: Estimate) -> Iterator[str]:
         )
 
 
-def _own(job: Job, best: Intervals, own: int | None) -> tuple[Intervals | None, list[str]]:
-    """Intervals of a configuration, with snapshots in memory about as often as is best; and what is to be told."""
-    if own is None or job.rate == 0:
+def _own(job: Job, best: Intervals, given: tuple[int, int] | None) -> tuple[Intervals | None, list[str]]:
+    """Intervals of a configuration, and what is to be told; snapshots that it lacks are about as often as is best."""
+    if given is None or job.rate == 0:
         return None, []
+    memory_own, own = given
     if own == 0:
         return None, ["checkpoint.interval is 0: saved only at the end, so that a failure loses all that was done"]
-    memory = None if best.memory is None else own / max(1, round(own / best.memory))
+    memory = None if best.memory is None else own / max(1, round(own / (memory_own or best.memory)))
     found = Intervals(memory, own)
     fewest = _overlap(job, found)
     if fewest is not None:

@@ -222,13 +222,14 @@ class MemorySaver:
         rank, (node, problem) = next((rank, one) for rank, one in enumerate(answers) if one[1] is not None)
         return f"rank {rank} on {node}: {problem.text}"
 
-    def measure(self, engine: Any, state: SavedState) -> int:
-        """Bytes that all slots of this rank take together; nothing is kept.
+    def measure(self, engine: Any, state: SavedState) -> tuple[int, int]:
+        """Bytes that all slots of this rank take together, and of these what they have already; nothing is kept.
 
         Collective: all ranks of the world.
         """
         files, problem = capture_engine(engine, self._dims, self._place, state)
-        return 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
+        size = 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
+        return size, sum(path.stat().st_size for slot in self._slots for path in slot.folder.glob("*.pt"))
 
     def close(self) -> None:
         """End the writer; what is held stays."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megasdc.parallel.collectives import gather_objects
+from megasdc.shared_memory import shared_folder
 
 GIB = 1 << 30
 LEAST_BYTES = 64 << 20
@@ -25,16 +27,18 @@ def free_memory() -> int:
     raise OSError("/proc/meminfo has no MemAvailable")
 
 
-def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool) -> str | None:
+def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool, with_names: bool = False) -> str | None:
     """Why snapshots are not taken, the same on all ranks; None: they are.
 
     Args:
-        size: bytes of this rank's snapshots.
+        size: bytes that this rank's snapshots still need.
         is_asked: also small ones are wanted.
+        with_names: they lie in the folder of shared memory, whose size is limited too.
 
     Collective: the group.
     """
-    told = gather_objects((socket.gethostname(), size, free_memory()), group)
+    room = min(free_memory(), shutil.disk_usage(shared_folder()).free) if with_names else free_memory()
+    told = gather_objects((socket.gethostname(), size, room), group)
     largest = max(one for _, one, _ in told)
     if largest < LEAST_BYTES and not is_asked:
         return f"the state of a rank has {largest / (1 << 20):,.1f} MiB, which is written faster than it is worth"
@@ -43,8 +47,8 @@ def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool) -> st
         free = min(one for name, _, one in told if name == host)
         if needed > _SHARE * free:
             return (
-                f"the snapshots of the ranks on {host} take {needed / GIB:,.2f} GiB of memory, and of the "
-                f"{free / GIB:,.2f} GiB that are free there they may take {_SHARE:.0%}: use fewer ranks a host, or "
-                "more memory"
+                f"the snapshots of the ranks on {host} need {needed / GIB:,.2f} GiB of memory, and of the "
+                f"{free / GIB:,.2f} GiB that are free {f'in {shared_folder()} ' if with_names else ''}there they may "
+                f"take {_SHARE:.0%}: use fewer ranks a host, or more memory"
             )
     return None

@@ -46,6 +46,11 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             'got "always", but without audits no checkpoint is ever verified and the run could never be resumed; set '
             'megasdc.audit.enabled true, or "auto".',
         )
+    if file.checkpoint.memory.partners and not file.checkpoint.memory.interval:
+        yield Problem(
+            ("megasdc.checkpoint.memory.partners", "megasdc.checkpoint.memory.interval"),
+            "got true, but nothing is kept in memory; set megasdc.checkpoint.memory.interval to 1 or more.",
+        )
     local = file.checkpoint.storage == "node_local"
     if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
         yield Problem(

@@ -85,6 +85,13 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
         )
     if file.delay:
         yield _against(study, "megasdc.delay", f"{len(file.delay)} entries; delays change no result; remove them")
+    if file.checkpoint.memory.interval:
+        yield _against(
+            study,
+            "megasdc.checkpoint.memory.interval",
+            f"{file.checkpoint.memory.interval}; a study resumes from a checkpoint that all replicas have, which memory "
+            "need not hold; set it to 0",
+        )
     if file.checkpoint.keep_last == 1:
         yield _against(
             study,

@@ -60,8 +60,9 @@ class MemoryCheckpoints(Hook):
         Raises:
             ConfigError: it has none; on all ranks.
         """
-        size = self._saver.measure(run.engine, self._state.of(run))
-        if (problem := why_not(size, run.host_group, is_asked=True)) is not None:
+        size, there = self._saver.measure(run.engine, self._state.of(run))
+        size *= 1 + self._partners
+        if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
         if self._partners:
             self._join_partners(run)
