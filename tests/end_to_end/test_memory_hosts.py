@@ -37,7 +37,7 @@ def _write(path: Path, raw: dict[str, Any], run: str, **memory: Any) -> None:
 
 
 def test_a_lost_host_is_replaced_from_its_partners_memory(tmp_path: Path, folder: Path) -> None:  # noqa: F811
-    """Two hosts train, one is powered off, a third takes its place with nothing on any disk: the end has the same bits."""
+    """Two hosts train, one is powered off, a third takes its place with nothing on any disk: equal bits at the end."""
     raw = json.loads((folder / "config.json").read_text())
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     config, plain = folder / "config.json", folder / "plain.json"
