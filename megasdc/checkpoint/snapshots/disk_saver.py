@@ -8,6 +8,7 @@ problem ends the save of all; the checkpoint before stays, and training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -90,7 +91,7 @@ class DiskSaver:
         self.folder, self._dims, self._keep = folder, dims, keep or Retention()
         self._place = find_place(ranks)
         self._snapshot = Snapshot(device)
-        self._writer = WriterProcess()
+        self._writer = WriterProcess(describes=True)
         self._save: _Save | None = None
         self._begun = 0
         self.failed = 0
@@ -102,6 +103,11 @@ class DiskSaver:
     def step(self) -> int | None:
         """Of the save under way; None: there is none."""
         return None if self._save is None else self._save.job.step
+
+    def start(self) -> None:
+        """Start the writer, which loads what it needs while the first steps run; one that cannot be is seen later."""
+        with contextlib.suppress(OSError):
+            self._writer.start()
 
     # --- begin -------------------------------------------------------------------------------------------------
 

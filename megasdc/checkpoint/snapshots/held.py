@@ -8,6 +8,7 @@ whole is not written anywhere: a restart looks whether every rank's files are fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -150,6 +151,8 @@ def claim(folder: Path, start: str, linger_s: float) -> None:
         OSError: shared memory cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user: ask for it to be removed", str(folder))
     write_durably(folder / OWNER_FILE, json.dumps(asdict(Owner(start, os.getpid(), linger_s))))
 
 
@@ -187,7 +190,7 @@ def _lives(found: Owner | None) -> bool:
 
 
 def mark_verified_up_to(folder: Path, step: int) -> None:
-    """Write that an audit has agreed after a step.
+    """Write that an audit has agreed after a step; 0: after none of those that follow.
 
     Raises:
         OSError: shared memory cannot be written.

@@ -72,7 +72,7 @@ class MemorySaver:
         self._address: str | None = None
         own = rank_folder(folder, dims.rank)
         self._slots = [_Slot(own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
-        self._writer = WriterProcess()
+        self._writer = WriterProcess(describes=False)
         self._making: _Slot | None = None
         self._texts: dict[str, str] = {}
         self._engine: dict[str, Any] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import mmap
 import os
 import signal
@@ -36,9 +37,17 @@ class TornError(Exception):
     """A tensor in a snapshot is not what it was when it was copied."""
 
 
-def main(connection: Connection, parent: int) -> None:
-    """Do tasks until the rank has closed the pipe or has ended."""
+def main(connection: Connection, parent: int, *, describes: bool) -> None:
+    """Do tasks until the rank has closed the pipe or has ended.
+
+    Args:
+        parent: process id of the rank.
+        describes: it will describe files, so that what this needs is loaded now.
+    """
     _follow(parent)
+    if describes:
+        importlib.import_module("megasdc.checkpoint.formats.digest_file")
+        importlib.import_module("deepspeed.runtime.zero.config")
     exchange = _Exchange()
     tasks: dict[type, Callable[[Any], Answer]] = {
         Store: exchange.store,
@@ -215,4 +224,4 @@ def act(task: Act) -> Answer:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]), describes=sys.argv[3] == "1")

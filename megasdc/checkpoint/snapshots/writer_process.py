@@ -17,9 +17,14 @@ _MODULE = "megasdc.checkpoint.snapshots.writer_main"
 
 
 class WriterProcess:
-    """A process of its own, since a thread would keep the rank's Python from running."""
+    """A process of its own, since a thread would keep the rank's Python from running.
 
-    def __init__(self) -> None:
+    Args:
+        describes: it will tell what is in the files that it writes, for which it loads torch at its start.
+    """
+
+    def __init__(self, *, describes: bool) -> None:
+        self._describes = describes
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -51,7 +56,7 @@ class WriterProcess:
     def _start(self) -> None:
         here, there = socket.socketpair()
         with there:
-            command = [sys.executable, "-m", _MODULE, str(there.fileno()), str(os.getpid())]
+            command = [sys.executable, "-m", _MODULE, str(there.fileno()), str(os.getpid()), str(int(self._describes))]
             environment = {**os.environ, "DS_ACCELERATOR": "cpu"}  # it uses no device
             self._process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment

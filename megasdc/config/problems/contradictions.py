@@ -46,6 +46,12 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             'got "always", but without audits no checkpoint is ever verified and the run could never be resumed; set '
             'megasdc.audit.enabled true, or "auto".',
         )
+    if file.checkpoint.writing == "async" and any(fault.phase == "checkpoint" for fault in file.faults):
+        yield Problem(
+            ("megasdc.checkpoint.writing", "megasdc.faults"),
+            'got "async", but faults of phase checkpoint are injected right after the step, when the checkpoint is not '
+            'written yet; set "sync".',
+        )
     if file.checkpoint.memory.partners and not file.checkpoint.memory.interval:
         yield Problem(
             ("megasdc.checkpoint.memory.partners", "megasdc.checkpoint.memory.interval"),

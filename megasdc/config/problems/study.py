@@ -89,8 +89,8 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
         yield _against(
             study,
             "megasdc.checkpoint.memory.interval",
-            f"{file.checkpoint.memory.interval}; a study resumes from a checkpoint that all replicas have, and memory need "
-            "not hold it; set it to 0",
+            f"{file.checkpoint.memory.interval}; a study resumes from a checkpoint that all replicas have, and memory "
+            "need not hold it; set it to 0",
         )
     if file.checkpoint.keep_last == 1:
         yield _against(

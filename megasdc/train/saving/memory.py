@@ -158,6 +158,7 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
         return
     shutil.rmtree(folder / RESTORE, ignore_errors=True)
     try:
+        mark_verified_up_to(folder, 0)
         forget(folder, lambda record: found is not None and (record.save, record.step) == (found.save, found.step))
     except OSError as error:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)

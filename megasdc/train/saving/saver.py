@@ -102,7 +102,8 @@ class Saver(Hook):
         self._keep = Retention(self.section.keep_last, self.section.keep_every)
         self._skipped = 0
         self._background: DiskSaver | None = None
-        if self.section.interval and self.section.writing != "sync":
+        damaged = any(fault.phase == "checkpoint" for fault in state.config.megasdc.faults)  # whole after its step
+        if self.section.interval and self.section.writing != "sync" and not damaged:
             self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
             self.fields = self._background.fields
 
@@ -117,6 +118,7 @@ class Saver(Hook):
         size = self._background.measure(run.engine, self.state.of(run))
         problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
         if problem is None:
+            self._background.start()
             self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
         elif self.section.writing == "async":
             raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
