@@ -41,18 +41,14 @@ class ProbePlan:
     payload_bytes: int
 
 
-def listen(address: str | None = None) -> socket.socket:
-    """A socket on a free port of this host; None: on all of its addresses.
+def listen(address: str) -> socket.socket:
+    """A socket on a free port of an address of this host.
 
     Raises:
         OSError: the address is none of this host's.
     """
-    if address is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 def connect(host: str, port: int, token: bytes, number: int, timeout_s: float) -> socket.socket:
