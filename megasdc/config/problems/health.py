@@ -14,14 +14,12 @@ def health_warnings(file: MegasdcSection) -> Iterator[str]:
     health, timeout_s = file.health, file.parallel.timeout_s
     if not health.is_on(launched=True, studied=file.study.replicas is not None):
         return
-    floors = {"hang_floor_s": health.hang_floor_s, "slow_floor_s": health.slow_floor_s}
-    late = [name for name, floor_s in floors.items() if floor_s >= timeout_s]
+    late = [name for name in ("hang_floor_s", "slow_floor_s") if getattr(health, name) >= timeout_s]
     if not late:
         return
-    which = {"hang_floor_s": "hangs in other phases than " + _SLOW, "slow_floor_s": "hangs in " + _SLOW}
-    what = "no hang is named: all" if len(late) == 2 else which[late[0]]
-    values = " and ".join(f"{name} {floors[name]:g}" for name in late)
+    hangs = {"hang_floor_s": f"hangs outside of {_SLOW} end", "slow_floor_s": f"hangs in {_SLOW} end"}
     yield (
-        f"megasdc.health.{late[0]}: {values}, but megasdc.parallel.timeout_s is {timeout_s:g}: {what} end by the "
-        f"timeout, without the cause; set a lower {' and '.join(late)}, or a higher timeout_s."
+        f"megasdc.health.{late[0]}: {', and slow_floor_s '.join(f'{getattr(health, name):g}' for name in late)}, but "
+        f"megasdc.parallel.timeout_s is {timeout_s:g}: {hangs[late[0]] if len(late) == 1 else 'every hang ends'} by the "
+        f"timeout, without a named cause; set a lower {' and '.join(late)}, or a higher timeout_s."
     )

@@ -326,12 +326,15 @@ def test_warnings_name_what_is_probably_not_meant():
     ("health", "says"),
     [
         ({"hang_floor_s": 59.0, "slow_floor_s": 59.0}, None),
-        ({"hang_floor_s": 60.0, "slow_floor_s": 900.0}, "hang_floor_s 60 and slow_floor_s 900, .* no hang is named"),
+        (
+            {"hang_floor_s": 60.0, "slow_floor_s": 900.0},
+            "hang_floor_s: 60, and slow_floor_s 900, .* every hang ends by",
+        ),
         (
             {"hang_floor_s": 10.0, "slow_floor_s": 60.0},
-            "slow_floor_s 60, .* is 60: hangs in starts, .* the timeout",
+            "slow_floor_s: 60, but .* is 60: hangs in starts, .* the timeout",
         ),
-        ({"hang_floor_s": 60.0, "slow_floor_s": 10.0}, "hang_floor_s 60, .* hangs in other phases than starts"),
+        ({"hang_floor_s": 60.0, "slow_floor_s": 10.0}, "hang_floor_s: 60, but .* hangs outside of starts"),
         ({"enabled": False}, None),
     ],
 )
