@@ -18,8 +18,9 @@ def health_warnings(file: MegasdcSection) -> Iterator[str]:
     if not late:
         return
     hangs = {"hang_floor_s": f"hangs outside of {_SLOW} end", "slow_floor_s": f"hangs in {_SLOW} end"}
+    which = hangs[late[0]] if len(late) == 1 else "every hang ends"
+    values = ", and slow_floor_s ".join(f"{getattr(health, name):g}" for name in late)
     yield (
-        f"megasdc.health.{late[0]}: {', and slow_floor_s '.join(f'{getattr(health, name):g}' for name in late)}, but "
-        f"megasdc.parallel.timeout_s is {timeout_s:g}: {hangs[late[0]] if len(late) == 1 else 'every hang ends'} by the "
-        f"timeout, without a named cause; set a lower {' and '.join(late)}, or a higher timeout_s."
+        f"megasdc.health.{late[0]}: {values}, but megasdc.parallel.timeout_s is {timeout_s:g}: {which} by the timeout, "
+        f"without a named cause; set a lower {' and '.join(late)}, or a higher timeout_s."
     )

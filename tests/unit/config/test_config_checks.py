@@ -328,7 +328,7 @@ def test_warnings_name_what_is_probably_not_meant():
         ({"hang_floor_s": 59.0, "slow_floor_s": 59.0}, None),
         (
             {"hang_floor_s": 60.0, "slow_floor_s": 900.0},
-            "hang_floor_s: 60, and slow_floor_s 900, .* every hang ends by",
+            "hang_floor_s: 60, and slow_floor_s 900, .* every hang",
         ),
         (
             {"hang_floor_s": 10.0, "slow_floor_s": 60.0},
