@@ -12,6 +12,7 @@ from megasdc.config.fields import LARGEST_INTEGER
 from megasdc.config.problems.detection import MOST_SAMPLES_LOST, golden_warnings, samples_lost
 from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warnings
 from megasdc.config.problems.faults import fault_place_problems
+from megasdc.config.problems.health import health_warnings
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             f"samples, with M = {accumulation} micro-batches a step; from {enough} on it is at most "
             f"{MOST_SAMPLES_LOST:.1%}."
         )
-    warnings += [*golden_warnings(file), *drop_warnings(file)]
+    warnings += [*golden_warnings(file), *drop_warnings(file), *health_warnings(file)]
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")
     return warnings

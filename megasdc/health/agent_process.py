@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from dataclasses import asdict
 
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.blame import GONE
+from megasdc.health.board import FolderBoard, OwnState
+from megasdc.health.front_link import FrontLink
 from megasdc.health.process_state import process_state
-from megasdc.health.wire import FrontAddress
+from megasdc.health.wire import FrontAddress, Hello
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 START_S = 60.0
@@ -30,10 +33,11 @@ class AgentProcess:
     Args:
         options: of the agent.
         front: of the launch; None: there is none. Its secret goes through a pipe.
+        run: name of this start.
     """
 
-    def __init__(self, options: AgentOptions, front: FrontAddress | None) -> None:
-        self._options, self._front = options, front
+    def __init__(self, options: AgentOptions, front: FrontAddress | None, run: str) -> None:
+        self._options, self._front, self._run = options, front, run
         self._log = options.run_folder / "health" / f"agent_{options.node:05d}.log"
         self._look_at = time.monotonic() + LOOK_S
         self._restarts = 0
@@ -77,11 +81,29 @@ class AgentProcess:
             return
         if self._restarts == MAX_RESTARTS:
             self._ended = True
-            self.news.append(("unwatched", f"its agent has ended {MAX_RESTARTS + 1} times; see {self._log}"))
+            problem = f"its agent has ended {MAX_RESTARTS + 1} times; see {self._log}"
+            self.news.append(("unwatched", problem))
+            self._tell_others(OwnState(problem=problem, unwatched=True))
             return
         self._restarts += 1
         if self.start():
             self.news.append(("agent_restarted", f"its agent had ended, see {self._log}, and was started again"))
+
+    def _tell_others(self, own: OwnState) -> None:
+        """In the agent's stead: a host of which nothing is heard would be taken for lost."""
+        options = self._options
+        with contextlib.suppress(OSError):  # without the folder, or the front, nobody is there to be told
+            board = FolderBoard(options.run_folder / "health", self._run, options.node, len(options.nodes))
+            board.own, board.is_read = own, False
+            board.exchange()
+        if self._front is None:
+            return
+        hello = Hello(self._run, options.node, options.nodes[options.node], len(options.nodes))
+        link = FrontLink(self._front, hello)
+        link.own = own
+        with contextlib.suppress(OSError):
+            link.exchange()
+        link.close()
 
     def _lives(self) -> bool:
         try:

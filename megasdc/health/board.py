@@ -36,11 +36,13 @@ class OwnState:
         report: what it knows of its ranks; None: they move.
         ended: its ranks have ended.
         problem: that its agent has; empty: none.
+        unwatched: its agent has ended for good, its ranks have not: nothing more is heard of it, and it is not lost.
     """
 
     report: Mapping[str, Any] | None = None
     ended: bool = False
     problem: str = ""
+    unwatched: bool = False
 
 
 class FolderBoard:
@@ -95,6 +97,7 @@ class FolderBoard:
                 json.dump(own.report, file)
         number = self._number + 1
         sign = {"run": self._run, "number": number, "ended": own.ended, "stuck": own.report is not None}
+        sign |= {"unwatched": own.unwatched}
         with replacing(self._health / f"{node_name(self._node)}.{SIGN}") as file:
             json.dump(sign, file)
         self._written, self._number, self._sign_at = own, number, time.monotonic() + SIGN_S
@@ -113,7 +116,7 @@ class FolderBoard:
             return True
         lost = self.lost()
         return all(
-            sign["ended"] or node in lost or (sign["stuck"] and node in self._reports)
+            sign["ended"] or sign["unwatched"] or node in lost or (sign["stuck"] and node in self._reports)
             for node, (sign, _) in self._signs.items()
             if node != self._node
         )
@@ -125,7 +128,10 @@ class FolderBoard:
         return [
             node
             for node, (sign, changed_at) in self._signs.items()
-            if node != self._node and not sign["ended"] and self._read_at - changed_at > LOST_S
+            if node != self._node
+            and not sign["ended"]
+            and not sign["unwatched"]
+            and self._read_at - changed_at > LOST_S
         ]
 
     def reports(self) -> list[Mapping[str, Any]]:

@@ -69,6 +69,8 @@ class FrontLink:
     def _tell(self, wire: Wire) -> None:
         own = self.own
         message: dict[str, Any] = {"ended": own.ended, "stuck": own.report is not None, "problem": own.problem}
+        if own.unwatched:
+            message["unwatched"] = True
         if self._told is None or own.report != self._told.report:
             message["report"] = own.report
         wire.send(message)

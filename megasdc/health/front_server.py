@@ -40,6 +40,7 @@ class HostState:
     Args:
         heard_at: when that came, on the front's monotonic clock.
         problem: that its agent has; empty: none.
+        unwatched: its agent has ended for good, its ranks have not.
     """
 
     host: str
@@ -49,6 +50,7 @@ class HostState:
     report: Mapping[str, Any] | None = None
     silent: bool = False
     problem: str = ""
+    unwatched: bool = False
 
 
 class Standstill:
@@ -92,6 +94,7 @@ class Standstill:
                 self._say(f"health: {host.host} is heard again")
             host.heard_at, host.silent = time.monotonic(), False
             host.stuck, host.ended = message.get("stuck") is True, message.get("ended") is True
+            host.unwatched = message.get("unwatched") is True
             self._take_problem(host, message.get("problem"))
             if "report" in message:
                 host.report = self._readable(host, message["report"])
@@ -126,12 +129,14 @@ class Standstill:
 
     @staticmethod
     def _is_lost(host: HostState) -> bool:
-        return not host.ended and time.monotonic() - host.heard_at > LOST_S
+        return not host.ended and not host.unwatched and time.monotonic() - host.heard_at > LOST_S
 
     def _judge(self) -> None:
         if self._conclusion is not None or len(self._hosts) < self._num_nodes:
             return
-        speaking = [one for one in self._hosts.values() if not one.ended and not self._is_lost(one)]
+        speaking = [
+            one for one in self._hosts.values() if not one.ended and not one.unwatched and not self._is_lost(one)
+        ]
         reports = [one.report for one in self._hosts.values() if one.report is not None]
         if not speaking or not reports or not all(one.stuck for one in speaking):
             return

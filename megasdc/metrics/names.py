@@ -35,6 +35,7 @@ METRICS: dict[str, str] = {
     "memory/host_peak_bytes": "peak resident memory of rank 0",
     "memory/device_peak_bytes": "peak allocated device memory of rank 0; absent on CPU",
     "health/ping_ms": "longest round trip between two hosts; absent where no link is measured",
+    "health/resent_share": "largest share of TCP segments of training from a host to another sent again; likewise",
     "eval/loss": "mean loss over the tokens of the validation samples, nats",
     "eval/perplexity": "exp of that",
     "time/eval_s": "seconds that training stood still for the evaluation",

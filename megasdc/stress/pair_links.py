@@ -13,6 +13,7 @@ from typing import Any
 
 from megasdc.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
 from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.health.own_address import own_address_towards
 from megasdc.stress.state import LINKS, HostState
 
 PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)
@@ -30,11 +31,14 @@ class LinkEnd:
         self._timeout_s = timeout_s
         self._server: Any = None
 
-    def open(self) -> int:
-        """Listen for the other end; returns the port."""
-        self._server = listen()
-        port: int = self._server.getsockname()[1]
-        return port
+    def open(self, towards: str) -> dict[str, Any]:
+        """Listen for the other end on the route to its host alone; returns ``failed``, or ``address`` and ``port``."""
+        try:
+            address = own_address_towards(towards)
+            self._server = listen(address)
+        except OSError as error:
+            return {"failed": f"it cannot listen on the route to {towards}: {error}"}
+        return {"failed": None, "address": address, "port": self._server.getsockname()[1]}
 
     def measure(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Measure with the other end as ``task`` says; returns ``failed``, and the ``figures`` where this end leads."""
@@ -42,7 +46,7 @@ class LinkEnd:
         try:
             if server is None:
                 first, second = task["pair"]
-                with connect(task["host"], task["port"], token, 0, self._timeout_s) as connection:
+                with connect(task["address"], task["port"], token, 0, self._timeout_s) as connection:
                     figures = lead(connection, PLAN, first, second, self._timeout_s)
                     return {"failed": None, "figures": figures.as_dict()}
             with server, accept(server, token, self._timeout_s)[1] as connection:
@@ -62,16 +66,23 @@ def measure_pairs(
         ask: see ``Ask``.
         tokens: returns so many random bytes as hexadecimal digits.
     """
-    opened = ask({(second, 0): {"do": "open_link"} for _, second in pairs})
+    opened = ask({(second, 0): {"do": "open_link", "towards": _address(first)} for first, second in pairs})
     tasks: dict[Place, dict[str, Any]] = {}
+    answers: dict[Place, dict[str, Any]] = {}
     for first, second in pairs:
-        if (second, 0) in opened:
-            host = second.rpartition("@")[2]  # hostfiles may contain `user@`
-            task = {"do": "link", "token": tokens(HELLO_BYTES), "pair": [first, second], "host": host}
-            for end in (first, second):
-                tasks[end, 0] = {**task, "port": opened[second, 0]["port"]}
-    answers = ask(tasks)
+        door = opened.get((second, 0))
+        if door is not None and door["failed"] is None:
+            task = {"do": "link", "token": tokens(HELLO_BYTES), "pair": [first, second], **door}
+            tasks |= {(first, 0): task, (second, 0): task}
+        elif door is not None:
+            answers |= {(end, 0): {**door, "figures": None} for end in (first, second)}
+    answers |= ask(tasks)
     return {pair: answers[pair[0], 0] for pair in pairs if all((end, 0) in answers for end in pair)}
+
+
+def _address(host: str) -> str:
+    """Name of a host of a hostfile, which may contain ``user@``."""
+    return host.rpartition("@")[2]
 
 
 def keep_figures(states: Mapping[str, HostState], answers: Mapping[tuple[str, str], Any], number: int) -> None:

@@ -96,9 +96,9 @@ class Slot:
             return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).partition("\n")[0] or repr(error)}
         return {**said, "failed": None}
 
-    def open_link(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """Listens for the other end of a link."""
-        return {"port": self._link_end.open()}
+    def open_link(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Listens for the other end of a link, which is on the host ``towards``."""
+        return self._link_end.open(task["towards"])
 
     def link(self, task: dict[str, Any]) -> dict[str, Any]:
         """Measures a link: leads it, or follows where this process listens."""

@@ -211,10 +211,10 @@ def test_a_slow_link_is_named_while_training(cluster: Cluster, folder: Path) -> 
 SLOW_LINKS = [
     ({"delay_s": 5e-3}, 2, "latency", 4),
     ({"bytes_per_s": 2.5e6}, 2, "bandwidth", 4),
-    ({"loss": 0.01}, 2, "loss", 12),
+    ({"loss": 0.01}, 2, "loss", 6),
     ({"delay_s": 5e-3}, 1, "latency", 4),
     ({"bytes_per_s": 2.5e6}, 1, "bandwidth", 4),
-    ({"loss": 0.01}, 1, "loss", 12),
+    ({"loss": 0.01}, 1, "loss", 6),
 ]
 """What is wrong, in how many directions, what it is called, and measurements until it is named at the latest."""
 

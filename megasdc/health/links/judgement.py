@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megasdc.health.links.tcp_info import Sent
+
 RATIO = 4.0
 FLOOR_S = 1e-3
 """Least excess of a round trip, and of a transfer, in seconds."""
@@ -36,7 +38,7 @@ class Direction:
     Args:
         seconds: of one payload and its answer, lower quartile of several.
         segments: TCP segments with data.
-        resent: how many of them were sent again.
+        resent: how many of them were sent again because they had not arrived.
     """
 
     seconds: float
@@ -156,17 +158,22 @@ def combined(figures: Sequence[LinkFigures]) -> LinkFigures:
     return LinkFigures(last.first, last.second, rtt_s, last.skew_s, last.payload_bytes, *ways)
 
 
-def judge_links(figures: Sequence[LinkFigures], past: Mapping[Pair, LinkFigures] | None = None) -> list[SlowLink]:
+def judge_links(
+    figures: Sequence[LinkFigures],
+    past: Mapping[Pair, LinkFigures] | None = None,
+    lossy: Mapping[Pair, Sent] | None = None,
+) -> list[SlowLink]:
     """The slow ones among pairs of hosts, each pair once.
 
     Args:
         figures: of each pair, of equal payloads.
         past: what was usual of a pair before, where that is known.
+        lossy: directions that lose what a run itself sends, with its counts (``megasdc.health.links.carried``).
     """
-    past = past or {}
+    past, lossy = past or {}, lossy or {}
     late = {one.pair: usual for one in figures if _is_slow(one.rtt_s, usual := _usual_rtt(one, figures, past))}
     clocks = _clocks([one for one in figures if one.pair not in late])
-    found = [_judge(one, figures, past, late.get(one.pair), clocks) for one in figures]
+    found = [_judge(one, figures, past, late.get(one.pair), clocks, lossy) for one in figures]
     return [one for one in found if one is not None]
 
 
@@ -195,6 +202,7 @@ def _judge(
     past: Mapping[Pair, LinkFigures],
     usual_rtt: float | None,
     clocks: Mapping[str, tuple[int, float]],
+    lost: Mapping[Pair, Sent],
 ) -> SlowLink | None:
     """A pair's finding; ``usual_rtt``: None where its round trip is not slow."""
     texts, ways, kinds = [], set(), []
@@ -211,10 +219,11 @@ def _judge(
         rates = [f"{own.payload_bytes / one / 1e6:,.1f}" for one in (seconds, usual)]
         texts.append(f"{rates[0]} MB/s from {way[0]} to {way[1]}, usual {rates[1]} MB/s")
     kinds += [BANDWIDTH] if slow else []
-    lossy = {way for way, each in own.ways().items() if _is_lossy(each, usual_loss)}
+    lossy = {way for way, each in own.ways().items() if way in lost or _is_lossy(each, usual_loss)}
     for way in sorted(lossy):
         each = own.ways()[way]
-        texts.append(f"{each.resent:,} of {each.segments:,} segments from {way[0]} to {way[1]} sent again")
+        resent, segments = (lost[way].lost, lost[way].segments) if way in lost else (each.resent, each.segments)
+        texts.append(f"{resent:,} of {segments:,} segments from {way[0]} to {way[1]} sent again")
     kinds += [LOSS] if lossy else []
     ways |= slow | lossy
     if not kinds:

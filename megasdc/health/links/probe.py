@@ -1,8 +1,8 @@
 """Measurement of the link between two processes over a TCP connection of their own; no torch.
 
 One side leads: it sends small messages that the other answers with its clock, then payloads that the other answers with
-one byte, then takes payloads that the other times. Segments that were sent again are the kernel's count for the
-connection, on the side that sent them (``TCP_INFO``).
+one byte, then takes payloads that the other times. Segments that were lost are the kernel's count for the connection,
+on the side that sent them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import time
 from dataclasses import dataclass
 
 from megasdc.health.links.judgement import Direction, LinkFigures, lower_quartile
+from megasdc.health.links.tcp_info import sent
 
 HELLO_BYTES = 32
 _CLOCK, _RESULT, _NUMBER = struct.Struct("<d"), struct.Struct("<dII"), struct.Struct("<I")
-_RESENT_AT, _SEGMENTS_AT, _INFO_BYTES = 100, 156, 160
-"""Offsets of ``tcpi_total_retrans`` and ``tcpi_data_segs_out`` in Linux's ``struct tcp_info`` (linux/tcp.h)."""
 _CHUNK = 1 << 18
 GONE = "the peer has closed the connection"
 KEEP_ALIVE_S, KEEP_INTERVAL_S = 30, 10
@@ -42,18 +41,14 @@ class ProbePlan:
     payload_bytes: int
 
 
-def listen(address: str | None = None) -> socket.socket:
-    """A socket on a free port of this host; None: on all of its addresses.
+def listen(address: str) -> socket.socket:
+    """A socket on a free port of an address of this host.
 
     Raises:
         OSError: the address is none of this host's.
     """
-    if address is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, 0), family=family)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
 
 
 def connect(host: str, port: int, token: bytes, number: int, timeout_s: float) -> socket.socket:
@@ -106,7 +101,7 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, li
         OSError: the peer has gone, or it was not done in time.
     """
     exchange, payload = _Exchange(connection, limit_s), bytes(plan.payload_bytes)
-    before = _sent(connection)
+    before = sent(connection)
     exchange.send(b"?")
     exchange.take(1)  # the peer has come
     pings = [_ping(exchange) for _ in range(plan.pings)]
@@ -116,16 +111,16 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, li
         exchange.send(b">")
         exchange.discard(plan.payload_bytes)
         exchange.send(b"<")
-    seconds, resent, segments = _RESULT.unpack(exchange.take(_RESULT.size))
-    after = _sent(connection)
+    seconds, lost, segments = _RESULT.unpack(exchange.take(_RESULT.size))
+    own = sent(connection).since(before)
     return LinkFigures(
         first,
         second,
         rtt_s=lower_quartile(rtt for rtt, _ in pings),
         skew_s=min(pings)[1],
         payload_bytes=plan.payload_bytes,
-        forward=Direction(lower_quartile(forward[1:]), after[1] - before[1], after[0] - before[0]),
-        backward=Direction(seconds, segments, resent),
+        forward=Direction(lower_quartile(forward[1:]), own.segments, own.lost),
+        backward=Direction(seconds, segments, lost),
     )
 
 
@@ -139,7 +134,7 @@ def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
         OSError: the peer has gone, or it was not done in time.
     """
     exchange, payload = _Exchange(connection, limit_s), bytes(plan.payload_bytes)
-    before = _sent(connection)
+    before = sent(connection)
     exchange.take(1)
     exchange.send(b"!")
     for _ in range(plan.pings):
@@ -151,9 +146,8 @@ def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
         exchange.send(b"<")
         exchange.take(1)
         backward.append(_transfer_s(exchange, payload))
-    after = _sent(connection)
-    result = lower_quartile(backward[1:]), after[0] - before[0], after[1] - before[1]
-    exchange.send(_RESULT.pack(*result))
+    own = sent(connection).since(before)
+    exchange.send(_RESULT.pack(lower_quartile(backward[1:]), own.lost, own.segments))
 
 
 class _Exchange:
@@ -225,9 +219,3 @@ def _set_options(connection: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, 1000 * BROKEN_S),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _sent(connection: socket.socket) -> tuple[int, int]:
-    """Segments sent again, and segments with data, since the connection began."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    return _NUMBER.unpack_from(info, _RESENT_AT)[0], _NUMBER.unpack_from(info, _SEGMENTS_AT)[0]

@@ -76,7 +76,7 @@ class Health(Hook):
         self._evaluates = False
         run.engine.watch_instructions(self._mark)
         run.enter = self._enter
-        self._agent = AgentProcess(options, front) if identity.local_rank == 0 else None
+        self._agent = AgentProcess(options, front, identity.run) if identity.local_rank == 0 else None
         if self._agent is not None:
             self._agent.start()
             self._tell_news(run)

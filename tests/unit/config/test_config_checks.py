@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -319,6 +320,29 @@ def test_warnings_name_what_is_probably_not_meant():
         "megasdc.checkpoint.keep_every",
     ]
     assert find_warnings(build()) == []
+
+
+@pytest.mark.parametrize(
+    ("health", "says"),
+    [
+        ({"hang_floor_s": 59.0, "slow_floor_s": 59.0}, None),
+        (
+            {"hang_floor_s": 60.0, "slow_floor_s": 900.0},
+            "hang_floor_s: 60, and slow_floor_s 900, .* every hang",
+        ),
+        (
+            {"hang_floor_s": 10.0, "slow_floor_s": 60.0},
+            "slow_floor_s: 60, but .* is 60: hangs in starts, .* the timeout",
+        ),
+        ({"hang_floor_s": 60.0, "slow_floor_s": 10.0}, "hang_floor_s: 60, but .* hangs outside of starts"),
+        ({"enabled": False}, None),
+    ],
+)
+def test_hangs_that_end_by_the_timeout_are_warned_of(health, says):
+    """Where a limit of health is not below the timeout of collectives, which then ends the run first."""
+    found = find_warnings(build(parallel={"timeout_s": 60.0}, health=health))
+    assert len(found) == (says is not None)
+    assert says is None or re.search(says, found[0])
 
 
 @pytest.mark.parametrize("name", PRESETS)

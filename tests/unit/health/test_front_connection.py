@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.health import board, front_server, wire
-from megasdc.health.board import OwnState
+from megasdc.health import agent_process, board, front_server, wire
+from megasdc.health.agent import AGENT_FILE, AgentOptions
+from megasdc.health.agent_process import AgentProcess
+from megasdc.health.board import FolderBoard, OwnState
 from megasdc.health.front_link import FrontLink
 from megasdc.health.front_server import FrontServer
 from megasdc.health.phases import Phase
@@ -118,6 +120,37 @@ def test_a_host_that_is_silent_is_told_and_named(
     wait_for(told)
     assert first.leave is not None and first.leave["exit_code"] == 79 and "n1" in first.leave["message"]
     wait_for(lambda: "health: nothing is heard from n1 for 0 s" in said)
+
+
+def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(
+    server: FrontServer, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rank tells front and folder so; when the other host is stuck, nobody is named, and it is not known."""
+    run, records = tmp_path / "run", tmp_path / "records"
+    for folder in (run / "health", records):
+        folder.mkdir(parents=True)
+    (records / AGENT_FILE).write_text('{"pid": 1, "started_at": -1}')  # a process that is none
+    options = AgentOptions(records, run, 1, (1,), ("n0", "n1"), 60.0, 900.0, 10.0, ())
+    monkeypatch.setattr(agent_process, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(agent_process, "LOOK_S", 0.0)
+    monkeypatch.setattr(front_server, "LOST_S", 0.3)
+    first = link(server, 0)
+    first.exchange()
+    agent = AgentProcess(options, server.front, "r")
+    agent.look()
+    assert [name for name, _ in agent.news] == ["unwatched"] and "n1: its agent has ended 1 times" in said[0]
+    folder_board = FolderBoard(run / "health", "r", 0, 2)
+    folder_board.exchange()
+    for _ in range(5):
+        time.sleep(0.1)
+        first.exchange()
+    assert folder_board.lost() == [] and folder_board.all_stuck()
+    first.own = stuck(0, phase=Phase.RECEIVE_GRADIENT)
+    first.exchange()
+    assert first.leave is not None and first.leave["exit_code"] == 75
+    assert "no sign of life" not in first.leave["message"] and "nothing is known of n1" in first.leave["message"]
+    assert not [text for text in said if "nothing is heard" in text]
+    agent.close()
 
 
 def test_a_wrong_secret_is_refused_on_both_sides(server: FrontServer, said: list[str]) -> None:

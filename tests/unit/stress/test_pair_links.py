@@ -11,9 +11,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from megasdc.health.links.judgement import Direction, LinkFigures
+from megasdc.stress import pair_links
 from megasdc.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
 from megasdc.stress.result import StressResult, render_result
 from megasdc.stress.state import HostState, load_state, save_state
@@ -82,10 +84,12 @@ def test_two_ends_measure_a_link_and_an_end_alone_says_why_not() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     ends = {"127.0.0.1": LinkEnd(5.0), "127.0.0.2": LinkEnd(5.0)}
+    doors: list[dict[str, Any]] = []
 
     def ask(tasks: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
         if all(task["do"] == "open_link" for task in tasks.values()):
-            return {place: {"port": ends[place[0]].open()} for place in tasks}
+            doors.extend(ends[place[0]].open(task["towards"]) for place, task in tasks.items())
+            return dict(zip(tasks, doors, strict=True))
         with ThreadPoolExecutor() as pool:
             running = {place: pool.submit(ends[place[0]].measure, task) for place, task in tasks.items()}
             return {place: one.result() for place, one in running.items()}
@@ -93,6 +97,28 @@ def test_two_ends_measure_a_link_and_an_end_alone_says_why_not() -> None:
     pair = ("127.0.0.1", "127.0.0.2")
     found = measure_pairs([pair], ask, secrets.token_hex)[pair]
     assert found["failed"] is None and LinkFigures.from_dict(found["figures"]).pair == pair
+    assert [door["address"] for door in doors] == ["127.0.0.1"], "not on all addresses"
     alone = LinkEnd(0.2)
-    task = {"token": secrets.token_hex(32), "host": "127.0.0.1", "port": alone.open(), "pair": list(pair)}
+    task = {"token": secrets.token_hex(32), "pair": list(pair), **alone.open("127.0.0.1")}
     assert alone.measure(task)["failed"]
+
+
+def test_a_host_without_a_route_fails_its_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other pairs are measured; it is no failure of a host."""
+
+    def route(host: str) -> str:
+        if host == "a":
+            raise OSError(f"no route to {host}")
+        return "127.0.0.1"
+
+    monkeypatch.setattr(pair_links, "own_address_towards", route)
+    ends = {name: LinkEnd(5.0) for name in "abcd"}
+
+    def ask(tasks: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+        if any(task["do"] == "open_link" for task in tasks.values()):
+            return {place: ends[place[0]].open(task["towards"]) for place, task in tasks.items()}
+        return {place: {"failed": None, "figures": {}} for place in tasks}
+
+    found = measure_pairs([("a", "b"), ("c", "d")], ask, secrets.token_hex)
+    assert found["c", "d"] == {"failed": None, "figures": {}}
+    assert found["a", "b"]["figures"] is None and "no route to a" in found["a", "b"]["failed"]

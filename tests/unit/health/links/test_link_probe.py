@@ -19,7 +19,7 @@ TOKEN = bytes(range(HELLO_BYTES))
 @contextlib.contextmanager
 def two_ends(answer: ProbePlan | None) -> Iterator[socket.socket]:
     """The leading end; the other one measures by ``answer``, or leaves at once."""
-    with listen() as server:
+    with listen("127.0.0.1") as server:
 
         def other() -> None:
             number, connection = accept(server, TOKEN, 10.0)
@@ -52,7 +52,7 @@ def test_an_end_that_leaves_is_an_error() -> None:
 
 def test_who_does_not_know_the_token_is_turned_away() -> None:
     """A stranger is disconnected, and the peer that comes after it is taken."""
-    with listen() as server:
+    with listen("127.0.0.1") as server:
         port = server.getsockname()[1]
         stranger = connect("127.0.0.1", port, bytes(HELLO_BYTES), 1, 5.0)
         silent = socket.create_connection(("127.0.0.1", port))
@@ -111,6 +111,6 @@ def test_who_listens_on_an_address_is_not_reached_by_another() -> None:
 def test_waiting_for_nobody_ends() -> None:
     """After the timeout, with an error."""
     began = time.monotonic()
-    with listen() as server, pytest.raises(OSError):
+    with listen("127.0.0.1") as server, pytest.raises(OSError):
         accept(server, TOKEN, 0.2)
     assert time.monotonic() - began < 60

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from megasdc.health.links.judgement import Direction, LinkFigures, SlowLink
+from megasdc.health.links.tcp_info import Sent
 from megasdc.health.links.watch import CONFIRM, LinkWatch
 
 HOSTS = ("node1", "node2", "node3")
@@ -75,3 +76,17 @@ def test_clean_noise_is_never_reported() -> None:
                 for one in ring(hosts=hosts)
             ]
             assert watch.take(noisy) == ([], []), number
+
+
+def test_a_burst_of_losses_in_one_measurement_is_not_reported() -> None:
+    """However large; and what a run itself sends names a link in two measurements."""
+    watch = LinkWatch()
+    told = [watch.take(ring(resent=200 if number % 20 == 7 else 0)) for number in range(100)]
+    assert told == [([], [])] * 100
+    ways = [way for one in ring() for way in one.ways()]
+    watch = LinkWatch()
+    for _ in range(6):
+        assert watch.take(ring(), dict.fromkeys(ways, Sent(3000))) == ([], [])
+    told = [watch.take(ring(), {**dict.fromkeys(ways, Sent(3000)), ways[0]: Sent(3000, 30)}) for _ in range(2)]
+    assert [names(begun) for begun, _ in told] == [[], ["node1 -> node2"]]
+    assert watch.slow["node1", "node2"].text == "30 of 3,000 segments from node1 to node2 sent again"
