@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import asdict
 
 from megasdc.health.agent import AGENT_FILE, AgentOptions
-from megasdc.health.blame import GONE
 from megasdc.health.process_state import process_state
+from megasdc.health.rank_state import GONE
 from megasdc.health.wire import FrontAddress
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
