@@ -28,7 +28,6 @@ from megasdc.checkpoint.snapshots.held import linger, memory_folder
 from megasdc.durable import replacing
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
-from megasdc.health.blame import GONE
 from megasdc.health.board import FolderBoard, OwnState, node_name
 from megasdc.health.devices.telemetry import Telemetry
 from megasdc.health.front_link import FrontLink
@@ -37,6 +36,7 @@ from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
+from megasdc.health.rank_state import GONE
 from megasdc.health.watched import WatchedRanks
 from megasdc.health.wire import FrontAddress, Hello
 

@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import asdict
 
 from megasdc.health.agent import AGENT_FILE, AgentOptions
-from megasdc.health.blame import GONE
 from megasdc.health.board import FolderBoard, OwnState
 from megasdc.health.front_link import FrontLink
 from megasdc.health.process_state import process_state
+from megasdc.health.rank_state import GONE
 from megasdc.health.wire import FrontAddress, Hello
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 

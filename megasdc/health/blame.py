@@ -3,94 +3,27 @@
 A rank that timed out first is a victim as often as a cause. So a wait-for graph is drawn: a rank in a transfer waits
 for the neighbouring pipeline stage, a rank in a collective for those of its group that have not joined it yet, by the
 sequence numbers of PyTorch's flight recorder. The cause is whom others wait for and who waits for nobody. Where ranks
-wait for each other in a circle, it is the one that most wait for, or all of the circle. A rank that waits for ranks of
-which nothing is known, or that is in a collective and has not answered, is not the cause. Where the graph names nobody,
-nobody is named. Before the graph comes what the kernel says of connections: between two hosts of which one acknowledges
-nothing that the other sends, ranks wait for each other through no fault of theirs.
+wait for each other in a circle, it is the one that most wait for; of two, the one that has left out a collective, as
+far as other groups show which it is (``megasdc.health.sister_groups``); else all of the circle. A rank that waits for
+ranks of which nothing is known, or that is in a collective and has not answered, is not the cause. Where the graph
+names nobody, nobody is named. Before the graph comes what the kernel says of connections: between two hosts of which
+one acknowledges nothing that the other sends, ranks wait for each other through no fault of theirs.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megasdc.health.phases import COLLECTIVE, NEIGHBOUR, Phase
+from megasdc.health.rank_state import DISK, GONE, RUNNING, STOPPED, RankState
+from megasdc.health.sister_groups import left_out, usual_collective
 
-RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
 GONE_KIND = "gone"
 """Kind of a blame where a rank or a host has died, which is no hang."""
 UNSEEN = -1
 """In the wait-for graph: ranks of which nothing is known."""
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """What a rank's flight recorder holds of a process group.
-
-    Args:
-        ranks: of the group.
-        joined: sequence number of the last collective that the rank has joined.
-        ended: of the last one that has ended for it.
-        recent: last collectives by sequence number, as ``all_reduce [4096] Float``.
-    """
-
-    ranks: tuple[int, ...]
-    joined: int
-    ended: int
-    recent: Mapping[int, str] = field(default_factory=dict)
-
-    @property
-    def waits_in(self) -> int | None:
-        """Number of the collective that the rank waits in; None: in none."""
-        return self.joined if self.joined > self.ended else None
-
-
-@dataclass(frozen=True)
-class RankState:
-    """A rank when nothing moved any more.
-
-    Args:
-        stuck_s: seconds since its last change of phase.
-        process: running, stopped, waiting for a disk, or gone.
-        groups: by name; empty where the rank did not answer.
-        where: innermost line of the run's own code in its main thread; empty: unknown.
-        limit_s: seconds that its phase may last.
-        silent_peers: addresses that do not acknowledge what it sends, with the number of repetitions.
-    """
-
-    rank: int
-    host: str
-    pp_rank: int
-    tp_rank: int
-    dp_rank: int
-    step: int
-    micro_batch: int
-    phase: Phase
-    stuck_s: float
-    process: str = RUNNING
-    groups: Mapping[str, GroupState] = field(default_factory=dict)
-    where: str = ""
-    limit_s: float = math.inf
-    silent_peers: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def answered(self) -> bool:
-        """Whether it has told what it does."""
-        return bool(self.groups or self.where)
-
-    @property
-    def label(self) -> str:
-        """Rank and host."""
-        return f"rank {self.rank} on {self.host}"
-
-    @property
-    def doing(self) -> str:
-        """Where it is, in words."""
-        batch = f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
-        where = f" at {self.where}" if self.where else ""
-        return f"{self.phase.label} of step {self.step}{batch}{where}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +83,10 @@ def find_blame(
     if sinks := sorted(rank for rank in awaited if not edges[rank]):
         return blame("behind", sinks, "others wait for it, and it waits for nobody")
     if circle := _circle(edges):
-        return blame("circle", circle, "ranks wait for each other in collectives of different groups")
+        why = "ranks wait for each other in collectives of different groups"
+        if len(circle) == 2 and (odd := left_out(states, *(by_rank[rank] for rank in circle))):
+            return blame("circle", [odd[0]], f"it has left out {odd[1]}, unlike its peers, and {why}")
+        return blame("circle", circle, why)
     alone = [one.rank for one in states if one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR]
     if alone and len(alone) < len(states):
         return blame("behind", alone, "all others are in transfers or collectives")
@@ -192,16 +128,11 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
         for name, group in one.groups.items():
             if group.waits_in is not None:
                 members = [by_rank[rank] for rank in group.ranks if rank in by_rank]
-                behind = {m.rank for m in members if m.answered and _joined(m, name) < group.waits_in}
+                behind = {m.rank for m in members if m.answered and m.joined(name) < group.waits_in}
                 silent = {m.rank for m in members if not m.answered}
                 unseen = {UNSEEN} if len(members) < len(group.ranks) else set()
                 edges[one.rank] |= behind or silent | unseen
     return edges
-
-
-def _joined(one: RankState, name: str) -> int:
-    """Number of the last collective of a group that a rank has joined."""
-    return one.groups[name].joined if name in one.groups else 0
 
 
 def _waiting(one: RankState) -> bool:
@@ -217,17 +148,26 @@ def _mismatch(states: Sequence[RankState]) -> tuple[list[int], str] | None:
         members = [one for one in states if name in one.groups]
         for number in sorted({number for one in members for number in one.groups[name].recent}):
             said = {one.rank: text for one in members if (text := one.groups[name].recent.get(number))}
-            (most, count), *rest = Counter(said.values()).most_common()
-            if rest:
-                tied = rest[0][1] == count
-                wrong = sorted(rank for rank, text in said.items() if tied or text != most)
+            if len(set(said.values())) > 1:
+                usual = _usual(states, name, number, Counter(said.values()))
+                wrong = sorted(rank for rank, text in said.items() if text != usual)
                 others = "; ".join(f"rank {rank}: {said[rank]}" for rank in wrong)
-                found.append((number, wrong, f"collective {number} of group {name} is {most} on most ranks; {others}"))
+                common = "not the same on all ranks" if usual is None else f"{usual} on most ranks"
+                found.append((number, wrong, f"collective {number} of group {name} is {common}; {others}"))
                 break
     if not found:
         return None
     _, ranks, why = min(found)
     return ranks, why
+
+
+def _usual(states: Sequence[RankState], name: str, number: int, counts: Counter[str]) -> str | None:
+    """The collective of most of a group; where as many have another one, that of its sisters; None: it is not known."""
+    (most, count), (_, second), *_ = counts.most_common()
+    if count > second:
+        return most
+    told = usual_collective(states, name, number)
+    return told if told in counts else None
 
 
 def _circle(edges: Mapping[int, set[int]]) -> list[int]:

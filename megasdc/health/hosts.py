@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megasdc.health.blame import GONE
 from megasdc.health.board import LOST_S
 from megasdc.health.phases import Phase
+from megasdc.health.rank_state import GONE
 
 LAST_BYTES = 1 << 16
 """Read from the end of a file of lines at first; more where the last line is longer."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from megasdc.durable import write_durably
 from megasdc.errors import HangError, PeerError
-from megasdc.health.blame import GONE_KIND, GroupState, RankState, find_blame
+from megasdc.health.blame import GONE_KIND, find_blame
 from megasdc.health.phases import Phase
+from megasdc.health.rank_state import GroupState, RankState
 from megasdc.health.record import Identity, Progress
 
 INCIDENT_FOLDER = "incidents"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.health.blame import RankState
 from megasdc.health.incident import INCIDENT_FOLDER, read_state
+from megasdc.health.rank_state import RankState
 
 
 @dataclass(frozen=True)

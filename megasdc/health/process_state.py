@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from megasdc.health.blame import DISK, GONE, RUNNING, STOPPED
+from megasdc.health.rank_state import DISK, GONE, RUNNING, STOPPED
 
 TOLERANCE_S = 0.1
 

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,9 +112,9 @@ def _lines(frame: FrameType) -> list[str]:
 def collectives() -> dict[str, dict[str, Any]]:
     """What PyTorch knows of each group of this rank: its ranks, the last collective joined and ended, recent ones.
 
-    Of groups whose collectives its flight recorders no longer hold, or never did, all have ended. Empty where the
-    recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch was never imported. Names of groups are those of
-    ``torch.distributed``, the same on all ranks; sequence numbers count the collectives of a group.
+    A group of which its flight recorders hold no collective has joined none that others could still wait in: what they
+    have dropped is older than thousands of others. Empty where the recorder is off (``TORCH_FR_BUFFER_SIZE``) or torch
+    was never imported. Names of groups are those of ``torch.distributed``, the same on all ranks.
     """
     if "torch" not in sys.modules:
         return {}
@@ -130,31 +130,35 @@ def collectives() -> dict[str, dict[str, Any]]:
         return {}
     found: dict[str, dict[str, Any]] = {}
     for group, ranks in list(_world.pg_group_ranks.items()):
-        if not isinstance(group, ProcessGroup):
-            continue  # the mark of groups that this rank is not in
-        count = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stubs
-        known = recorded.get(name := _world.pg_names[group], {"joined": count, "ended": count, "recent": {}})
-        found[name] = {**known, "ranks": sorted(ranks)}
+        if isinstance(group, ProcessGroup):  # else it is the mark of groups that this rank is not in
+            known = recorded.get(_world.pg_names[group], {"joined": 0, "ended": 0, "recent": {}})
+            found[_world.pg_names[group]] = {**known, "ranks": sorted(ranks)}
     return found
 
 
 def groups_of(recorded: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The groups of a flight recorder's dump; point-to-point transfers are left out."""
-    names: dict[str, str] = {}
-    recent: dict[str, dict[int, str]] = {}
+    """The groups of a flight recorder's dump; point-to-point transfers are left out.
+
+    Collectives are numbered by ``collective_seq_id``, and have ended where their entry is retired. The recorder's
+    ``pg_status`` is of no use: over gloo it counts transfers too, of which stages in the middle of a pipeline have more
+    than others, and two collectives that end one after the other may be noted there in the opposite order.
+    """
+    entries: dict[str, dict[int, dict[str, Any]]] = {}
     for entry in recorded.get("entries", []):
-        name = entry["process_group"][0]
-        names[str(entry["pg_id"])] = name
         if not entry["is_p2p"]:
-            sizes = "".join(str(size) for size in entry["input_sizes"])
-            kinds = ",".join(sorted(set(entry["input_dtypes"])))
-            text = f"{entry['profiling_name'].split(':')[-1]} {sizes} {kinds}".strip()
-            recent.setdefault(name, {})[int(entry["collective_seq_id"])] = text
-    found = {}
-    for number, status in recorded.get("pg_status", {}).items():
-        if number in names:
-            name = names[number]
-            last = dict(sorted(recent.get(name, {}).items())[-RECENT:])
-            joined, ended = (max(0, int(status[f"last_{what}_collective"])) for what in ("enqueued", "completed"))
-            found[name] = {"joined": joined, "ended": ended, "recent": last}
-    return found
+            entries.setdefault(entry["process_group"][0], {})[int(entry["collective_seq_id"])] = entry
+    return {
+        name: {
+            "joined": max(one),
+            "ended": max((number for number, entry in one.items() if entry["retired"]), default=min(one) - 1),
+            "recent": {number: _text(one[number]) for number in sorted(one)[-RECENT:]},
+        }
+        for name, one in entries.items()
+    }
+
+
+def _text(entry: Mapping[str, Any]) -> str:
+    """Operation, sizes, and types of a collective."""
+    sizes = "".join(str(size) for size in entry["input_sizes"])
+    kinds = ",".join(sorted(set(entry["input_dtypes"])))
+    return f"{entry['profiling_name'].split(':')[-1]} {sizes} {kinds}".strip()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.durable import write_durably
-from megasdc.health.blame import DISK, GONE, RUNNING
 from megasdc.health.incident import state_of
 from megasdc.health.limits import Limits, merged
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import process_state
+from megasdc.health.rank_state import DISK, GONE, RUNNING
 from megasdc.health.rank_watch import answer_path
 from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
 from megasdc.health.sockets import connections, silent_peers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megasdc.health.blame import RUNNING
 from megasdc.health.incident_file import HangIncident, SharedStack
+from megasdc.health.rank_state import RUNNING
 from megasdc.report.result.page import Fold, Section
 from megasdc.report.result.table import Cell, Table, few
 from megasdc.report.run_pages.record import RunRecord

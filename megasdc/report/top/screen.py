@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasdc.health.blame import RUNNING
 from megasdc.health.board import LOST_S
 from megasdc.health.hosts import HostPosition, RankPosition
 from megasdc.health.phases import Phase
+from megasdc.health.rank_state import RUNNING
 from megasdc.report.run_pages.status import ago
 from megasdc.report.top.view import RunView
 

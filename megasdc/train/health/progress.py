@@ -25,9 +25,9 @@ from megasdc.engine.run import Run
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.agent_process import AgentProcess
-from megasdc.health.blame import GONE
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import process_state, started_at
+from megasdc.health.rank_state import GONE
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordReader, RecordWriter
 from megasdc.health.wire import FrontAddress, take_front

@@ -12,9 +12,9 @@ import numpy as np
 from megasdc.addresses import Address
 from megasdc.config import load_config
 from megasdc.events import EventLog
-from megasdc.health.blame import RankState
 from megasdc.health.incident import conclude
 from megasdc.health.phases import Phase
+from megasdc.health.rank_state import RankState
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.sdc.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incident_page import write_incident

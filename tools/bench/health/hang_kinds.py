@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megasdc.parallel.dims import ParallelDims
+
+Layout = tuple[int, int, int]
+"""Tensor, pipeline, data."""
 PHASES = ("forward", "backward", "collective", "update")
 """Where in a step a rank stops or hangs."""
 SAVE_INTERVAL = 10
@@ -28,6 +33,17 @@ class Strike:
     phase: str = ""
 
 
+def every_rank(layout: Layout) -> list[int]:
+    """All ranks of a layout."""
+    return list(range(math.prod(layout)))
+
+
+def ranks_that_read(layout: Layout) -> list[int]:
+    """Ranks that take samples from the loader: stages in between get activations instead."""
+    ranks = [ParallelDims(*layout, rank) for rank in every_rank(layout)]
+    return [one.rank for one in ranks if one.is_first_stage or one.is_last_stage]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of hang.
@@ -35,6 +51,7 @@ class Kind:
     Args:
         num_ranks: that cause it.
         phases: where it may begin.
+        among: ranks of a layout that can cause it.
         is_hang: whether a rank that lives is stuck; else the run ends by itself, and no hang may be told.
     """
 
@@ -42,20 +59,21 @@ class Kind:
     num_ranks: int = 1
     phases: Sequence[str] = ("",)
     is_hang: bool = True
+    among: Callable[[Layout], Sequence[int]] = every_rank
 
-    def draw(self, name: str, ranks: int, chance: random.Random) -> Strike:
-        """A hang of this kind in a run of so many ranks."""
+    def draw(self, name: str, layout: Layout, chance: random.Random) -> Strike:
+        """A hang of this kind in a run of a layout."""
         step = chance.randrange(30, 60)
         if name == "save":
             step = SAVE_INTERVAL * (step // SAVE_INTERVAL)
-        causes = sorted(chance.sample(range(ranks), self.num_ranks))
+        causes = sorted(chance.sample(self.among(layout), self.num_ranks))
         return Strike(name, tuple(causes), step, chance.choice(list(self.phases)))
 
 
 KINDS = {
     "stopped": Kind("stopped by SIGSTOP", phases=PHASES),
     "loop": Kind("endless loop in a hook", phases=PHASES),
-    "data": Kind("data loader blocks"),
+    "data": Kind("data loader blocks", among=ranks_that_read),
     "save": Kind("disk blocks in a save"),
     "skip": Kind("one rank skips a collective"),
     "order": Kind("two ranks call two collectives in opposite order", num_ranks=2),
@@ -68,7 +86,7 @@ class Drill:
     """What came of a hang.
 
     Args:
-        layout: tensor, pipeline, data.
+        happened: whether the hang began; where it did not, the drill has failed, and tells nothing of who is named.
         found: kind that the incident tells; empty: there is none.
         named: ranks that it names.
         limit_s: that the phases of the ranks had, the longest that elapsed last.
@@ -77,7 +95,8 @@ class Drill:
     """
 
     strike: Strike
-    layout: tuple[int, int, int]
+    layout: Layout
+    happened: bool
     found: str
     named: tuple[int, ...]
     limit_s: float

@@ -22,7 +22,7 @@ from typing import Any
 from megasdc.health.board import node_name
 from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.parallel.processes import Process, start_module
-from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
+from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Layout, Strike
 from tools.bench.health.hang_options import HangOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
@@ -51,22 +51,29 @@ class HangResult(Result):
         return (
             not self.clean_alarms
             and not self.clean_failures
+            and all(one.happened for one in self.drills)
             and all(one.in_time and not one.wrong for one in self.drills)
             and sum(one.right for one in hangs) >= LEAST_RIGHT * len(hangs)
         )
 
     def report(self) -> Report:
-        """Counts by kind and by layout, the drills that went wrong, and what came of the runs without a hang."""
+        """Counts by kind and by layout, the drills that went wrong, and what came of the runs without a hang.
+
+        Drills whose hang never began are counted nowhere.
+        """
+        drills = [one for one in self.drills if one.happened]
         for title, key in (("kind", _kind), ("layout", _layout)):
             groups: dict[str, list[Drill]] = {}
-            for one in self.drills:
+            for one in drills:
                 groups.setdefault(key(one), []).append(one)
             rows = [_row(name, found) for name, found in sorted(groups.items())]
-            rows.append(_row("all", list(self.drills)))
+            rows.append(_row("all", drills))
             columns = (title, "drills", "right", "a wrong name", "in time", "seconds, median and longest")
             yield table(f"hangs by {title}", columns, rows, total=True)
         for one in self.drills:
-            if not one.right or not one.in_time:
+            if not one.happened:
+                yield f"{_layout(one)} {one.strike}: the drill failed: its hang never began; exit codes {one.codes}"
+            elif not one.right or not one.in_time:
                 told = f"{one.found or 'nothing'} {one.named}"
                 yield f"{_layout(one)} {one.strike}: told {told} after {one.seconds} s, exit codes {one.codes}"
         yield f"{self.clean_steps:,} steps without a hang: {self.clean_alarms} alarms"
@@ -99,7 +106,7 @@ def bench_hangs(options: HangOptions, on_progress: Progress = lambda what, done,
         planned = [cells[number % len(cells)] for number in range(options.drills)]
         for number, (kind, layout) in enumerate(planned):
             on_progress("drills", number, len(planned))
-            strike = KINDS[kind].draw(kind, math.prod(layout), chance)
+            strike = KINDS[kind].draw(kind, layout, chance)
             drills.append(_run_drill(folder / f"drill_{number}", data, layout, strike))
         on_progress("drills", len(planned), len(planned))
         steps, alarms, failures = _run_clean(folder / "clean", data, options, on_progress)
@@ -126,7 +133,7 @@ def _prepare(folder: Path) -> Path:
     return folder / "data"
 
 
-def _config(folder: Path, data: Path, layout: tuple[int, int, int], steps: int, **sections: Any) -> Path:
+def _config(folder: Path, data: Path, layout: Layout, steps: int, **sections: Any) -> Path:
     """Configuration of a run, with limits of some seconds."""
     tensor, pipeline, replicas = layout
     raw = {
@@ -184,18 +191,19 @@ def _wait(processes: list[Process], until: float) -> bool:
     return True
 
 
-def _run_drill(folder: Path, data: Path, layout: tuple[int, int, int], strike: Strike) -> Drill:
+def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike) -> Drill:
     config = _config(folder, data, layout, steps=10_000)
     _store, processes = _start(config, math.prod(layout), strike)
     ended = _wait(processes, time.monotonic() + GIVE_UP_S)
     now, struck = time.time(), folder / "struck"
-    seconds = now - float(struck.read_text(encoding="utf-8")) if ended and struck.exists() else None
+    happened = struck.exists()
+    seconds = now - float(struck.read_text(encoding="utf-8")) if ended and happened else None
     codes = tuple(process.wait() for process in processes)
     _wait_for_agent(folder)
     incident = next(iter(_incidents(folder)), {})
     limits = [one["limit_s"] for one in incident.get("states", [])]
     found, named = incident.get("kind", ""), tuple(incident.get("ranks", ()))
-    return Drill(strike, layout, found, named, max(limits, default=FLOOR_S), seconds, codes)
+    return Drill(strike, layout, happened, found, named, max(limits, default=FLOOR_S), seconds, codes)
 
 
 def _wait_for_agent(folder: Path) -> None:
