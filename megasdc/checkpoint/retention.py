@@ -1,12 +1,17 @@
-"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept."""
+"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept.
+
+One that is being archived is deleted after a later save; see ``megasdc.checkpoint.holds``.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.files import delete_folder, list_steps, step_folder
+from megasdc.checkpoint.files import list_steps, rename_to_delete, step_folder
+from megasdc.checkpoint.holds import held_alone
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.errors import CheckpointError
 
@@ -52,11 +57,17 @@ def apply_retention(
     complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
     deleted, failed = [], []
     for step in plan_retention(complete, newest, keep.last, keep.every, verified):
+        path = folder / step_folder(step)
         try:
-            delete_folder(folder / step_folder(step))
+            with held_alone(path) as free:
+                aside = rename_to_delete(path) if free else None
+            if aside is None:
+                failed.append(f"{path} is being archived: a later save deletes it")
+                continue
+            shutil.rmtree(aside)
             deleted.append(step)
         except OSError as error:
-            failed.append(f"{folder / step_folder(step)} cannot be deleted: {error}")
+            failed.append(f"{path} cannot be deleted: {error}")
     return deleted, failed
 
 
