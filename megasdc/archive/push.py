@@ -198,21 +198,27 @@ class _Push:
         """Store what is missing, and then the record; look once more whether all blocks are there."""
         before = self._before()
         self.known = _blocks_of(self.store)
+        if before is not None and (blocks := before.blocks()).keys() <= self.known:
+            self.report.already = True
+            self.report.size_bytes = before.size_bytes
+            self.report.known_blocks, self.report.known_bytes = len(blocks), sum(blocks.values())
+            return
         part = self._store_files()
-        if before is not None and part.content() != before.content():
-            raise self._conflict(before)
         if before is None:
-            stored = text_of(part)
-            self.store.write(part_file(part.run, part.step, part.name), stored)
-            self.store.write(receipt_file(part.run, part.step, part.name), text_of(receipt_of(part, stored)))
-            if read_part(self.store, (part.run, part.step, part.name)) != part:
-                raise self._conflict(part)
-        self.report.already = before is not None and not self.report.new_blocks
+            self._commit(part)
         # A prune that took this push for dead may have removed some; from here on none does.
         self.known = _blocks_of(self.store)
         if lost := (before or part).blocks().keys() - self.known:
             logger.warning("%d blocks were removed meanwhile, they are stored again", len(lost))
             self._store_files()
+
+    def _commit(self, part: Part) -> None:
+        """Write the record and its receipt; CheckpointError if another push of this step does so too."""
+        key, stored = (part.run, part.step, part.name), text_of(part)
+        self.store.write(part_file(*key), stored)
+        self.store.write(receipt_file(*key), text_of(receipt_of(part, stored)))
+        if (found := read_part(self.store, key)) != part:
+            raise self._conflict(found)
 
     def _before(self) -> Part | None:
         """The same part, if it is in the archive; one whose record is damaged is written anew."""
@@ -223,7 +229,8 @@ class _Push:
             if self.store.read(part_file(*key), 0) is not None:
                 logger.warning("%s; it is written again", error)
             return None
-        if (before.quantized is None) != (self.source.quantized is None):
+        content = {record.name: record.xxh3_128 for record in self.source.manifest.files}
+        if before.quantized != self.source.quantized or before.content() != content:
             raise self._conflict(before)
         return before
 

@@ -18,8 +18,11 @@ from megasdc.run_lock import WITHOUT_FLOCK
 
 
 @contextlib.contextmanager
-def held_for_reading(folder: Path) -> Iterator[None]:
-    """Context in which a checkpoint is not deleted by its run; CheckpointError if it is being deleted, or not there."""
+def held_for_reading(folder: Path) -> Iterator[int]:
+    """Context in which a checkpoint is not deleted by its run; CheckpointError if it is being deleted, or not there.
+
+    Yields the descriptor that holds it: a process that inherits it holds it on.
+    """
     with contextlib.ExitStack() as stack:
         try:
             descriptor = os.open(folder / MANIFEST_FILE, os.O_RDONLY)
@@ -28,7 +31,7 @@ def held_for_reading(folder: Path) -> Iterator[None]:
                 raise CheckpointError(f"{folder} is being deleted: name a newer checkpoint")
         except OSError as error:
             raise CheckpointError(f"{folder / MANIFEST_FILE} cannot be read: {error.strerror}") from error
-        yield
+        yield descriptor
 
 
 @contextlib.contextmanager

@@ -40,6 +40,9 @@ METRICS: dict[str, str] = {
     "time/eval_s": "seconds that training stood still for the evaluation",
     "checkpoint/save_s": "seconds that training stood still for a checkpoint",
     "checkpoint/bytes": "size of the checkpoint",
+    "archive/push_s": "seconds that a push of a checkpoint into the archive took, beside training",
+    "archive/stored_bytes": "bytes that it stored, compressed; what was there is not counted",
+    "archive/failures": "pushes that failed since this start of the run",
 }
 
 PEAK_TFLOPS: dict[str, float] = {
