@@ -21,7 +21,8 @@ BLOCK_BYTES = 4 << 20
 """Largest original of a block."""
 LARGEST_STORED = BLOCK_BYTES + (64 << 10)
 """More than a block ever has as it is stored."""
-LEVEL = 3
+_LEVELS = {0: 3, 1: 1, 2: 1, 3: 1}
+"""Level of zstd for each codec: in planes and codes there is nothing to find but frequent bytes, which 1 does best."""
 _MAGIC = b"MSDCBLK1"
 _HEADER = struct.Struct("<8sBBHI")
 _DIGEST_BYTES = 16
@@ -49,7 +50,7 @@ def encode(raw: bytes, width: int = 1, moment: Moment | None = None) -> bytes:
         if name == moment and (codes := _quantized(raw, name)) is not None:
             codec, content = number, codes
     header = _HEADER.pack(_MAGIC, codec, width, 0, len(raw))
-    payload = zstandard.ZstdCompressor(level=LEVEL).compress(content)
+    payload = zstandard.ZstdCompressor(level=_LEVELS[codec]).compress(content)
     return header + xxhash.xxh3_128_digest(header + payload) + payload
 
 

@@ -13,10 +13,12 @@ from megasdc.config.credentials import find_credentials, without_credentials
 from megasdc.durable import TEMPORARY_PREFIX, replacing, sync_path
 from megasdc.errors import ConfigError, LaunchError, MegasdcError, StorageError
 
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
-"""Schemes whose package is an extra of megasdc."""
-_WHOLE_WRITES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
-"""Stores in which an object appears whole or not at all."""
+PACKAGES = {
+    scheme: package
+    for package, schemes in {"s3fs": ("s3", "s3a"), "gcsfs": ("gs", "gcs"), "adlfs": ("abfs", "abfss", "az")}.items()
+    for scheme in schemes
+}
+"""Package of a scheme, each an extra of megasdc: ``s3``, ``gcs``, ``azure``. There, an object appears as a whole."""
 _LARGEST_MESSAGE = 300
 
 
@@ -72,7 +74,7 @@ class Store:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 with replacing(Path(path), "wb") as file:
                     file.write(content)
-            elif self._protocols & _WHOLE_WRITES:
+            elif self._protocols & PACKAGES.keys():
                 self._files.pipe_file(path, content)
             else:
                 folder, _, last = path.rpartition("/")
@@ -133,8 +135,7 @@ def _open(address: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        extra = EXTRAS.get(scheme)
-        command = f"pip install 'megasdc[{extra}]'" if extra else f"install what fsspec asks for: {error}"
+        command = f"pip install {PACKAGES[scheme]}" if scheme in PACKAGES else f"install what fsspec needs: {error}"
         raise LaunchError(f'"{scheme}://" addresses need a package that is not installed: {command}') from error
     except ValueError as error:
         raise ConfigError(f'got "{address}" as the address of an archive: {error}') from error
