@@ -25,7 +25,7 @@ from megasdc.archive.store import Store
 from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_text, record_text
 from megasdc.checkpoint.marks import VERIFIED_FILE
-from megasdc.errors import CheckpointError, ConfigError
+from megasdc.errors import CheckpointError, ConfigError, StorageError
 
 FORMAT_VERSION = 1
 MARK_FILE = "archive.json"
@@ -253,10 +253,10 @@ def open_archive(address: str, *, create: bool = False) -> Store:
     """Open an archive, or make an empty one.
 
     Raises:
-        CheckpointError: there is none, or of another version.
+        CheckpointError: there is none, or of another version, or this machine's folder cannot be read.
         StorageError, ConfigError, LaunchError: as ``Store``.
     """
-    store = Store(address)
+    store = Store(address, StorageError if create else CheckpointError)
     stored = store.read(MARK_FILE, LARGEST_RECORD)
     if stored is None and create:
         mark = Mark(format_version=FORMAT_VERSION, kind="archive of checkpoints")

@@ -25,12 +25,16 @@ _LARGEST_MESSAGE = 300
 class Store:
     """Files below one address, by names with slashes. Safe for several threads.
 
+    Args:
+        address: of the store.
+        unreadable: the error if a file or folder of this machine cannot be read; of other stores it is a StorageError.
+
     Raises:
         ConfigError: the address holds credentials, or is none.
         LaunchError: the package for such addresses is not installed.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, unreadable: type[MegasdcError] = StorageError) -> None:
         if problem := find_credentials(address):
             raise ConfigError(f"the archive's address is refused and not shown: {problem}")
         if not address or "::" in address:
@@ -39,6 +43,7 @@ class Store:
         self._files, self._root = _open(address)
         protocol = self._files.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._unreadable = StorageError if self.local is None else unreadable
 
     @property
     def local(self) -> Path | None:
@@ -55,7 +60,7 @@ class Store:
 
     def read(self, name: str, limit: int) -> bytes | None:
         """The content of a file, of at most ``limit`` bytes and one more; None: there is no such file."""
-        with self._told(f"read {name}"):
+        with self._told(f"read {name}", self._unreadable):
             try:
                 if self.local is not None:
                     with open(self._path(name), "rb") as file:
@@ -109,7 +114,7 @@ class Store:
 
     def _find(self, folder: str) -> Iterator[tuple[str, int]]:
         start = len(self._path(""))
-        with self._told(f"list {folder}"):
+        with self._told(f"list {folder}", self._unreadable):
             try:
                 found: dict[str, Any] = self._files.find(self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -118,14 +123,14 @@ class Store:
             yield path[start:], int(info["size"] or 0)
 
     @contextlib.contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _told(self, doing: str, kind: type[MegasdcError] = StorageError) -> Iterator[None]:
         """Turn whatever a file system raises into an error that names the place; missing files pass."""
         try:
             yield
         except MegasdcError:
             raise
         except Exception as error:  # each package has errors of its own
-            raise StorageError(f"{self.address}: cannot {doing}: {_explain(error)}") from error
+            raise kind(f"{self.address}: cannot {doing}: {_explain(error)}") from error
 
 
 def _open(address: str) -> tuple[Any, str]:

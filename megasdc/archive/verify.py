@@ -135,9 +135,9 @@ def _problem(store: Store, digest: str, name: str, size: int | None) -> str | No
     """What is wrong with a block; None: nothing."""
     if name != block_file(digest):
         return "does not belong to an archive"
-    if (stored := store.read(name, LARGEST_STORED)) is None:
-        return "is missing"
     try:
+        if (stored := store.read(name, LARGEST_STORED)) is None:
+            return "is missing"
         decode(stored, digest, min(size_of(stored), LARGEST_STORED) if size is None else size)
     except CheckpointError as error:
         return str(error)
