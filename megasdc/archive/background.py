@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megasdc.archive.prune import prune
-from megasdc.archive.push import push
 from megasdc.errors import MegasdcError
 
 WORKERS = 2
@@ -26,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Push, and prune where that is asked for; returns the exit code."""
     options = _parse(arguments)
     lower_priority(options.parent)
+    from megasdc.archive.prune import prune  # only now: importing PyTorch takes seconds of a processor
+    from megasdc.archive.push import push
+
     try:
         found: dict[str, Any] = push(options.checkpoint, options.address, run=options.run, workers=WORKERS).as_dict()
         code = 0

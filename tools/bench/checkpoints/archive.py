@@ -178,6 +178,7 @@ def _train(options: ArchiveBenchOptions, precision: str, folder: Path, name: str
     sections = {"checkpoint": {"interval": options.apart, "keep_last": 0}}
     config = small_config(options.gpt, folder / name, steps, sections, data=data)
     config["megasdc"]["logging"]["interval"] = 1
+    config["scheduler"]["params"]["total_num_steps"] = 10 * steps  # in the middle of a run, not at its end
     if precision == "bf16":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     file = folder / f"{name}.json"
