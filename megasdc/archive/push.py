@@ -38,7 +38,7 @@ from megasdc.archive.record import (
     text_of,
 )
 from megasdc.archive.store import Store
-from megasdc.checkpoint.checks import reading
+from megasdc.checkpoint.checks import check_file, reading
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, list_steps, step_folder, step_of
 from megasdc.checkpoint.holds import held_for_reading
 from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_manifest
@@ -142,10 +142,14 @@ def push(
         if not has_marker(folder, manifest):
             raise CheckpointError(f"{folder} is not complete: not every node finished the save; push another step")
         stack.enter_context(reading(folder, manifest.save_id))
+        # What the content of the files is worth is known only when all are read; the rest before anything is stored.
+        for record in manifest.files:
+            for problem in check_file(folder, record, manifest, checksums=False):
+                raise CheckpointError(f"{folder}: {problem}: {_DAMAGED}")
         store = open_archive(address, create=True)
         part = part_name(None if manifest.node is None else check_name(manifest.node, "the name of a node"))
         report = PushReport(store.address, name, manifest.step, part)
-        others = [file for file in (MANIFEST_FILE, VERIFIED_FILE) if (folder / file).exists()]
+        others = [file for file in (MANIFEST_FILE, VERIFIED_FILE) if (folder / file).is_file()]
         source = Source(folder, manifest, others)
         if quantize_bits is not None:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megasdc_")))
@@ -275,8 +279,6 @@ class _Push:
         name = _name_of(record)
         path = self.source.folder / name
         expected = hash_file(path) if isinstance(record, str) else record.xxh3_128
-        if not isinstance(record, str) and size != record.size_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, written were {record.size_bytes}: {_DAMAGED}")
         ranges = [] if isinstance(record, str) else find_ranges(name, record.content)
         digests: dict[int, str] = {}
         with open(path, "rb") as file:

@@ -167,8 +167,11 @@ def test_a_save_id_that_is_a_path_is_refused(checkpoints: Path, tmp_path: Path) 
         pull(str(tmp_path / "archive"), tmp_path / "out")
 
 
-def test_pickles_are_checked_before_a_checkpoint_gets_its_name(checkpoints: Path, tmp_path: Path) -> None:
-    """An archive whose digests are all right, with a pickle that runs code: refused and removed, nothing is run."""
+def test_pickles_are_checked_before_a_checkpoint_gets_its_name(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push refuses a pickle that runs code; a pull too, from an archive whose digests are all right."""
+    import importlib
     import os
 
     import torch
@@ -190,7 +193,11 @@ def test_pickles_are_checked_before_a_checkpoint_gets_its_name(checkpoints: Path
     ]
     files = [one.model_copy(update={"content": None}) if one.name == "rank_00000_state.pt" else one for one in files]
     write_manifest(step, manifest.model_copy(update={"files": files}))
-    push(checkpoints, str(tmp_path / "archive"))
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        push(checkpoints, str(tmp_path / "archive"))
+    with monkeypatch.context() as attacker:
+        attacker.setattr(importlib.import_module("megasdc.archive.push"), "check_file", lambda *_, **__: [])
+        push(checkpoints, str(tmp_path / "archive"))
     assert verify(str(tmp_path / "archive")).ok, "the archive itself is whole"
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         pull(str(tmp_path / "archive"), tmp_path / "out")
