@@ -43,11 +43,18 @@ setup(
         "psutil",
         "nvidia-ml-py>=13",
         "zstandard",
+        "fsspec",
     ],
     extras_require={
         "docs": ["mkdocs-material"],
         "wandb": ["wandb"],
-        "test": ["mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "wandb"],
+        "s3": ["s3fs"],
+        "gcs": ["gcsfs"],
+        "azure": ["adlfs"],
+        "test": [
+            *("mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "wandb"),
+            *("s3fs", "moto[s3]", "flask", "flask-cors"),
+        ],
     },
     entry_points={"console_scripts": ["megasdc = megasdc.__main__:main"]},
 )

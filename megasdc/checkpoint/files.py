@@ -84,10 +84,15 @@ def plain_path(folder: Path) -> Iterator[Path]:
 
 def delete_folder(folder: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for a checkpoint."""
+    shutil.rmtree(rename_to_delete(folder))
+
+
+def rename_to_delete(folder: Path) -> Path:
+    """Give a checkpoint that is to be deleted a name that is none of a checkpoint; returns its new path."""
     aside = folder.with_name(f"{TEMPORARY_PREFIX}delete_{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
-    shutil.rmtree(aside)
+    return aside
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:

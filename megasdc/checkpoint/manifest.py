@@ -86,6 +86,8 @@ class Manifest(Record):
         node: the node whose files these are; None with shared storage.
         engine: names of the optimizer classes and the number of steps taken, compared before loading.
         files: in order of name.
+        quantized_moments_bits: the optimizer's moments were quantized in the archive, so that it does not continue its
+            run bit for bit; None: every bit is as it was saved.
     """
 
     format_version: int
@@ -101,6 +103,7 @@ class Manifest(Record):
     engine: dict[str, Any]
     versions: dict[str, str]
     files: list[FileRecord]
+    quantized_moments_bits: Literal[8] | None = None
 
     @model_validator(mode="after")
     def _ranks_are_of_one_world(self) -> Self:

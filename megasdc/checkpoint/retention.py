@@ -1,4 +1,7 @@
-"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept."""
+"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept.
+
+One that is being archived is deleted after a later save; see ``megasdc.checkpoint.holds``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.files import delete_folder, list_steps, step_folder
+from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.holds import delete_unheld
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.errors import CheckpointError
 
@@ -59,11 +63,10 @@ def apply_retention(
     """
     deleted, failed = [], []
     for step in list_due(folder, newest, keep, verified):
-        try:
-            delete_folder(folder / step_folder(step))
+        if problem := delete_unheld(folder / step_folder(step)):
+            failed.append(problem)
+        else:
             deleted.append(step)
-        except OSError as error:
-            failed.append(f"{folder / step_folder(step)} cannot be deleted: {error}")
     return deleted, failed
 
 

@@ -35,6 +35,7 @@ class UniversalManifest(Record):
         engine: see ``Manifest``.
         parameters: unsharded shape by name; all tensors are fp32.
         files: in order of name, without the manifest.
+        quantized_moments_bits: see ``Manifest``.
     """
 
     format_version: int
@@ -50,6 +51,7 @@ class UniversalManifest(Record):
     parameters: dict[str, list[Count]]
     versions: dict[str, str]
     files: list[FileRecord]
+    quantized_moments_bits: Literal[8] | None = None
 
     @model_validator(mode="after")
     def _files_are_there_once(self) -> Self:

@@ -91,6 +91,13 @@ dropcompute_app = Application(
 )
 app.add_typer(dropcompute_app, name="dropcompute")
 
+archive_app = Application(
+    help="The archive of checkpoints: any folder or store, compressed, each block stored once, verified.",
+    epilog="Example: megasdc archive push runs/smoke/checkpoints /backup/archive",
+    no_args_is_help=True,
+)
+app.add_typer(archive_app, name="archive")
+
 
 def input_argument(reads: type[MegasdcError], *, missing: bool = False, **settings: Any) -> Any:
     """An argument that names what is read; see ``input_option``."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megasdc.config.credentials import without_credentials
 from megasdc.errors import ConfigError
 
 ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
@@ -104,8 +105,8 @@ def is_unusable(text: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Format a value as JSON for a message, shortened to 60 characters."""
-    text = json.dumps(value, default=str)
+    """Format a value as JSON for a message, shortened to 60 characters, without passwords in addresses."""
+    text = without_credentials(json.dumps(value, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -326,6 +326,7 @@ def _describe(
         parameters=parameters,
         versions=installed_versions(),
         files=files,
+        quantized_moments_bits=saved.quantized_moments_bits,
     )
     write_universal_manifest(folder, manifest)
     return manifest

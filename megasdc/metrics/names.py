@@ -48,6 +48,9 @@ METRICS: dict[str, str] = {
     "memory/failed": "snapshots in memory that a rank could not take",
     "checkpoint/failed": "saves beside training that failed so far",
     "checkpoint/skipped": "saves that were skipped so far, because the one before was not written yet",
+    "archive/push_s": "seconds that a push of a checkpoint into the archive took, beside training",
+    "archive/stored_bytes": "bytes that it stored, compressed; what was there is not counted",
+    "archive/failures": "pushes that failed since this start of the run",
 }
 
 PEAK_TFLOPS: dict[str, float] = {

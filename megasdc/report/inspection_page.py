@@ -22,6 +22,9 @@ def inspection_page(found: dict[str, Any]) -> Page:
         "layout": "" if layout is None else f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}",
         "storage": storage if found["node"] is None else f"{storage} (node {found['node']})",
         "model": _listed(found["model"]),
+        "moments": ""
+        if (bits := found["quantized_moments_bits"]) is None
+        else f"quantized to {bits} bits in the archive",
         "audits": "" if found["standing"] is None else str(Standing(**found["standing"])),
         "engine": _listed(found["engine"]),
         "versions": _listed(found["versions"]),

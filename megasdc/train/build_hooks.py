@@ -25,6 +25,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.run_lock import RunLock
+from megasdc.train.archiving.hook import Archiver, build_archiver
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.detection.checks import Detection
@@ -146,6 +147,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _reporter(parts, writer),
         _memory(parts, writer),
         _saver(parts, writer, recording.detection),
+        _archiver(parts, writer),
         # What may damage a checkpoint that is complete.
         drills.delays,
         _fault_drill(parts),
@@ -257,6 +259,12 @@ def _saver(parts: HookParts, writer: MetricsWriter | None, detection: Detection 
 def _memory(parts: HookParts, writer: MetricsWriter | None) -> MemoryCheckpoints | None:
     section = parts.config.megasdc.checkpoint.memory
     return MemoryCheckpoints(section, parts.run, _run_state(parts), writer) if section.interval else None
+
+
+def _archiver(parts: HookParts, writer: MetricsWriter | None) -> Archiver | None:
+    sections = parts.config.megasdc
+    folder, audits = checkpoint_folder(parts.config), sections.audit.enabled
+    return build_archiver(sections.checkpoint, folder, parts.run, verified_only=audits, writer=writer)
 
 
 def _fault_drill(parts: HookParts) -> FaultDrill | None:

@@ -88,6 +88,11 @@ COMMANDS = (
     Command("manifest {in} --out {out}", STEP, 72, sibling="../step_00000002", damaged=0),  # any one file can be told
     Command("convert-checkpoint {in} --to universal --out {out}", STEP, 72, sibling="../step_00000002"),
     Command("convert-checkpoint {in} --to universal --out {out}", "run/checkpoints", 72, sibling="step_00000002"),
+    Command("archive push {in} {out} --run r", STEP, 72, sibling="../step_00000002"),
+    Command("archive list {in}", "archive", 72),
+    Command("archive verify {in}", "archive", 72),
+    Command("archive prune {in}", "archive", 72),
+    Command("archive pull {in} {out}", "archive", 72),
     Command("export-hf {in} {out}", STEP, 72, sibling="../step_00000002"),
     Command("export-hf {in} {out}", "run/checkpoints", 72, sibling="step_00000002"),
     Command("export-hf {base}/run/checkpoints {out} --tokenizer {in}", "data/tokenizer", 71),
@@ -204,6 +209,7 @@ def build_base(base: Path) -> None:
         ["export-hf", checkpoints, base / "exported"],
         ["import-hf", base / "exported", base / "imported"],
         ["manifest", checkpoints / "step_00000004", "--out", base / "a.manifest"],
+        ["archive", "push", checkpoints, base / "archive"],
         ["golden", "record", "--config", base / "run.json", "--out", base / "a.golden", "--repeats", "1"],
     ):
         done = run_command("megasdc", list(map(str, line)), base, base, timeout_s=200)

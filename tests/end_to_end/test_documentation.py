@@ -27,20 +27,9 @@ from tools.bench import commands as bench_command
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (
-    *(
-        "data",
-        "models",
-        "memory",
-        "checkpoints",
-        "snapshots",
-        "resume",
-        "determinism",
-        "hugging-face",
-        "compare",
-        "traces",
-    ),
-    *("golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching", "fault-injection"),
-    *("health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
+    *("data", "models", "memory", "checkpoints", "snapshots", "archive", "resume", "determinism", "hugging-face", "compare"),
+    *("traces", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
+    *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
 )
 """In an order in which a page uses only what those before it make."""
 TOOLS = {

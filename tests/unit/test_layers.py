@@ -35,6 +35,7 @@ LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "engine": 3,
+    "archive": 4,
     "interchange": 4,
     "dropcompute": 4,
     "faults": 4,

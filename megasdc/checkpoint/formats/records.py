@@ -62,7 +62,7 @@ def read_record(path: Path, kind: type[R], version: int) -> R:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
-def read_text(path: Path, text: str, kind: type[R], version: int) -> R:
+def read_text(path: Path | str, text: str, kind: type[R], version: int) -> R:
     """Parse and check a text of ``record_text``, whose class has a field ``format_version``; ``path`` is for messages.
 
     CheckpointError if it is incomplete, changed since it was written, or of another version.

@@ -19,8 +19,9 @@ from typing import Any
 
 import xxhash
 
-from megasdc.checkpoint.files import delete_folder, hash_file
+from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
+from megasdc.checkpoint.holds import delete_unheld
 from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, HeldRecord
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
 from megasdc.checkpoint.snapshots.partner import Guests, Partner
@@ -214,13 +215,7 @@ def act(task: Act) -> Answer:
         write_durably(path, text)
     if task.rename is not None:
         commit_folder(*task.rename)
-    failed = []
-    for folder in task.delete:
-        try:
-            delete_folder(folder)
-        except OSError as error:
-            failed.append(f"{folder} cannot be deleted: {error}")
-    return Answer(failed=failed)
+    return Answer(failed=[problem for folder in task.delete if (problem := delete_unheld(folder))])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megasdc.config.credentials import find_credentials
 from megasdc.config.network import split_address
 from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
@@ -16,7 +17,8 @@ from megasdc.config.problems.model import model_problems
 from megasdc.config.problems.optimizer_hooks import hook_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
-from megasdc.config.sections.megasdc import MegasdcSection, TrainingSection
+from megasdc.config.read import shown
+from megasdc.config.sections.megasdc import ArchiveSection, MegasdcSection, TrainingSection
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
@@ -72,6 +74,27 @@ def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
             split_address(file.logging.prometheus)
         except ValueError as error:
             yield Problem(("megasdc.logging.prometheus",), f"{error}.")
+    yield from _archive_problems(file)
+
+
+def _archive_problems(file: MegasdcSection) -> Iterator[Problem]:
+    archive, path = file.checkpoint.archive, "megasdc.checkpoint.archive"
+    if archive.address is None:
+        for name in ("every", "keep_last"):
+            if getattr(archive, name) != ArchiveSection.model_fields[name].default:
+                yield Problem(
+                    (f"{path}.{name}", f"{path}.address"),
+                    f"got {getattr(archive, name)} without {path}.address, where it has no effect; give an address.",
+                )
+        return
+    if problem := find_credentials(archive.address):
+        yield Problem((f"{path}.address",), f"is refused and not shown here: {problem}.")
+    if file.study.replicas is not None:
+        yield Problem(
+            (f"{path}.address", "megasdc.study.replicas"),
+            f"got {shown(archive.address)} with megasdc.study.replicas {file.study.replicas}; replicas share the id of "
+            "one launch: archive their checkpoints afterwards with `megasdc archive push`.",
+        )
 
 
 DETERMINISTIC_MEGATRON_FIELDS = {"deterministic_mode": True, "tp_comm_overlap": False}

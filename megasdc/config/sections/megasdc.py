@@ -126,6 +126,24 @@ class MemorySection(Section):
     )
 
 
+class ArchiveSection(Section):
+    """Where the checkpoints of a run are archived while it trains."""
+
+    at_resume = "-"
+
+    address: str | None = setting(
+        None,
+        "Folder or URL of fsspec, such as s3://bucket/archive, without credentials; null: nothing is archived.",
+        min_length=1,
+    )
+    every: PositiveInt = setting(
+        1, "Checkpoints whose step is a multiple are archived, and the last of the run; 1: all."
+    )
+    keep_last: NonNegativeInt = setting(
+        0, "Newest steps of this run that the archive keeps; 0: all. `megasdc archive prune` has more rules."
+    )
+
+
 class CheckpointSection(Section):
     """When and where to save, what to keep, what to resume from."""
 
@@ -170,6 +188,7 @@ class CheckpointSection(Section):
         "What `universal` may lack: loader: the data start again at their first sample; hooks: hooks begin without "
         "their saved states.",
     )
+    archive: ArchiveSection = section(ArchiveSection)
 
 
 class LoggingSection(Section):

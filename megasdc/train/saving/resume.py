@@ -148,6 +148,7 @@ def _load(
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
         tell_other_versions(run, found.manifest.versions)
+        tell_quantized(run, found.manifest.quantized_moments_bits)
     return changed.hook_states(state["hooks"])
 
 
@@ -161,6 +162,16 @@ def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
         text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
         run.events.emit("resume", "other_versions", step=run.step, versions=other)
         logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
+
+
+def tell_quantized(run: Run, bits: int | None) -> None:
+    """Warn that the optimizer's moments are not those that were saved; None: they are."""
+    if bits is not None:
+        run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
+        logger.warning(
+            "the optimizer's moments were quantized to %d bits in the archive: the run does not continue bit for bit",
+            bits,
+        )
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
@@ -236,6 +247,7 @@ def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
         saved_global_batch=saved_batch,
     )
     logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
+    tell_quantized(run, manifest.quantized_moments_bits)
     if run.step >= run.steps:
         run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
         logger.warning(

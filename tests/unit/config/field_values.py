@@ -62,6 +62,7 @@ CONTEXTS: list[tuple[str, dict[str, Any]]] = [
     ("megasdc.training.garbage", {"megasdc.training.garbage_collection": "managed"}),
     ("megasdc.determinism", _DETERMINISTIC),
     ("megasdc.checkpoint", {"megasdc.checkpoint.interval": 1}),
+    ("megasdc.checkpoint.archive", {"megasdc.checkpoint.archive.address": "archive"}),
     ("checkpoint", {"megasdc.checkpoint.interval": 1}),
     ("megasdc.trace", {"megasdc.trace.enabled": True}),
     ("megasdc.sdc", {**_DETERMINISTIC, "megasdc.sdc.always_on.enabled": True}),

@@ -10,6 +10,7 @@ from megasdc.config import check_layout, find_warnings, load_config, parse_confi
 FOLDER = Path(__file__).parents[3] / "configs"
 RANKS = {
     "smoke": (2, (1, 1, 2)),
+    "archived": (2, (1, 1, 2)),
     "blend": (2, (1, 1, 2)),
     "bounded": (2, (1, 1, 2)),
     "drill": (2, (1, 1, 2)),

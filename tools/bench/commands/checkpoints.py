@@ -1,10 +1,10 @@
-"""`python -m tools.bench ...` of checkpoints: speed and memory of comparisons."""
+"""`python -m tools.bench ...` of checkpoints: speed and memory of comparisons, size and rates of the archive."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tools.bench.checkpoints.options import CompareBenchOptions, CompareManifestsOptions
+from tools.bench.checkpoints.options import ArchiveBenchOptions, CompareBenchOptions, CompareManifestsOptions
 from tools.bench.commands.app import app
 from tools.bench.options import add_command
 
@@ -31,3 +31,15 @@ def bench_comparing_manifests(on_progress: Any, options: CompareManifestsOptions
     from tools.bench.checkpoints.compare_manifests import bench_compare_manifests
 
     return bench_compare_manifests(options, on_progress)
+
+
+@add_command(app, "archive", "--steps 200 --precisions fp32,bf16")
+def bench_archiving(on_progress: Any, options: ArchiveBenchOptions) -> Any:
+    """Train small models, archive two successive checkpoints of each, and resume from quantized moments; no bar.
+
+    Size against raw and against zstd alone, by kind of tensor; rates of pushing and pulling; the share that the second
+    checkpoint has in common with the first; losses after a resume from moments of 8 bits.
+    """
+    from tools.bench.checkpoints.archive import bench_archive
+
+    return bench_archive(options, on_progress)

@@ -1,0 +1,1 @@
+"""Archiving the checkpoints of a run while it trains."""
