@@ -11,7 +11,9 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ def main(connection: Connection, parent: int) -> None:
             task = connection.recv()
         except (EOFError, OSError):
             return
+        began = time.monotonic()
         try:
             answer = tasks[type(task)](task)
         except TornError as error:
@@ -58,7 +61,7 @@ def main(connection: Connection, parent: int) -> None:
         except Exception as error:  # whatever it is, the rank must be told
             answer = _explain(error)
         try:
-            connection.send(answer)
+            connection.send(replace(answer, took_s=time.monotonic() - began))
         except OSError:
             return
 

@@ -106,6 +106,11 @@ class Saver(Hook):
             self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
             self.fields = self._background.fields
 
+    @property
+    def under_way(self) -> int | None:
+        """Step of the save that goes on beside training; None: there is none."""
+        return None if self._background is None else self._background.step
+
     def on_start(self, run: Run) -> None:
         """Look whether memory has room for snapshots.
 
