@@ -55,7 +55,7 @@ class MemoryCheckpoints(Hook):
         self.fields = self._saver.fields
 
     def on_start(self, run: Run) -> None:
-        """Look whether memory has room.
+        """Look whether memory has room, and take it.
 
         Raises:
             ConfigError: it has none; on all ranks.
@@ -63,6 +63,7 @@ class MemoryCheckpoints(Hook):
         size = self._saver.measure(run.engine, self._state.of(run))
         if (problem := why_not(size, run.host_group, is_asked=True)) is not None:
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
+        self._saver.reserve(run.engine, self._state.of(run))
         if self._partners:
             self._join_partners(run)
         if run.dims.rank == 0:

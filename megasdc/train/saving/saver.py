@@ -112,7 +112,7 @@ class Saver(Hook):
         return None if self._background is None else self._background.step
 
     def on_start(self, run: Run) -> None:
-        """Look whether memory has room for snapshots.
+        """Look whether memory has room for snapshots, and take it.
 
         Raises:
             ConfigError: it has none, and the configuration demands them; on all ranks.
@@ -122,6 +122,7 @@ class Saver(Hook):
         size = self._background.measure(run.engine, self.state.of(run))
         problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
         if problem is None:
+            self._background.reserve(run.engine, self.state.of(run))
             self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
         elif self.section.writing == "async":
             raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
