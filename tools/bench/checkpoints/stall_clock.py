@@ -64,8 +64,8 @@ class SaveClock:
         """Time all snapshots and writers of this process from now on."""
         for module in (disk_saver, memory_saver):
             module.capture_engine = self._part(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
-        Snapshot.prepare = self._part(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign]
-        Snapshot.wait = self._part(WAIT, Snapshot.wait)  # type: ignore[method-assign]
+        Snapshot.prepare = self._part(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
+        Snapshot.wait = self._part(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
         self._watch_copies()
         self._watch_writers()
 
@@ -96,8 +96,8 @@ class SaveClock:
             copy(snapshot, ready)
             self.copies.append(Moved(saver, int(size_bytes), time.perf_counter() - began))
 
-        Snapshot.take = take_noted  # type: ignore[method-assign]
-        Snapshot._copy = copy_timed  # type: ignore[method-assign]
+        Snapshot.take = take_noted  # type: ignore[method-assign, assignment]
+        Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]
 
     def _watch_writers(self) -> None:
         send, answer = WriterProcess.send, WriterProcess.answer
@@ -118,5 +118,5 @@ class SaveClock:
                     self.stores.append(Moved(saver, size, found.took_s))
             return found
 
-        WriterProcess.send = send_noted  # type: ignore[method-assign]
-        WriterProcess.answer = answer_noted  # type: ignore[method-assign]
+        WriterProcess.send = send_noted  # type: ignore[method-assign, assignment]
+        WriterProcess.answer = answer_noted  # type: ignore[method-assign, assignment]

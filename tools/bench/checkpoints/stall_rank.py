@@ -71,7 +71,7 @@ class Asked(Hook):
 
     def __init__(self, name: str, inner: Saver | MemoryCheckpoints, clock: SaveClock) -> None:
         self._name, self._inner, self._clock = name, inner, clock
-        self.is_due = False
+        self.is_due = True  # after the first step, in which memory is allocated
 
     @property
     def fields(self) -> Any:  # type: ignore[override]
@@ -119,25 +119,33 @@ class Rounds(Hook):
         self._steps: list[StallStep] = []
         self._before, self._was_busy, self._was_under_way = "", False, False
         self._next = self._plan()
-        self._due = self._ended_at = None
+        self._due: str | None = None
+        self._ended_at: float | None = None
 
     def _plan(self) -> Iterator[str]:
         """What is due at the end of each step; it goes on to the next entry once all is done that was begun."""
+        while self._is_busy:
+            yield ""
         for self._done, due in enumerate(self._program):  # noqa: B020 - told as progress
             yield due
             follows = self._program[self._done + 1] if self._done + 1 < len(self._program) else ""
-            while follows != due and (self._beside.under_way is not None or self._busy.value or self._before == MEMORY):
+            while follows != due and self._is_busy:
                 yield ""
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether something that was begun is not done."""
+        return self._beside.under_way is not None or bool(self._busy.value) or self._before == MEMORY
 
     def before_step(self, run: Run) -> None:
         """Ask for what is due at the end of this step."""
         for name, saver in self._savers.items():
-            saver.is_due = name == self._due
+            saver.is_due = self._ended_at is None or name == self._due
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """A step has ended; what is done here is none of its time."""
         now = time.perf_counter()
-        due = self._due or ""
+        due = (self._due or "") if self._ended_at is not None else MEMORY
         if self._ended_at is not None:
             self._steps.append(StallStep(self._kind(due), due, now - self._ended_at, self._clock.take()))
         self._clock.take()
@@ -164,7 +172,7 @@ class Rounds(Hook):
     def on_end(self, run: Run) -> None:
         """Send what all ranks have measured."""
         clock = self._clock
-        asked = self._program.count(MEMORY)
+        asked = self._program.count(MEMORY) + 1
         skipped = asked - sum(one.saver == MEMORY for one in clock.copies)
         own = RankStall(run.dims.rank, self._steps, clock.copies, clock.stores, skipped)
         found = gather_objects(own, run.host_group)

@@ -1,10 +1,11 @@
-"""`python -m tools.bench ...` of checkpoints: comparisons, what saves cost training."""
+"""`python -m tools.bench ...` of checkpoints: comparisons, what saves cost training, restarts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.bench.checkpoints.options import CompareBenchOptions, CompareManifestsOptions
+from tools.bench.checkpoints.restore_options import RestoreOptions
 from tools.bench.checkpoints.stall_options import StallOptions
 from tools.bench.commands.app import app
 from tools.bench.options import add_command
@@ -45,3 +46,16 @@ def bench_stalling(on_progress: Any, options: StallOptions) -> Any:
     from tools.bench.checkpoints.stall import bench_save_stall
 
     return bench_save_stall(options, on_progress)
+
+
+@add_command(app, "restore", "--sizes 512x8 --restarts 1 --out restore.json")
+def bench_restoring(on_progress: Any, options: RestoreOptions) -> Any:
+    """Measure how fast checkpoints are restored, and the parts of restarts; exit code 1 if a bar is missed.
+
+    At least 0.8 of the rate at which cat reads the same files from the disk. Restarts are from memory, from partners,
+    and from the disk, which is also slowed down; for the last, and for partners, a user needs rights to limit disks and
+    to name hosts, as root has them.
+    """
+    from tools.bench.checkpoints.restore import bench_restore
+
+    return bench_restore(options, on_progress)
