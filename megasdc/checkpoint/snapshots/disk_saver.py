@@ -116,6 +116,14 @@ class DiskSaver:
         files, problem = capture_engine(engine, self._dims, self._place, state)
         return 0 if problem is not None else sum(one.layout.size_bytes for one in files)
 
+    def reserve(self, engine: Any, state: SavedState) -> None:
+        """Allocate memory and start the writer, so that no save has to wait for that."""
+        files, problem = capture_engine(engine, self._dims, self._place, state)
+        with contextlib.suppress(OSError):  # the first save reports it
+            if problem is None:
+                self._snapshot.prepare(files)
+            self._writer.start()
+
     def begin(self, engine: Any, step: int, state: SavedState) -> None:
         """Begin a save of the state after a step; training may go on, its next update waits for ``wait_for_copy``.
 

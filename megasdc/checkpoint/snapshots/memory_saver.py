@@ -8,6 +8,7 @@ for the writer; where every step is kept a third slot gives it that time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -230,6 +231,19 @@ class MemorySaver:
         files, problem = capture_engine(engine, self._dims, self._place, state)
         size = 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
         return size, sum(path.stat().st_size for slot in self._slots for path in slot.folder.glob("*.pt"))
+
+    def reserve(self, engine: Any, state: SavedState) -> None:
+        """Allocate the memory of slots that hold nothing and start the writer, so that no snapshot waits for that.
+
+        Collective: all ranks of the world.
+        """
+        files, problem = capture_engine(engine, self._dims, self._place, state)
+        with contextlib.suppress(OSError):  # the first snapshot reports it
+            for slot in self._slots:
+                if problem is None and not slot.step:
+                    slot.empty()
+                    slot.snapshot.prepare(files, slot.folder)
+            self._writer.start()
 
     def close(self) -> None:
         """End the writer; what is held stays."""

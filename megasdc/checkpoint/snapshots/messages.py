@@ -104,6 +104,7 @@ class Answer:
         is_storage: whether a disk was the cause.
         stored: of ``Store``.
         failed: a line for each folder that could not be deleted.
+        took_s: seconds of the task.
         port, token: of ``Listen``.
     """
 
@@ -111,5 +112,6 @@ class Answer:
     is_storage: bool = False
     stored: list[StoredFile] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    took_s: float = 0.0
     port: int = 0
     token: bytes = field(default=b"", repr=False)

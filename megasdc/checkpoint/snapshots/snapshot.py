@@ -47,7 +47,7 @@ class _Image:
         return Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def fit(self, size: int) -> None:
-        """Give the file its size, and allocate all of it.
+        """Give the file its size, and allocate all of it that is not there yet.
 
         Raises:
             OSError: memory is full.
@@ -56,10 +56,13 @@ class _Image:
             self._unmap()
             room = -(-size // _PIECE) * _PIECE
             os.posix_fallocate(self._file, 0, room)
-            self._map = mmap.mmap(self._file, room)
+            # In the page tables at once: a copy that runs beside training would else stop at each page.
+            self._map = mmap.mmap(self._file, room, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             if self._on_device:
                 self._register()
-        os.posix_fallocate(self._file, 0, size)
+        held = os.fstat(self._file).st_size
+        if size > held:  # only what is new: the system looks at each page it is asked for, also at one that is there
+            os.posix_fallocate(self._file, held, size - held)
         os.ftruncate(self._file, size)
 
     @property

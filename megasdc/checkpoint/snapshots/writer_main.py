@@ -12,7 +12,9 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
             task = connection.recv()
         except (EOFError, OSError):
             return
+        began = time.monotonic()
         try:
             answer = tasks[type(task)](task)
         except TornError as error:
@@ -68,7 +71,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
         except Exception as error:  # whatever it is, the rank must be told
             answer = _explain(error)
         try:
-            connection.send(answer)
+            connection.send(replace(answer, took_s=time.monotonic() - began))
         except OSError:
             return
 

@@ -51,11 +51,16 @@ class MemoryCheckpoints(Hook):
         self._partners = section.partners
         self._first = run.step
         self._has_old = self._saver.adopt(run.step)
-        self._ended = False
+        self._ended = self._has_looked = False
         self.fields = self._saver.fields
 
     def on_start(self, run: Run) -> None:
-        """Look whether memory has room.
+        """Find a partner."""
+        if self._partners:
+            self._join_partners(run)
+
+    def _look(self, run: Run) -> None:
+        """Look whether memory has room, and take it; after a step, since moments begin with the first.
 
         Raises:
             ConfigError: it has none; on all ranks.
@@ -64,8 +69,7 @@ class MemoryCheckpoints(Hook):
         size *= 1 + self._partners
         if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
-        if self._partners:
-            self._join_partners(run)
+        self._saver.reserve(run.engine, self._state.of(run))
         if run.dims.rank == 0:
             logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
 
@@ -82,6 +86,11 @@ class MemoryCheckpoints(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Take a snapshot when due."""
+        if not self._has_looked and result.skipped is None:
+            self._has_looked = True
+            run.enter("SAVE")
+            self._look(run)
+            run.enter("BETWEEN")
         if (problem := self._saver.advance()) is not None and run.dims.rank == 0:
             logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
             run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)

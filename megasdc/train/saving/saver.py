@@ -101,23 +101,31 @@ class Saver(Hook):
         self._ranks = Ranks(self.section.storage, run.host_group, run.events)
         self._keep = Retention(self.section.keep_last, self.section.keep_every)
         self._skipped = 0
+        self._has_looked = False
         self._background: DiskSaver | None = None
         damaged = any(fault.phase == "checkpoint" for fault in state.config.megasdc.faults)  # whole after its step
         if self.section.interval and self.section.writing != "sync" and not damaged:
             self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
             self.fields = self._background.fields
 
-    def on_start(self, run: Run) -> None:
-        """Look whether memory has room for snapshots.
+    @property
+    def under_way(self) -> int | None:
+        """Step of the save that goes on beside training; None: there is none."""
+        return None if self._background is None else self._background.step
+
+    def _look(self, run: Run) -> None:
+        """Look whether memory has room for snapshots, and take it; after a step, since moments begin with the first.
 
         Raises:
             ConfigError: it has none, and the configuration demands them; on all ranks.
         """
-        if self._background is None or run.step + self.section.interval >= run.steps:
+        interval = self.section.interval
+        if self._background is None or -(-run.step // interval) * interval >= run.steps:
             return
         size = self._background.measure(run.engine, self.state.of(run))
         problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
         if problem is None:
+            self._background.reserve(run.engine, self.state.of(run))
             self._background.start()
             self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
         elif self.section.writing == "async":
@@ -139,6 +147,11 @@ class Saver(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Go on with the save under way, and save when due."""
+        if not self._has_looked and result.skipped is None:
+            self._has_looked = True
+            run.enter("SAVE")
+            self._look(run)
+            run.enter("BETWEEN")
         due = bool(self.section.interval) and run.step % self.section.interval == 0
         if self._background is not None:
             failed = self._background.failed

@@ -103,6 +103,17 @@ def test_a_snapshot_is_used_again(tmp_path: Path) -> None:
     snapshot.close()
 
 
+def test_memory_is_there_before_it_is_copied_into(tmp_path: Path) -> None:
+    """All pages are allocated when a snapshot is prepared, also those that a longer pickle needs again."""
+    snapshot = Snapshot(CPU)
+    for text in ("long" * 50_000, "short", "longer" * 50_000):
+        files = [capture({"text": text, "value": torch.ones(1 << 18)}, "state.pt")]
+        snapshot.prepare(files, tmp_path)
+        held = (tmp_path / "state.pt").stat()
+        assert held.st_size == files[0].layout.size_bytes <= held.st_blocks * 512
+    snapshot.close()
+
+
 def test_a_change_while_copying_is_found(tmp_path: Path) -> None:
     """A tensor that is not what its checksum says is refused, and nothing is written."""
     snapshot = Snapshot(CPU)

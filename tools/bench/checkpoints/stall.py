@@ -1,0 +1,314 @@
+"""What saves cost training, ``python -m tools.bench save-stall``: time that it stands still, and time beside a writer.
+
+Each model trains through the training program. In one process alternate steps with nothing beside them, saves for which
+training waits, saves beside training, and steps of which each is kept in memory. Where several ranks train, the numbers
+are of the rank that stands still longest.
+
+The bars: a save beside training stalls it for 5 % of one that waits, and but for the wait for its copy for 1 % of a
+step; steps beside a copy or a writer take 1.03 of quiet ones; where each step is kept in memory, steps of one rank take
+1.02 of quiet ones, snapshots included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megasdc.errors import MegasdcError
+from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
+from tools.bench.checkpoints.stall_options import TEXT, StallOptions
+from tools.bench.checkpoints.stall_rank import (
+    ASYNC,
+    BESIDE,
+    COPY,
+    MEMORY,
+    QUIET,
+    SYNC,
+    RankStall,
+    StallStep,
+    measure_rank,
+)
+from tools.bench.machine import describe_machine
+from tools.bench.rank import run_in_ranks
+from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.small.gpt import SmallGpt, prepare_library
+from tools.bench.statistics import Estimate, estimate_median
+
+STALL_BAR, REST_BAR, BESIDE_BAR, MEMORY_BAR = 0.05, 0.01, 1.03, 1.02
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a rank's saves cost; times in seconds, ratios to the median of the quiet steps of the same round.
+
+    Args:
+        size_bytes: of a snapshot of the rank.
+        quiet_s: of a step.
+        sync_s: for which a save that waits stalls the rank, each one.
+        async_s: for which one beside training does, each one, in all steps until it is done.
+        waits_s: of it, for the copy.
+        parts_s: medians of the other parts.
+        duration_s: of a save beside training from its begin to its end, each one.
+        copy, beside: steps while the copy and while the writer ran; None: there was none.
+        memory: steps that were kept in memory.
+        memory_stall: share of such a step inside the saver.
+        copies, stores: by saver, of all snapshots.
+        skipped: snapshots for memory that were not taken.
+    """
+
+    also = ("ratio", "rest", "passed")
+
+    gpt: SmallGpt
+    ranks: int
+    rank: int
+    size_bytes: int
+    quiet_s: Estimate
+    sync_s: list[float]
+    async_s: list[float]
+    waits_s: list[float]
+    parts_s: dict[str, float]
+    duration_s: list[float]
+    copy: Estimate | None
+    beside: Estimate | None
+    memory: Estimate
+    memory_stall: Estimate
+    copies: list[Moved]
+    stores: list[Moved]
+    skipped: int
+
+    @property
+    def ratio(self) -> float:
+        """Stall of a save beside training over that of one that waits, medians."""
+        return median(self.async_s) / median(self.sync_s)
+
+    @property
+    def rest(self) -> float:
+        """Stall but for the wait for the copy, over a quiet step, medians."""
+        return median(map(float.__sub__, self.async_s, self.waits_s)) / self.quiet_s.median
+
+    @property
+    def verdicts(self) -> dict[str, bool | None]:
+        """Whether each bar is met; None: it is none of this run's."""
+        return {
+            "ratio": self.ratio <= STALL_BAR,
+            "rest": self.rest <= REST_BAR,
+            "copy": None if self.copy is None else self.copy.passes(BESIDE_BAR),
+            "beside": None if self.beside is None else self.beside.passes(BESIDE_BAR),
+            "memory": self.memory.passes(MEMORY_BAR) and not self.skipped if self.ranks == 1 else None,
+        }
+
+    @property
+    def passed(self) -> bool:
+        """Whether all bars are met."""
+        return False not in self.verdicts.values()
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return f"{self.gpt.hidden}x{self.gpt.layers}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class StallResult(Result):
+    """Stalls by size and number of ranks."""
+
+    stalls: Sequence[Stall]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all bars are met."""
+        return all(one.passed for one in self.stalls)
+
+    def report(self) -> Report:
+        """Stalls, steps beside savers, and rates."""
+        yield str(self.options.gpt(self.options.sizes[-1])) + f"; {self.options.rounds} rounds"
+        names = ("", *(one.name for one in self.stalls))
+        yield table("seconds that training stands still for a save", names, self._stalls())
+        yield "of the rest: " + "; ".join(f"{one.name}: {_parts(one)}" for one in self.stalls)
+        yield table("steps over quiet ones", names, self._steps())
+        yield table("snapshots, GB/s", names, self._rates())
+
+    def _rows(self, *rows: tuple[str, Any]) -> list[list[str]]:
+        return [[name, *(tell(one) for one in self.stalls)] for name, tell in rows]
+
+    def _stalls(self) -> list[list[str]]:
+        return self._rows(
+            ("MiB of a rank", lambda one: f"{one.size_bytes / MIB:,.1f}"),
+            ("quiet step, s", lambda one: f"{one.quiet_s.median:.3f}"),
+            ("save that waits", lambda one: _spread(one.sync_s)),
+            ("save beside training", lambda one: _spread(one.async_s)),
+            ("of it waiting for the copy", lambda one: _spread(one.waits_s)),
+            ("beside / waits, %", lambda one: f"{100 * one.ratio:.2f} {_verdict(one, 'ratio')}"),
+            (f"bar, {100 * STALL_BAR:g}", lambda _: ""),
+            ("rest / step, %", lambda one: f"{100 * one.rest:.3f} {_verdict(one, 'rest')}"),
+            (f"bar, {100 * REST_BAR:g}", lambda _: ""),
+            ("begin to end of a save beside training", lambda one: _spread(one.duration_s)),
+        )
+
+    def _steps(self) -> list[list[str]]:
+        return self._rows(
+            ("while the copy runs", lambda one: _estimate(one.copy, _verdict(one, "copy"))),
+            ("while the writer runs", lambda one: _estimate(one.beside, _verdict(one, "beside"))),
+            (f"bar, {BESIDE_BAR:g}", lambda _: ""),
+            ("each step kept in memory", lambda one: _estimate(one.memory, _verdict(one, "memory"))),
+            (f"bar, {MEMORY_BAR:g}, of one rank", lambda _: ""),
+            ("of it inside the saver", lambda one: _estimate(one.memory_stall, "")),
+            ("snapshots that were skipped", lambda one: str(one.skipped)),
+        )
+
+    def _rates(self) -> list[list[str]]:
+        return self._rows(
+            ("checksum and copy, for the disk", lambda one: _rate(one.copies, ASYNC)),
+            ("check, seal, write, read again", lambda one: _rate(one.stores, ASYNC)),
+            ("checksum and copy, for memory", lambda one: _rate(one.copies, MEMORY)),
+            ("check, seal, digest", lambda one: _rate(one.stores, MEMORY)),
+        )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _estimate(value: Estimate | None, verdict: str) -> str:
+    return "there was none" if value is None else f"{interval(value)} {verdict}"
+
+
+def _verdict(one: Stall, bar: str) -> str:
+    return {None: "", True: "pass", False: "FAIL"}[one.verdicts[bar]]
+
+
+def _parts(one: Stall) -> str:
+    return ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in one.parts_s.items())
+
+
+def _rate(moved: Sequence[Moved], saver: str) -> str:
+    rates = [one.size_bytes / one.seconds / 1e9 for one in moved if one.saver == saver]
+    return f"{median(rates):.2f}" if rates else "-"
+
+
+def bench_save_stall(options: StallOptions, on_progress: Progress = lambda what, done, total: None) -> StallResult:
+    """Measure, with all ranks on this machine.
+
+    Raises:
+        MegasdcError: a rank failed, or a writer did not come to an end.
+    """
+    machine = describe_machine()
+    stalls = []
+    with TemporaryDirectory(prefix="megasdc_bench_", dir=options.folder) as name:
+        data = prepare_library(Path(name) / "data", options.gpt(options.sizes[0]).vocab, TEXT)
+        for size in options.sizes:
+            for ranks in options.ranks:
+                with TemporaryDirectory(dir=name) as folder:
+                    found = _train(options, size, ranks, data, Path(folder), on_progress)
+                stalls.append(_worst([stall_of(options.gpt(size), one, ranks) for one in found]))
+    return StallResult(machine, options, stalls)
+
+
+def _train(
+    options: StallOptions, size: tuple[int, int], ranks: int, data: Path, folder: Path, on_progress: Progress
+) -> list[RankStall]:
+    """Train once, and return what the ranks measured."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(options.config(size, data, folder / "run")), encoding="utf-8")
+    found: dict[str, Any] = {}
+
+    def take(message: dict[str, Any]) -> None:
+        if "total" in message:
+            on_progress(f"{size[0]}x{size[1]}, {ranks} rank(s)", message["done"], message["total"])
+        else:
+            found.update(message)
+
+    arguments = {name: getattr(options, name) for name in ("rounds", "quiet", "snapshots")}
+    run_in_ranks(measure_rank, {"config": config, **arguments}, ranks, folder, take)
+    if not found["finished"]:
+        raise MegasdcError(
+            f"{size[0]}x{size[1]}: a writer was not done at the end of the run's steps; take more micro-batches"
+        )
+    measured: list[RankStall] = found["ranks"]
+    return measured
+
+
+def _worst(stalls: Sequence[Stall]) -> Stall:
+    return max(stalls, key=lambda one: median(one.async_s))
+
+
+def stall_of(gpt: SmallGpt, found: RankStall, ranks: int) -> Stall:
+    """What the saves of a rank cost."""
+    saves = _saves(found.steps)
+    names = (f"{ASYNC}/{CAPTURE}", f"{ASYNC}/{ALLOCATE}")
+    parts = {name.partition("/")[2]: median(_sum(save, name) for save in saves) for name in names}
+    waits = [_sum(save, f"{ASYNC}/{WAIT}") for save in saves]
+    stalls = [_sum(save, ASYNC) for save in saves]
+    others = [
+        stall - wait - sum(_sum(save, name) for name in names)
+        for stall, wait, save in zip(stalls, waits, saves, strict=True)
+    ]
+    ratios = ratios_of(found.steps)
+    quiet = [one.wall_s - one.stalled_s for one in found.steps if one.kind == QUIET]
+    memory = [one for one in found.steps if one.kind == MEMORY]
+    if not memory:
+        raise MegasdcError("no step was kept in memory together with the one before")
+    return Stall(
+        gpt,
+        ranks,
+        found.rank,
+        found.copies[0].size_bytes,
+        estimate_median(quiet),
+        [one.parts[SYNC] for one in found.steps if one.due == SYNC],
+        stalls,
+        waits,
+        {**parts, "agreement and all else": median(others)},
+        [sum(one.wall_s for one in save[1:]) + save[0].parts[ASYNC] for save in saves],
+        estimate_median(ratios[COPY]) if ratios[COPY] else None,
+        estimate_median(ratios[BESIDE]) if ratios[BESIDE] else None,
+        estimate_median(ratios[MEMORY]),
+        estimate_median([one.stalled_s / one.wall_s for one in memory]),
+        found.copies,
+        found.stores,
+        found.skipped,
+    )
+
+
+def _saves(steps: Sequence[StallStep]) -> list[list[StallStep]]:
+    """The steps of each save beside training, from the one at whose end it began to the one that had its last part."""
+    saves: list[list[StallStep]] = []
+    for step in steps:
+        if step.due == ASYNC:
+            saves.append([step])
+        elif ASYNC in step.parts and saves and any(step is not one for one in saves[-1]):
+            saves[-1].append(step)
+    return saves
+
+
+def _sum(save: Sequence[StallStep], name: str) -> float:
+    return sum(one.parts.get(name, 0.0) for one in save)
+
+
+def ratios_of(steps: Sequence[StallStep]) -> dict[str, list[float]]:
+    """Steps of each kind over the median of the quiet ones around them, snapshots for memory with their stalls.
+
+    Around a step are the quiet ones of its round: between two steps at whose ends training waited for a save.
+    """
+    rounds = [0]
+    for step in steps[:-1]:
+        rounds.append(rounds[-1] + (step.due == SYNC))
+    found: dict[str, list[float]] = {kind: [] for kind in (COPY, BESIDE, MEMORY)}
+    quiet = {
+        number: median(
+            one.wall_s - one.stalled_s
+            for one, its in zip(steps, rounds, strict=True)
+            if one.kind == QUIET and its == number
+        )
+        for number in {its for one, its in zip(steps, rounds, strict=True) if one.kind == QUIET}
+    }
+    for step, number in zip(steps, rounds, strict=True):
+        if step.kind in found:
+            seconds = step.wall_s if step.kind == MEMORY else step.wall_s - step.stalled_s
+            found[step.kind].append(seconds / quiet[number])
+    return found

@@ -1,0 +1,122 @@
+"""Clocks of the benchmark of what saves cost: inside the calls of savers, and of what runs beside training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from megasdc.checkpoint.snapshots import disk_saver, memory_saver
+from megasdc.checkpoint.snapshots.messages import Answer, Store
+from megasdc.checkpoint.snapshots.snapshot import Snapshot
+from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+
+WAIT, CAPTURE, ALLOCATE = "wait", "capture", "allocate"
+"""Parts of a saver's calls: until the copy is whole, pickling, and memory for the snapshot."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that were copied into a snapshot, or stored by a writer, and the seconds of that."""
+
+    saver: str
+    size_bytes: int
+    seconds: float
+
+
+class SaveClock:
+    """Times the savers' calls in this process, by saver and part; what it replaces stays replaced.
+
+    Attributes:
+        parts: seconds since ``take``; of a saver by its name, and of a part as ``saver/part``.
+        copies: into snapshots so far, beside training.
+        stores: by writers so far.
+        open: tasks of writers that have no answer yet.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.copies: list[Moved] = []
+        self.stores: list[Moved] = []
+        self.open = 0
+        self._saver = ""
+        self._began: dict[int, tuple[str, float]] = {}
+        self._sent: dict[int, list[tuple[str, int]]] = {}
+
+    def timed(self, saver: str, call: Callable[..., Any], *args: Any) -> Any:
+        """A call of a saver."""
+        self._saver, began = saver, time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self._add(saver, began)
+            self._saver = ""
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        found = dict(self.parts)
+        self.parts.clear()
+        return found
+
+    def attach(self) -> None:
+        """Time all snapshots and writers of this process from now on."""
+        for module in (disk_saver, memory_saver):
+            module.capture_engine = self._part(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
+        Snapshot.prepare = self._part(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
+        Snapshot.wait = self._part(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
+        self._watch_copies()
+        self._watch_writers()
+
+    def _add(self, name: str, began: float) -> None:
+        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
+
+    def _part(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self._add(f"{self._saver}/{part}", began)
+
+        return timed
+
+    def _watch_copies(self) -> None:
+        take, copy = Snapshot.take, Snapshot._copy
+
+        def take_noted(snapshot: Snapshot, files: Any) -> None:
+            self._began[id(snapshot)] = self._saver, sum(one.layout.size_bytes for one in files)
+            take(snapshot, files)
+
+        def copy_timed(snapshot: Snapshot, ready: Any) -> None:
+            saver, size_bytes = self._began[id(snapshot)]
+            began = time.perf_counter()
+            copy(snapshot, ready)
+            self.copies.append(Moved(saver, int(size_bytes), time.perf_counter() - began))
+
+        Snapshot.take = take_noted  # type: ignore[method-assign, assignment]
+        Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]
+
+    def _watch_writers(self) -> None:
+        send, answer = WriterProcess.send, WriterProcess.answer
+
+        def send_noted(process: WriterProcess, task: Any) -> None:
+            send(process, task)
+            self.open += 1
+            size = sum(one.layout.size_bytes for one in task.files) if isinstance(task, Store) else 0
+            self._sent.setdefault(id(process), []).append((self._saver, size))
+
+        def answer_noted(process: WriterProcess) -> Answer | None:
+            found = answer(process)
+            sent = self._sent.get(id(process))
+            if found is not None and sent:
+                self.open -= 1
+                saver, size = sent.pop(0)
+                if size:
+                    self.stores.append(Moved(saver, size, found.took_s))
+            return found
+
+        WriterProcess.send = send_noted  # type: ignore[method-assign, assignment]
+        WriterProcess.answer = answer_noted  # type: ignore[method-assign, assignment]
