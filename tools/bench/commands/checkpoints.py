@@ -1,10 +1,11 @@
-"""`python -m tools.bench ...` of checkpoints: speed and memory of comparisons."""
+"""`python -m tools.bench ...` of checkpoints: speed and memory of comparisons, recoveries of runs that were killed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.bench.checkpoints.options import CompareBenchOptions, CompareManifestsOptions
+from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.commands.app import app
 from tools.bench.options import add_command
 
@@ -31,3 +32,15 @@ def bench_comparing_manifests(on_progress: Any, options: CompareManifestsOptions
     from tools.bench.checkpoints.compare_manifests import bench_compare_manifests
 
     return bench_compare_manifests(options, on_progress)
+
+
+@add_command(app, "recoveries", "--drills 14 --out recoveries.json")
+def bench_recovering(on_progress: Any, options: RecoveryOptions) -> Any:
+    """Kill and damage runs that save beside training, and start them again; exit code 1 if one does not end right.
+
+    All losses and the last checkpoint as without a fault, each start from the newest step that was whole, no checkpoint
+    lost that a fault did not destroy, nothing left in memory. Kinds with several hosts or a full disk need root.
+    """
+    from tools.bench.checkpoints.recoveries import bench_recoveries
+
+    return bench_recoveries(options, on_progress)
