@@ -26,6 +26,7 @@ from tools.bench.checkpoints.recovery_checks import (
     End,
     check_holdings,
     check_start,
+    clear,
     find_left,
     read_end,
     resumed_from,
