@@ -1,6 +1,8 @@
 """Snapshots in the memory of hosts: a restart takes the newest step of which a right copy of every rank is found."""
 
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,45 @@ def test_the_newest_right_step_is_restored(
     """From the host's own memory, or its partner's where that is lost or changed; else an older step; bit for bit."""
     for found in run_distributed(_recover, 2, str(tmp_path), what):
         assert found == (step, origin, skipped, True)
+
+
+def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
+    """Three ranks on two hosts, so that one writer keeps copies for nobody and is missed by nobody."""
+    rank = torch.distributed.get_rank()
+    host = f"host{min(rank, 1)}"
+    folder, ranks = Path(base) / host, Ranks("node_local", node=host)
+    folder.mkdir(exist_ok=True)
+    run = Run()
+    saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
+    assert saver.join_partners("127.0.0.1") is None
+    run.train(1)
+    _keep(run, saver)
+    if rank == 2:
+        os.kill(saver._writer.pid or 0, signal.SIGKILL)
+        saver._writer._process.wait()  # type: ignore[union-attr]
+    run.train(1)
+    told = None
+    agreement = StepAgreement(None)
+    state = SavedState({"positions": [run.consumed]}, {"rng": capture_rng()})
+    assert saver.begin(run.engine, 2, state)
+    saver.wait_for_copy()
+    while saver.whole < 2 and told is None:
+        agreement.start(saver.fields)
+        agreement.finish()
+        told = saver.advance()
+    run.train(1)
+    _keep(run, saver)
+    saver.close()
+    found = find_held(Path(base) / "host0", RUN)[0]
+    return told, sorted(one.record.rank for one in found if one.is_guest and one.record.step == 3)
+
+
+def test_a_writer_that_was_killed_is_joined_again(tmp_path: Path) -> None:
+    """No snapshot counts as kept by a partner that knows nothing of it; the next one is."""
+    for told, guests in run_distributed(_kill_idle_writer, 3, str(tmp_path)):
+        assert told is not None
+        assert "rank 2 on host1: cannot keep the snapshot: ChildProcessError" in told
+        assert guests == [1, 2]
 
 
 def test_a_slot_that_is_filled_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
