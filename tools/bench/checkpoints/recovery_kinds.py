@@ -71,7 +71,7 @@ KINDS = {
     "rank": Kind("a rank is killed"),
     "again": Kind("a rank is killed, and one in the start after"),
     "host": Kind("all ranks of a host are killed", has_hosts=True, least_hosts=2),
-    "writer": Kind("a writer is killed, then a rank"),
+    "writer": Kind("a writer is killed, then a rank", has_hosts=True, least_hosts=2),
     "agent": Kind("a host's agent is killed, then a rank"),
     "stopped": Kind("a writer stands still for a while, then a rank is killed"),
     "host_lost": Kind("a host is replaced", has_hosts=True, least_hosts=2),
