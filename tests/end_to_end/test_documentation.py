@@ -27,7 +27,18 @@ from tools.bench import commands as bench_command
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (
-    *("data", "models", "memory", "checkpoints", "snapshots", "archive", "resume", "determinism", "hugging-face", "compare"),
+    *(
+        "data",
+        "models",
+        "memory",
+        "checkpoints",
+        "snapshots",
+        "archive",
+        "resume",
+        "determinism",
+        "hugging-face",
+        "compare",
+    ),
     *("traces", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
 )

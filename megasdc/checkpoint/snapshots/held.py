@@ -124,7 +124,8 @@ def forget(folder: Path, stays: Callable[[HeldRecord], bool] = lambda record: Fa
             if stays(read_record(path, HeldRecord, FORMAT_VERSION)):
                 continue
         except CheckpointError:
-            pass  # it holds nothing
+            if not path.exists():  # it is being filled again
+                continue
         path.unlink(missing_ok=True)  # first: what is half removed must not count
         shutil.rmtree(path.parent)
 

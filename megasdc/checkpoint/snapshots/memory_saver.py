@@ -23,7 +23,7 @@ from megasdc.checkpoint.places import Place, Problem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, rank_folder
-from megasdc.checkpoint.snapshots.messages import Join, Listen, Store
+from megasdc.checkpoint.snapshots.messages import Answer, Join, Listen, Store
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
@@ -119,7 +119,7 @@ class MemorySaver:
         Collective: all ranks of the world.
         """
         self._address = address
-        door = self._writer.ask(Listen(self._folder / GUESTS, address))
+        door = self._ask(Listen(self._folder / GUESTS, address))
         doors = self._place.gather((address, door))
         partner = partner_of(self._dims, self._place.nodes, self._dims.rank)
         problem = door.problem
@@ -127,9 +127,15 @@ class MemorySaver:
             problem = "there is only one host"
         elif not problem and not doors[partner][1].problem:
             there, other = doors[partner]
-            problem = self._writer.ask(Join(there, other.port, other.token)).problem
+            problem = self._ask(Join(there, other.port, other.token)).problem
         problems = [(node, one) for node, one in self._place.gather((self._place.node, problem)) if one]
         return f"{problems[0][0]}: {problems[0][1]}" if problems else None
+
+    def _ask(self, task: Listen | Join) -> Answer:
+        try:
+            return self._writer.ask(task)
+        except OSError as error:
+            return Answer(describe_error(error, "reach the writer").text)
 
     def begin(self, engine: Any, step: int, state: SavedState) -> bool:
         """Begin a snapshot of the state after a step; returns whether a slot was free.
@@ -166,13 +172,15 @@ class MemorySaver:
         self._making = None
         try:
             if slot.snapshot.is_copying:
+                if self._address is not None and not self._writer.lives:
+                    raise ChildProcessError("the writer that was joined with its partner has ended")
                 store = Store(
                     slot.snapshot.wait(), slot.folder, in_place=True, texts=self._texts, held=self._head(slot)
                 )
                 self._writer.send(store)
                 self._sent.append(slot)
         except (OSError, RuntimeError) as error:
-            self._problem = describe_error(error, "copy the snapshot")
+            self._problem = describe_error(error, "keep the snapshot")
         self.stalled_s += time.monotonic() - started
 
     def _head(self, slot: _Slot) -> dict[str, Any]:
@@ -218,10 +226,11 @@ class MemorySaver:
                 slot.empty()
                 slot.step = 0
         self._newest = min(self._newest, self.whole)
-        if self._address is not None:
-            self.join_partners(self._address)  # writers are new; what fails is found with the next snapshot
         rank, (node, problem) = next((rank, one) for rank, one in enumerate(answers) if one[1] is not None)
-        return f"rank {rank} on {node}: {problem.text}"
+        told = f"rank {rank} on {node}: {problem.text}"
+        if self._address is not None and (apart := self.join_partners(self._address)) is not None:  # writers are new
+            told += f"; no host keeps copies for another: {apart}"
+        return told
 
     def measure(self, engine: Any, state: SavedState) -> tuple[int, int]:
         """Bytes that all slots of this rank take together, and of these what they have already; nothing is kept.

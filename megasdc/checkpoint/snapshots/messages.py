@@ -18,6 +18,7 @@ class TakenFile:
         checksums: of its tensors before they were copied, in the order of the layout.
         algorithm: of the checksums.
         element_bytes: size of an element of each tensor.
+        contents: XXH3-64 of the pickle and the notes, in the order of the layout.
         described: for a layer's file, data type and shape of each tensor, else None.
     """
 
@@ -27,12 +28,13 @@ class TakenFile:
     checksums: list[int]
     algorithm: str
     element_bytes: list[int]
+    contents: list[int]
     described: dict[str, str] | None
 
 
 @dataclass(frozen=True)
 class Store:
-    """Task: compare a snapshot's tensors with their checksums, seal its files, and write them.
+    """Task: seal a snapshot's files, write them, and compare what they hold with the checksums.
 
     Attributes:
         target: folder to write them into.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.snapshots.capture import CapturedFile
@@ -161,7 +162,7 @@ class Snapshot:
         algorithm = default_algorithm(self._device)
         for one, sums in zip(self._files, self._sums, strict=True):
             memory = self._images[one.name].memory
-            one.layout.write_head(memoryview(memory))
+            one.layout.write_contents(memoryview(memory))
             for tensor, member in zip(one.tensors, one.layout.tensors, strict=True):
                 if not member.size_bytes:
                     sums.append(0)
@@ -191,6 +192,11 @@ class Snapshot:
                 read_back(sums),
                 name,
                 [tensor.element_size() for tensor in one.tensors],
+                [
+                    xxhash.xxh3_64_intdigest(member.content)
+                    for member in one.layout.members
+                    if member.content is not None
+                ],
                 one.described,
             )
             for one, sums in zip(files, self._sums, strict=True)

@@ -63,20 +63,23 @@ class Layout:
         """The members whose bytes are filled in, in the order in which they were given."""
         return tuple(one for one in self.members if one.content is None)
 
+    @property
+    def contents(self) -> list[bytes]:
+        """The pickle and the notes."""
+        return [one.content for one in self.members if one.content is not None]
+
     def without_contents(self) -> Layout:
         """The same, where the pickle and the notes are in the file already."""
         members = (replace(one, content=None if one.content is None else b"") for one in self.members)
         return replace(self, members=tuple(members))
 
-    def write_head(self, file: memoryview) -> None:
-        """Write all but the tensors' bytes and what follows from them.
+    def write_contents(self, file: memoryview) -> None:
+        """Write the pickle and the notes.
 
         Args:
             file: ``size_bytes``, writable.
         """
         for member in self.members:
-            header = _local_header(member)
-            file[member.header_at : member.offset] = header
             if member.content is not None:
                 file[member.offset : member.offset + member.size_bytes] = member.content
 
@@ -111,7 +114,7 @@ def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> Layout
 
 
 def seal(file: memoryview, layout: Layout) -> None:
-    """Write the checksums of all members and the archive's directory, once all tensors are there.
+    """Write the headers of all members and the archive's directory, once all contents are there.
 
     Args:
         file: ``layout.size_bytes``, writable.
@@ -119,7 +122,7 @@ def seal(file: memoryview, layout: Layout) -> None:
     place = layout.directory_at
     for member in layout.members:
         checksum = zlib.crc32(file[member.offset : member.offset + member.size_bytes])
-        file[member.header_at + 14 : member.header_at + 18] = struct.pack("<I", checksum)
+        file[member.header_at : member.offset] = _local_header(member, checksum)
         header = _central_header(member, checksum)
         file[place : place + len(header)] = header
         place += len(header)
@@ -134,13 +137,13 @@ def _wide_bytes(size: int) -> int:
     return _WIDE.size if _is_wide(size) else 0
 
 
-def _local_header(member: Member) -> bytes:
+def _local_header(member: Member, checksum: int) -> bytes:
     name, wide = member.name.encode(), _is_wide(member.size_bytes)
     extra = _WIDE.pack(1, 16, member.size_bytes, member.size_bytes) if wide else b""
     filling = member.offset - member.header_at - _LOCAL.size - len(name) - len(extra) - _PADDING.size
     extra += _PADDING.pack(b"FB", filling) + b"Z" * filling
     version, size = (_WIDE_VERSION, _MARK) if wide else (_OLD_VERSION, member.size_bytes)
-    return _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, 0, size, size, len(name), len(extra)) + name + extra
+    return _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, checksum, size, size, len(name), len(extra)) + name + extra
 
 
 def _central_header(member: Member, checksum: int) -> bytes:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TornError(Exception):
-    """A tensor in a snapshot is not what it was when it was copied."""
+    """A part of a file is not what it was in the rank."""
 
 
 def main(connection: Connection, parent: int, *, describes: bool) -> None:
@@ -127,15 +127,19 @@ class _Exchange:
 
 
 def store(task: Store) -> Answer:
-    """Check, seal and write files.
+    """Seal, write and check files.
+
+    What a file holds is compared with the rank's checksums only after its digest was taken: what changes earlier is
+    found here, what changes later by whoever compares the digest.
 
     Raises:
-        TornError: a tensor's copy has another checksum than the tensor had.
+        TornError: a part of a file is not what it was in the rank.
         OSError: a disk is full, or a folder is not writable.
         CheckpointError: a pickle would be refused when loaded.
     """
     for file in task.files:
-        _check_and_seal(file)
+        with _mapped(file.path, file) as view:
+            seal(view, file.layout)
         if not task.in_place:
             _copy(file.path, task.target / file.name)
     for name, text in task.texts.items():
@@ -143,6 +147,9 @@ def store(task: Store) -> Answer:
     described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
     tell = _digested if task.in_place else _described
     stored = [tell(task.target / name, one) for name, one in described.items()]
+    for file in task.files:
+        with _mapped(task.target / file.name, file) as view:
+            _check(view, file)
     if task.held is not None:  # last of all
         write_record(task.target / HELD_FILE, held_record(task, stored))
     return Answer(stored=stored)
@@ -157,21 +164,31 @@ def held_record(task: Store, stored: list[StoredFile]) -> HeldRecord:
     return HeldRecord(**(task.held or {}), files=files)
 
 
-def _check_and_seal(file: TakenFile) -> None:
+@contextlib.contextmanager
+def _mapped(path: Path, file: TakenFile) -> Iterator[memoryview]:
     with (
-        open(file.path, "r+b") as opened,
+        open(path, "r+b") as opened,
         mmap.mmap(opened.fileno(), file.layout.size_bytes) as memory,
         memoryview(memory) as view,
     ):
-        sums = zip(file.layout.tensors, file.checksums, file.element_bytes, strict=True)
-        for member, told, element_bytes in sums:
-            with view[member.offset : member.offset + member.size_bytes] as part:
-                if member.size_bytes and _checksum(part, file.algorithm, element_bytes) != told:
-                    raise TornError(
-                        f"{member.name} in the snapshot of {file.name} is not what was copied: it changed while it "
-                        "was copied, or memory is damaged"
-                    )
-        seal(view, file.layout)
+        yield view
+
+
+def _check(view: memoryview, file: TakenFile) -> None:
+    """Compare all tensors, the pickle and the notes of a file."""
+    tensors = zip(file.checksums, file.element_bytes, strict=True)
+    contents = iter(file.contents)
+    for member in file.layout.members:
+        if member.content is None:
+            (told, element_bytes), algorithm = next(tensors), file.algorithm
+        else:
+            told, element_bytes, algorithm = next(contents), 1, _HOST_ALGORITHM
+        with view[member.offset : member.offset + member.size_bytes] as part:
+            if member.size_bytes and _checksum(part, algorithm, element_bytes) != told:
+                raise TornError(
+                    f"{member.name} in the snapshot of {file.name} is not what was copied: it changed while it was "
+                    "copied, or memory is damaged"
+                )
 
 
 def _checksum(part: memoryview, algorithm: str, element_bytes: int) -> int:

@@ -33,13 +33,18 @@ class WriterProcess:
         """Of the process; None: it does not run."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def lives(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Start it where it does not run.
 
         Raises:
             OSError: that is not possible.
         """
-        if self._process is None or self._process.poll() is not None:
+        if not self.lives:
             self.close()
             self._start()
 

@@ -51,7 +51,7 @@ class MemoryCheckpoints(Hook):
         self._partners = section.partners
         self._first = run.step
         self._has_old = self._saver.adopt(run.step)
-        self._ended = self._has_looked = False
+        self._has_looked = False
         self.fields = self._saver.fields
 
     def on_start(self, run: Run) -> None:
@@ -115,23 +115,31 @@ class MemoryCheckpoints(Hook):
             )
 
     def _forget_old(self, run: Run) -> None:
-        """Remove what earlier starts of the run hold here: all ranks have something newer."""
+        """Remove what earlier starts of the run hold here: all ranks have something newer.
+
+        Collective: all ranks of the world.
+        """
         if self._place.leader:
             try:
                 forget(self._folder, lambda record: record.save == self._place.save_id)
             except OSError as error:
                 logger.warning("memory: what is older cannot be removed: %s", error)
                 run.events.emit("warning", "memory_not_removed", step=run.step, message=str(error))
+        self._place.gather(None)  # no rank uses a slot again before
 
     def on_end(self, run: Run) -> None:
-        """The run needs no memory any more."""
-        self._ended = True
+        """The run needs no memory any more.
+
+        Collective: all ranks of the world.
+        """
+        self._saver.close()
+        self._place.gather(None)  # a writer that still runs would make the folder again
+        if self._place.leader:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End the writer; what is held stays after an error alone."""
+        """End the writer; what is held stays after an error."""
         self._saver.close()
-        if self._ended and self._place.leader:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def look_in_memory(config: RunConfig, run: Run) -> Found | None:

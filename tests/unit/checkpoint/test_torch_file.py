@@ -4,12 +4,13 @@ import io
 import mmap
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.snapshots import torch_file
+from megasdc.checkpoint.snapshots import torch_file, writer_main
 from megasdc.checkpoint.snapshots.capture import capture
 from megasdc.checkpoint.snapshots.messages import Act, Store
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
@@ -114,18 +115,32 @@ def test_memory_is_there_before_it_is_copied_into(tmp_path: Path) -> None:
     snapshot.close()
 
 
-def test_a_change_while_copying_is_found(tmp_path: Path) -> None:
-    """A tensor that is not what its checksum says is refused, and nothing is written."""
+@pytest.mark.parametrize("part", ["data/0", "data.pkl"])
+@pytest.mark.parametrize("moment", ["copied", "sealed"])
+def test_a_changed_bit_is_found(part: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor or a pickle that changes before the digest is taken is refused, also just before it is written."""
     snapshot = Snapshot(CPU)
     files = [capture({"a": torch.ones(1000)}, "state.pt")]
-    snapshot.prepare(files)
+    in_place = part == "data.pkl"  # elsewhere a broken pickle is refused for its own sake
+    snapshot.prepare(files, tmp_path if in_place else None)
     snapshot.take(files)
-    taken = snapshot.wait()
-    with open(taken[0].path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        memory[taken[0].layout.tensors[0].offset + 17] ^= 1
-    with pytest.raises(TornError, match=r"data/0 in the snapshot of state\.pt is not what was copied"):
-        store(Store(taken, tmp_path))
-    assert not (tmp_path / "state.pt").exists()
+    (taken,) = snapshot.wait()
+    member = next(one for one in taken.layout.members if one.name == f"state/{part}")
+
+    def flip() -> None:
+        with open(taken.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[member.offset + member.size_bytes // 2] ^= 1
+
+    def seal_and_flip(*args: Any) -> None:
+        seal(*args)
+        flip()
+
+    if moment == "copied":
+        flip()
+    else:
+        monkeypatch.setattr(writer_main, "seal", seal_and_flip)
+    with pytest.raises(TornError, match=f"{part} in the snapshot of state.pt is not what was copied"):
+        store(Store([taken], tmp_path, in_place=in_place))
     snapshot.close()
 
 
@@ -144,7 +159,7 @@ def test_large_members_have_wide_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture({"a": tensors[0], "b": tensors[1]}, "state.pt")
     layout = lay_out("state", captured.layout.members[0].content, [240, 12])
     file = bytearray(layout.size_bytes)
-    layout.write_head(memoryview(file))
+    layout.write_contents(memoryview(file))
     for member, tensor in zip(layout.tensors, tensors, strict=True):
         file[member.offset : member.offset + member.size_bytes] = tensor.numpy().tobytes()
     seal(memoryview(file), layout)

@@ -1,10 +1,11 @@
-"""`python -m tools.bench ...` of checkpoints: comparisons, the archive, what saves cost training, restarts."""
+"""`python -m tools.bench ...` of checkpoints: comparisons, the archive, what saves cost training, restarts, recoveries."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tools.bench.checkpoints.options import ArchiveBenchOptions, CompareBenchOptions, CompareManifestsOptions
+from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.restore_options import RestoreOptions
 from tools.bench.checkpoints.stall_options import StallOptions
 from tools.bench.commands.app import app
@@ -71,3 +72,15 @@ def bench_restoring(on_progress: Any, options: RestoreOptions) -> Any:
     from tools.bench.checkpoints.restore import bench_restore
 
     return bench_restore(options, on_progress)
+
+
+@add_command(app, "recoveries", "--drills 14 --out recoveries.json")
+def bench_recovering(on_progress: Any, options: RecoveryOptions) -> Any:
+    """Kill and damage runs that save beside training, and start them again; exit code 1 if one does not end right.
+
+    All losses and the last checkpoint as without a fault, each start from the newest step that was whole, no checkpoint
+    lost that a fault did not destroy, nothing left in memory. Kinds with several hosts or a full disk need root.
+    """
+    from tools.bench.checkpoints.recoveries import bench_recoveries
+
+    return bench_recoveries(options, on_progress)

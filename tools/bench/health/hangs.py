@@ -101,7 +101,7 @@ def bench_hangs(options: HangOptions, on_progress: Progress = lambda what, done,
     chance = random.Random(options.seed)
     drills: list[Drill] = []
     with scratch_folder() as folder:
-        data = _prepare(folder)
+        data = prepare_texts(folder)
         cells = [(kind, layout) for kind in options.drawn_kinds for layout in options.sizes]
         planned = [cells[number % len(cells)] for number in range(options.drills)]
         for number, (kind, layout) in enumerate(planned):
@@ -113,8 +113,8 @@ def bench_hangs(options: HangOptions, on_progress: Progress = lambda what, done,
     return HangResult(machine, options, drills, steps, alarms, failures)
 
 
-def _prepare(folder: Path) -> Path:
-    """Tokens of some modules of Python's library."""
+def prepare_texts(folder: Path) -> Path:
+    """Tokens of some modules of Python's library, in a folder in this one, which is returned."""
     from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
 

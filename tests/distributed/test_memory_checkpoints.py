@@ -1,0 +1,166 @@
+"""Snapshots in the memory of hosts: a restart takes the newest step of which a right copy of every rank is found."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_model import Run
+from harness import run_distributed
+
+from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.places import Ranks, find_place
+from megasdc.checkpoint.save import SavedState
+from megasdc.checkpoint.snapshots import held
+from megasdc.checkpoint.snapshots.held import HELD_FILE, find_held, forget, mark_verified_up_to, rank_folder
+from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
+from megasdc.checkpoint.snapshots.recover import find_in_memory, restore
+from megasdc.determinism import capture_rng, restore_rng
+from megasdc.errors import CheckpointError
+from megasdc.parallel.step_agreement import StepAgreement
+
+RUN = "run"
+
+
+def _keep(run: Run, saver: MemorySaver) -> str:
+    """Keep the state in memory, on all ranks; returns its digest."""
+    step, digest = run.engine.global_steps, run.digest()
+    state = SavedState({"positions": [run.consumed]}, {"rng": capture_rng(), "consumed": run.consumed})
+    assert saver.begin(run.engine, step, state)
+    saver.wait_for_copy()
+    agreement = StepAgreement(None)
+    while saver.whole < step:
+        agreement.start(saver.fields)
+        agreement.finish()
+        assert saver.advance() is None
+        time.sleep(0.02)
+    return digest
+
+
+def _flip(folder: Path, rank: int, step: int, *, guest: bool) -> None:
+    """Flip a bit in what a host holds of a rank."""
+    for slot in find_held(folder, RUN)[0]:
+        if (slot.record.rank, slot.record.step, slot.is_guest) == (rank, step, guest):
+            path = slot.folder / next(one.name for one in slot.record.files if "optim" in one.name)
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 4
+            path.write_bytes(content)
+            return
+    raise AssertionError(f"nothing is held of rank {rank}")
+
+
+def _harm(what: str, folder: Path, rank: int) -> None:
+    """What happens to the memory of a rank's host, each on a host of its own."""
+    if what == "lost" and rank == 1:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    if what in ("own", "both") and rank == 1:
+        _flip(folder, 1, 2, guest=False)
+    if what == "both" and rank == 0:
+        _flip(folder, 1, 2, guest=True)
+    if what == "verified":
+        mark_verified_up_to(folder, 1)
+
+
+def _recover(base: str, what: str) -> tuple[int, str, dict[int, str], bool]:
+    rank = torch.distributed.get_rank()
+    folder, ranks = Path(base) / f"host{rank}", Ranks("node_local", node=f"host{rank}")
+    folder.mkdir()
+    run = Run()
+    saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
+    assert saver.join_partners("127.0.0.1") is None
+    digests = {}
+    for step in (1, 2):
+        run.train(1)
+        digests[step] = _keep(run, saver)
+    saver.close()
+    torch.distributed.barrier()
+    _harm(what, folder, rank)
+    torch.distributed.barrier()
+    again = Run(seed=9)
+    verified_only = what == "verified"
+    found = find_in_memory(folder, RUN, again.dims, ranks, newer_than=0, verified_only=verified_only)
+    assert found is not None
+    chosen = restore(found, folder, again.dims, ranks)
+    loaded = load_checkpoint(again.engine, chosen, again.dims, ranks)
+    restore_rng(loaded.rank_state["rng"])
+    again.consumed = loaded.rank_state["consumed"]
+    return found.step, found.origin, found.skipped, again.digest() == digests[found.step]
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "origin", "skipped"),
+    [
+        ("nothing", 2, "memory", {}),
+        ("lost", 2, "memory, ranks 1 from their partners", {}),
+        ("own", 2, "memory, ranks 1 from their partners", {}),
+        ("both", 1, "memory", {2: "files of rank 1 were changed"}),
+        ("verified", 1, "memory", {2: "no audit has agreed after it"}),
+    ],
+)
+def test_the_newest_right_step_is_restored(
+    tmp_path: Path, what: str, step: int, origin: str, skipped: dict[int, str]
+) -> None:
+    """From the host's own memory, or its partner's where that is lost or changed; else an older step; bit for bit."""
+    for found in run_distributed(_recover, 2, str(tmp_path), what):
+        assert found == (step, origin, skipped, True)
+
+
+def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
+    """Three ranks on two hosts, so that one writer keeps copies for nobody and is missed by nobody."""
+    rank = torch.distributed.get_rank()
+    host = f"host{min(rank, 1)}"
+    folder, ranks = Path(base) / host, Ranks("node_local", node=host)
+    folder.mkdir(exist_ok=True)
+    run = Run()
+    saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
+    assert saver.join_partners("127.0.0.1") is None
+    run.train(1)
+    _keep(run, saver)
+    if rank == 2:
+        os.kill(saver._writer.pid or 0, signal.SIGKILL)
+        saver._writer._process.wait()  # type: ignore[union-attr]
+    run.train(1)
+    told = None
+    agreement = StepAgreement(None)
+    state = SavedState({"positions": [run.consumed]}, {"rng": capture_rng()})
+    assert saver.begin(run.engine, 2, state)
+    saver.wait_for_copy()
+    while saver.whole < 2 and told is None:
+        agreement.start(saver.fields)
+        agreement.finish()
+        told = saver.advance()
+    run.train(1)
+    _keep(run, saver)
+    saver.close()
+    found = find_held(Path(base) / "host0", RUN)[0]
+    return told, sorted(one.record.rank for one in found if one.is_guest and one.record.step == 3)
+
+
+def test_a_writer_that_was_killed_is_joined_again(tmp_path: Path) -> None:
+    """No snapshot counts as kept by a partner that knows nothing of it; the next one is."""
+    for told, guests in run_distributed(_kill_idle_writer, 3, str(tmp_path)):
+        assert told is not None
+        assert "rank 2 on host1: cannot keep the snapshot: ChildProcessError" in told
+        assert guests == [1, 2]
+
+
+def test_a_slot_that_is_filled_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that goes while old steps are forgotten belongs to a slot in use; a broken one is removed."""
+    slots = [rank_folder(tmp_path, rank) / "slot_0" for rank in (0, 1)]
+    for slot in slots:
+        slot.mkdir(parents=True)
+        (slot / HELD_FILE).write_text("broken")
+
+    def read(path: Path, *_: Any) -> Any:
+        if path.parent == slots[0]:
+            path.unlink()
+        raise CheckpointError("it cannot be read")
+
+    monkeypatch.setattr(held, "read_record", read)
+    forget(tmp_path)
+    assert [slot.exists() for slot in slots] == [True, False]
