@@ -1,4 +1,4 @@
-"""`python -m tools.bench ...` of checkpoints: comparisons, the archive, what saves cost training, restarts, recoveries."""
+"""`python -m tools.bench ...` of checkpoints: comparisons, the archive, costs of saves, restarts, recoveries."""
 
 from __future__ import annotations
 
