@@ -206,6 +206,8 @@ def test_quantized_moments_are_marked_and_must_be_accepted(checkpoints: Path, tm
     found = Path(pull(address, tmp_path / "out", accept_quantized=True).path)
     assert verify_checkpoint(found).ok and verify(address).ok
     assert read_manifest(found).quantized_moments_bits == 8
+    code, text = invoke("push", found, tmp_path / "again", "--run", RUN)
+    assert code == 72 and "has quantized moments" in text
     assert read_manifest(checkpoints / "step_00000004").quantized_moments_bits is None
     for name, saved in contents(checkpoints / "step_00000004").items():
         if "optim_states" not in name:
