@@ -141,6 +141,8 @@ def push(
         manifest = read_manifest(folder)
         if not has_marker(folder, manifest):
             raise CheckpointError(f"{folder} is not complete: not every node finished the save; push another step")
+        if manifest.quantized_moments_bits is not None:
+            raise CheckpointError(f"{folder} has quantized moments, from an archive: push what it was made from")
         stack.enter_context(reading(folder, manifest.save_id))
         # What the content of the files is worth is known only when all are read; the rest before anything is stored.
         for record in manifest.files:

@@ -147,10 +147,11 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _reporter(parts, writer),
         _memory(parts, writer),
         _saver(parts, writer, recording.detection),
-        _archiver(parts, writer),
         # What may damage a checkpoint that is complete.
         drills.delays,
         _fault_drill(parts),
+        # What one rank waits for at the end, where no other rank waits for it any more.
+        _archiver(parts, writer),
     ]
     return [hook for hook in order if hook is not None]
 

@@ -19,9 +19,11 @@ from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run,
 
 from megasdc.archive.pull import pull
 from megasdc.archive.push import push
+from megasdc.archive.record import BLOCKS, RUNS
+from megasdc.archive.store import Store
 from megasdc.archive.verify import verify
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.errors import StorageError
+from megasdc.errors import CheckpointError, StorageError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8
@@ -96,6 +98,29 @@ def test_no_failure_of_the_archive_stops_a_run(tmp_path: Path, data: Path, strai
     assert max(row.get("archive/failures", 0) for row in rows) == 2
     name = f"checkpoints/step_{STEPS:08d}"
     assert state_of(run_dir / name) == state_of(straight / name)
+
+
+def test_damages_in_an_object_store_are_found(
+    tmp_path: Path, straight: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An emptied, a cut and a lost object, a flipped bit: as in a folder."""
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    address = f"s3://{BUCKET}/damaged"
+    push(straight / "checkpoints", address)
+    store = Store(address)
+    names = [*sorted(store.sizes(BLOCKS))[:2], *store.sizes(RUNS)]
+    for name in names:
+        whole = store.read(name, 1 << 30)
+        assert whole is not None
+        flipped = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
+        for harmed in (b"", whole[:-1], flipped, None):
+            store.delete([name]) if harmed is None else store.write(name, harmed)
+            assert not verify(address).ok, name
+            with pytest.raises(CheckpointError):
+                pull(address, tmp_path / "out")
+        store.write(name, whole)
+    assert verify(address).ok and pull(address, tmp_path / "out").step == STEPS
 
 
 def test_commands_name_what_is_wrong_with_a_store(straight: Path, s3: dict[str, str]) -> None:

@@ -124,12 +124,14 @@ class Archiver(Hook):
                 continue
             path = self._folder / step_folder(step)
             try:
-                if not has_marker(path, read_manifest(path)):
+                manifest = read_manifest(path)
+                if not has_marker(path, manifest):
                     continue
             except CheckpointError:  # a resume reports it
                 continue
             self._seen.add(step)
-            if step % self._every == 0 or run.is_last_step:
+            from_archive = manifest.quantized_moments_bits is not None
+            if (step % self._every == 0 or run.is_last_step) and not from_archive:
                 self._waiting.append(step)
 
     def _go_on(self, run: Run) -> None:

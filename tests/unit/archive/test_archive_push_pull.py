@@ -82,10 +82,11 @@ def test_fp32_weights_and_master_weights_are_stored_once(
 def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed in the middle: no step is there, and the next push stores the other blocks only."""
     address = tmp_path / "archive"
-    killed = _killed("push", checkpoints, address, lambda: len(list(address.glob("blocks/*/[0-9a-f]*"))) >= 5)
+    blocks = "blocks/*/[0-9a-f]*"
+    killed = _killed(["push", checkpoints, address, "--workers", 1], lambda: len(list(address.glob(blocks))) >= 5)
     assert killed == -signal.SIGKILL
     assert read_entries(open_archive(str(address))) == [] and len(list(address.glob("leases/*.json"))) == 1
-    there = {path.name for path in address.glob("blocks/*/[0-9a-f]*")}
+    there = {path.name for path in address.glob(blocks)}
     report = push(checkpoints, str(address))
     assert report.known_blocks >= len(there) >= 5 and report.new_blocks > 0
     assert pull(str(address), tmp_path / "out").step == 4
@@ -100,7 +101,7 @@ def test_a_pull_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path) -> No
     """What it wrote is not fetched again; until the end there is no checkpoint."""
     address, out = tmp_path / "archive", tmp_path / "out"
     push(checkpoints, str(address))
-    killed = _killed("pull", address, out, lambda: len(list(out.rglob("*.pt"))) >= 4)
+    killed = _killed(["pull", address, out, "--workers", 1], lambda: len(list(out.rglob("*.pt"))) >= 4)
     assert killed == -signal.SIGKILL and not (out / "step_00000004").exists()
     report = pull(str(address), out)
     assert report.kept_bytes > 0
@@ -135,19 +136,39 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(
         assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
 
-def _killed(command: str, one: Path, other: Path, moment: Any) -> int:
-    """Run a command in a process that writes slowly, and kill it when its time has come; returns its exit code."""
+def test_a_real_kill_of_a_prune_loses_nothing(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL while it deletes: the step that is kept is whole, the lease keeps others away until it is stale."""
+    address = tmp_path / "archive"
+    for step in (2, 4):
+        push(checkpoints / f"step_{step:08d}", str(address))
+    record = address / "runs" / RUN / "step_00000002" / "all.json"
+    assert _killed(["prune", address, "--keep-last", 1], lambda: not record.exists()) == -signal.SIGKILL
+    assert pull(str(address), tmp_path / "out").step == 4
+    with pytest.raises(StorageError, match="a prune of all runs"):
+        prune(str(address))
+    monkeypatch.setattr(lease, "STALE_S", 0.0)
+    prune(str(address), keep_last=1)
+    report = verify(str(address))
+    assert report.ok and report.num_steps == 1 and report.unneeded == 0
+
+
+def _killed(arguments: list[Any], moment: Any) -> int:
+    """Run a command in a process that works slowly, and kill it when its time has come; returns its exit code."""
     code = (
         "import os, sys, time\n"
         "from megasdc.archive import pull, store\n"
         "write, slow = store.Store.write, pull._write\n"
         "store.Store.write = lambda *a: (time.sleep(0.05), write(*a))[1]\n"
         "pull._write = lambda *a: (time.sleep(0.05), slow(*a))[1]\n"
+        "delete = store.Store.delete\n"
+        "store.Store.delete = lambda self, names: [(time.sleep(0.05), delete(self, [name])) for name in names]\n"
         "from megasdc.cli import main\n"
         "main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "archive", command, str(one), str(other), "--workers", "1"],
+        [sys.executable, "-c", code, "archive", *map(str, arguments)],
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
@@ -206,6 +227,8 @@ def test_quantized_moments_are_marked_and_must_be_accepted(checkpoints: Path, tm
     found = Path(pull(address, tmp_path / "out", accept_quantized=True).path)
     assert verify_checkpoint(found).ok and verify(address).ok
     assert read_manifest(found).quantized_moments_bits == 8
+    code, text = invoke("push", found, tmp_path / "again", "--run", RUN)
+    assert code == 72 and "has quantized moments" in text
     assert read_manifest(checkpoints / "step_00000004").quantized_moments_bits is None
     for name, saved in contents(checkpoints / "step_00000004").items():
         if "optim_states" not in name:
