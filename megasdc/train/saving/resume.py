@@ -57,7 +57,10 @@ def resume(
     section = config.megasdc.checkpoint
     folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
     held = look_in_memory(config, run) if section.memory.interval else None
-    found = _find_on_disk(config, run, agree, has_other=held is not None)
+    only_looks = held is not None and agree is None  # a restart from memory does not wait until the disk is read
+    found = _find_on_disk(config, run, agree, has_other=held is not None, verify=section.verify and not only_looks)
+    if held is not None and only_looks and found is not None and (found.step > held.step or found.verified_only):
+        found = _find_on_disk(config, run, agree, has_other=True, verify=section.verify)
     if held is not None and (found is None or held.step >= found.step):
         return _resume_from_memory(run, config, held, found, study)
     if section.memory.interval:
@@ -73,9 +76,14 @@ def resume(
 
 
 def _find_on_disk(
-    config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, *, has_other: bool
+    config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, *, has_other: bool, verify: bool
 ) -> Chosen | None:
-    """The newest usable checkpoint of the folder; ``has_other``: the run can go on without one."""
+    """The newest usable checkpoint of the folder.
+
+    Args:
+        has_other: the run can go on without one.
+        verify: compare checksums.
+    """
     section = config.megasdc.checkpoint
     folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
     needs_none = has_other or section.universal
@@ -86,7 +94,7 @@ def _find_on_disk(
                 folder,
                 run.dims,
                 ranks,
-                verify=section.verify,
+                verify=verify,
                 resume="auto" if needs_none and section.resume == "must" else section.resume,
                 require_verified=section.require_verified,
                 at_most=at_most,

@@ -129,7 +129,7 @@ class RestoreResult(Result):
             "restore / cat",
             "verdict",
         )
-        yield table(f"rate of restoring, one rank; bar: {BAR} from the disk", columns, rows)
+        yield table(f"rate of restoring, one rank; bar: {BAR} from the disk", columns, rows, tight=True)
         if self.restarts:
             parts = dict.fromkeys(name for one in self.restarts for parts in one.parts_s for name in parts)
             times = [

@@ -144,20 +144,22 @@ class StallResult(Result):
             ("save that waits", lambda one: _spread(one.sync_s)),
             ("save beside training", lambda one: _spread(one.async_s)),
             ("of it waiting for the copy", lambda one: _spread(one.waits_s)),
-            ("beside / waits, %", lambda one: f"{100 * one.ratio:.2f} {_verdict(one, 'ratio')}"),
-            (f"bar, {100 * STALL_BAR:g}", lambda _: ""),
-            ("rest / step, %", lambda one: f"{100 * one.rest:.3f} {_verdict(one, 'rest')}"),
-            (f"bar, {100 * REST_BAR:g}", lambda _: ""),
+            (
+                f"beside / waits, %, bar {100 * STALL_BAR:g}",
+                lambda one: f"{100 * one.ratio:.2f} {_verdict(one, 'ratio')}",
+            ),
+            (f"rest / step, %, bar {100 * REST_BAR:g}", lambda one: f"{100 * one.rest:.3f} {_verdict(one, 'rest')}"),
             ("begin to end of a save beside training", lambda one: _spread(one.duration_s)),
         )
 
     def _steps(self) -> list[list[str]]:
         return self._rows(
-            ("while the copy runs", lambda one: _estimate(one.copy, _verdict(one, "copy"))),
-            ("while the writer runs", lambda one: _estimate(one.beside, _verdict(one, "beside"))),
-            (f"bar, {BESIDE_BAR:g}", lambda _: ""),
-            ("each step kept in memory", lambda one: _estimate(one.memory, _verdict(one, "memory"))),
-            (f"bar, {MEMORY_BAR:g}, of one rank", lambda _: ""),
+            (f"while the copy runs, bar {BESIDE_BAR:g}", lambda one: _estimate(one.copy, _verdict(one, "copy"))),
+            (f"while the writer runs, bar {BESIDE_BAR:g}", lambda one: _estimate(one.beside, _verdict(one, "beside"))),
+            (
+                f"each step kept in memory, bar {MEMORY_BAR:g} of one rank",
+                lambda one: _estimate(one.memory, _verdict(one, "memory")),
+            ),
             ("of it inside the saver", lambda one: _estimate(one.memory_stall, "")),
             ("snapshots that were skipped", lambda one: str(one.skipped)),
         )
