@@ -58,7 +58,7 @@ def _harm(what: str, folder: Path, rank: int) -> None:
     if what == "lost" and rank == 1:
         shutil.rmtree(folder)
         folder.mkdir()
-    if what in ("own", "both") and rank == 1:
+    if what in ("own", 1, "both") and rank == 1:
         _flip(folder, 1, 2, guest=False)
     if what == "both" and rank == 0:
         _flip(folder, 1, 2, guest=True)
@@ -66,11 +66,11 @@ def _harm(what: str, folder: Path, rank: int) -> None:
         mark_verified_up_to(folder, 1)
 
 
-def _recover(base: str, what: str) -> tuple[int, str, dict[int, str], bool]:
+def _recover(base: str, what: str, pipeline: int) -> tuple[int, str, dict[int, str], bool]:
     rank = torch.distributed.get_rank()
     folder, ranks = Path(base) / f"host{rank}", Ranks("node_local", node=f"host{rank}")
     folder.mkdir()
-    run = Run()
+    run = Run(pipeline=pipeline)
     saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
     assert saver.join_partners("127.0.0.1") is None
     digests = {}
@@ -81,11 +81,12 @@ def _recover(base: str, what: str) -> tuple[int, str, dict[int, str], bool]:
     torch.distributed.barrier()
     _harm(what, folder, rank)
     torch.distributed.barrier()
-    again = Run(seed=9)
+    again = Run(pipeline=pipeline, seed=9)
     verified_only = what == "verified"
     found = find_in_memory(folder, RUN, again.dims, ranks, newer_than=0, verified_only=verified_only)
     assert found is not None
     chosen = restore(found, folder, again.dims, ranks)
+    assert len([*chosen.path.glob("*optim_states.pt")]) == 1, "no other rank's is sent here"
     loaded = load_checkpoint(again.engine, chosen, again.dims, ranks)
     restore_rng(loaded.rank_state["rng"])
     again.consumed = loaded.rank_state["consumed"]
@@ -93,20 +94,21 @@ def _recover(base: str, what: str) -> tuple[int, str, dict[int, str], bool]:
 
 
 @pytest.mark.parametrize(
-    ("what", "step", "origin", "skipped"),
+    ("what", "pipeline", "step", "origin", "skipped"),
     [
-        ("nothing", 2, "memory", {}),
-        ("lost", 2, "memory, ranks 1 from their partners", {}),
-        ("own", 2, "memory, ranks 1 from their partners", {}),
-        ("both", 1, "memory", {2: "files of rank 1 were changed"}),
-        ("verified", 1, "memory", {2: "no audit has agreed after it"}),
+        ("nothing", 1, 2, "memory", {}),
+        ("lost", 1, 2, "memory, ranks 1 from their partners", {}),
+        ("lost", 2, 2, "memory, ranks 1 from their partners", {}),
+        ("own", 1, 2, "memory, ranks 1 from their partners", {}),
+        ("both", 1, 1, "memory", {2: "files of rank 1 were changed"}),
+        ("verified", 1, 1, "memory", {2: "no audit has agreed after it"}),
     ],
 )
 def test_the_newest_right_step_is_restored(
-    tmp_path: Path, what: str, step: int, origin: str, skipped: dict[int, str]
+    tmp_path: Path, what: str, pipeline: int, step: int, origin: str, skipped: dict[int, str]
 ) -> None:
     """From the host's own memory, or its partner's where that is lost or changed; else an older step; bit for bit."""
-    for found in run_distributed(_recover, 2, str(tmp_path), what):
+    for found in run_distributed(_recover, 2, str(tmp_path), what, pipeline):
         assert found == (step, origin, skipped, True)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.files import hash_file, step_folder
-from megasdc.checkpoint.formats.deepspeed_names import stage_file, stage_number
+from megasdc.checkpoint.formats.deepspeed_names import layer_of, stage_file, stage_number
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -191,7 +191,7 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Cho
             problem = describe_error(error, f"create {target}")
     what = f"step {found.step} cannot be restored from memory"
     raise_together(problem, place, what)
-    plans = {node: _plan(found, nodes, place) for node, nodes in place.nodes.items()}
+    plans = {node: _plan(found, nodes) for node, nodes in place.nodes.items()}
     try:
         _move(plans, target, place)
         if place.leader:
@@ -203,29 +203,38 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Cho
     return Chosen(target, found.step, manifest, {}, [], False)
 
 
-def _plan(found: Found, ranks: Sequence[int], place: Place) -> _Plan:
-    """Where the files come from that a host's ranks need."""
+def _plan(found: Found, ranks: Sequence[int]) -> _Plan:
+    """Where the files come from that a host's ranks need; of several sources one on that host is taken."""
     plan = _Plan()
-    needing = ranks[0]
-    for source in _needed(found, ranks):
-        for file in source.held.record.files:
-            known = plan.links if source.leader == needing else plan.sent
-            if file.name not in plan.links and file.name not in plan.sent:
-                known[file.name] = source
+    for source, names in _needed(found, ranks):
+        known = plan.links if source.leader == ranks[0] else plan.sent
+        for name in names:
+            if name not in plan.links and name not in plan.sent:
+                known[name] = source
     return plan
 
 
-def _needed(found: Found, ranks: Sequence[int]) -> list[Source]:
-    """Sources with files that these ranks need: their own, and the weights of their stages; own ones first."""
+def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[str]]]:
+    """Files that these ranks need: their own, the weights of their stages, all stage files, the shared state.
+
+    DeepSpeed (0.19.8) refuses a folder that lacks a stage file, also one that the rank does not use.
+    """
     records = {rank: source.held.record for rank, source in found.sources.items()}
+    names = {rank: [one.name for one in record.files] for rank, record in records.items()}
     layout = Layout(**dict(zip(("tensor", "pipeline", "data"), records[0].layout, strict=True)))
-    wanted = [found.sources[rank] for rank in ranks]
+
+    def holder(name: str) -> int:
+        holders = [rank for rank in names if name in names[rank]]
+        return min(holders, key=lambda rank: (found.sources[rank].leader != ranks[0], rank))
+
     for rank in ranks:
-        stage = stage_file(stage_number(layout.dims(rank)))
-        holders = [other for other in records if any(one.name == stage for one in records[other].files)]
-        wanted.append(found.sources[next((other for other in holders if other in ranks), holders[0])])
-    shared = [other for other in records if any(one.name == SHARED_STATE_FILE for one in records[other].files)]
-    return [*wanted, found.sources[shared[0]]]
+        yield found.sources[rank], names[rank]
+    for rank in ranks:
+        other = holder(stage_file(stage_number(layout.dims(rank))))
+        yield found.sources[other], [name for name in names[other] if layer_of(name) is not None]
+    for stage in range(layout.tensor * layout.pipeline):
+        yield found.sources[holder(stage_file(stage))], [stage_file(stage)]
+    yield found.sources[holder(SHARED_STATE_FILE)], [SHARED_STATE_FILE]
 
 
 def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:

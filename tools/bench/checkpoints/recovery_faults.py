@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.snapshots.held import Held
-from tools.bench.checkpoints.recovery_holdings import lose_memory, slots
+from tools.bench.checkpoints.recovery_holdings import look, lose_memory, slots
 from tools.bench.checkpoints.recovery_kinds import Strike
 from tools.bench.checkpoints.recovery_start import Place, Start, agent_of, send
 
@@ -120,29 +119,45 @@ def _slow_partner(run: Run, start: Start) -> None:
     _lose_host(run, start, (host - 1) % run.place.num_hosts)
 
 
+def _end(run: Run, start: Start) -> None:
+    """End all ranks, and wait until they have ended."""
+    start.kill(range(run.place.ranks))
+    for process in start.processes:
+        process.wait()
+
+
 def _flip_slot(run: Run, start: Start) -> None:
-    _flip_held(run, slots(run.place.run, run.hosts, run.strike.rank, guests=False))
-    _kill_rank(run, start)
+    """Flip a bit in a rank's own slot: while it trains, or in the step that a restart would take."""
+    if run.chance.random() < 0.5:
+        _flip_held(run, guests=False, step=0)
+        _kill_rank(run, start)
+    else:
+        _end(run, start)
+        _flip_held(run, guests=False, step=_newest(run))
 
 
 def _flip_guest(run: Run, start: Start) -> None:
+    """Lose a host, and flip a bit in what a restart would take from its partner."""
     _lose_host(run, start)
-    _flip_held(run, slots(run.place.run, run.hosts, run.strike.rank, guests=True))
+    _end(run, start)
+    _flip_held(run, guests=True, step=_newest(run))
 
 
-def _flip_held(run: Run, held: list[Held]) -> None:
-    """Flip a bit of the newest slot, or sometimes of another one."""
-    found = sorted(held, key=lambda one: one.record.step)
-    if found:
-        slot = found[-1] if run.chance.random() < 0.8 else found[0]
-        _flip(slot.folder / run.chance.choice(slot.record.files).name, run.chance)
+def _newest(run: Run) -> int:
+    return look(run.place.run, run.checkpoints, run.hosts, run.place.ranks).memory
+
+
+def _flip_held(run: Run, *, guests: bool, step: int) -> None:
+    """Flip a bit of a slot; ``step``: that it holds, 0: the newest."""
+    found = slots(run.place.run, run.hosts, run.strike.rank, guests=guests)
+    held = max(found, key=lambda one: (one.record.step == step, one.record.step), default=None)
+    if held is not None:
+        _flip(held.folder / run.chance.choice(held.record.files).name, run.chance)
 
 
 def _flip_on_disk(run: Run, start: Start) -> None:
     """Flip a bit of the newest checkpoint."""
-    start.kill(range(run.place.ranks))
-    for process in start.processes:
-        process.wait()
+    _end(run, start)
     if steps := list_steps(run.checkpoints):
         files = sorted((run.checkpoints / step_folder(steps[-1])).glob("*.pt"))
         _flip(run.chance.choice(files), run.chance)
@@ -181,9 +196,7 @@ def _fill_disk(run: Run, start: Start) -> None:
     with open(filling, "r+b") as file:
         file.truncate(max(0, filling.stat().st_size - left))
     run.pause()
-    start.kill(range(run.place.ranks))
-    for process in start.processes:
-        process.wait()
+    _end(run, start)
     filling.unlink()
 
 
