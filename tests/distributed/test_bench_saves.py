@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tools.bench.checkpoints.restore import COLD, WARM, Rate, parts_of
 from tools.bench.checkpoints.stall import stall_of
 from tools.bench.checkpoints.stall_clock import Moved
-from tools.bench.checkpoints.stall_rank import ASYNC, BESIDE, COPY, MEMORY, OTHER, QUIET, SYNC, RankStall, StallStep
+from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, OTHER, QUIET, SYNC, RankStall, StallStep
 from tools.bench.commands import app
 from tools.bench.small.gpt import SmallGpt
 
@@ -44,13 +44,21 @@ def steps(stall: float = 0.002, wait: float = 0.001, beside: float = 1.0, memory
         StallStep(QUIET, SYNC, 2.0, {SYNC: 1.0}),
         StallStep(OTHER, "", 7.0, {}),
         StallStep(QUIET, ASYNC, 1.0 + stall / 2, half),
-        StallStep(COPY, "", 1.0 + stall / 2, {ASYNC: stall / 2, "async/wait": wait}),
-        StallStep(BESIDE, "", beside, {}),
+        StallStep(OTHER, "", 1.0 + stall / 2, {ASYNC: stall / 2, "async/wait": wait}),
         StallStep(OTHER, "", 7.0, {}),
         StallStep(QUIET, MEMORY, 1.0, {MEMORY: 0.001}),
         StallStep(MEMORY, MEMORY, memory, {MEMORY: 0.001}),
     ]
-    return RankStall(0, found, [Moved(ASYNC, 100, 1.0)], [], 0)
+    times = [
+        (0, 0.0, 1.0),
+        (1, 10.0, 11.0),
+        (1, 20.0, 21.0),
+        (1, 30.0, 30.0 + beside),
+        (1, 31.5, 34.0),
+        (1, 40.0, 41.0),
+    ]
+    copies, stores = [Moved(ASYNC, 20.0, 100, 1.0)], [Moved(ASYNC, 29.0, 100, 3.0)]
+    return RankStall(0, found, times, copies, stores, 0)
 
 
 def test_each_bar_of_a_stall_fails_alone() -> None:

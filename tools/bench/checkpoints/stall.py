@@ -5,8 +5,8 @@ training waits, saves beside training, and steps of which each is kept in memory
 are of the rank that stands still longest.
 
 The bars: a save beside training stalls it for 5 % of one that waits, and but for the wait for its copy for 1 % of a
-step; steps beside a copy or a writer take 1.03 of quiet ones; where each step is kept in memory, steps of one rank take
-1.02 of quiet ones, snapshots included.
+step; micro-batches beside a copy or a writer take 1.03 of quiet ones; where each step is kept in memory, steps of one
+rank take 1.02 of quiet ones, snapshots included.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ from typing import Any
 from megasdc.errors import MegasdcError
 from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
 from tools.bench.checkpoints.stall_options import TEXT, StallOptions
-from tools.bench.checkpoints.stall_rank import (
-    ASYNC,
-    BESIDE,
-    COPY,
-    MEMORY,
-    QUIET,
-    SYNC,
-    RankStall,
-    StallStep,
-    measure_rank,
-)
+from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks
 from tools.bench.result import Progress, Report, Result, interval, table
@@ -55,7 +45,7 @@ class Stall:
         waits_s: of it, for the copy.
         parts_s: medians of the other parts.
         duration_s: of a save beside training from its begin to its end, each one.
-        copy, beside: steps while the copy and while the writer ran; None: there was none.
+        copy, beside: micro-batches while the copy and while the writer ran; None: all were longer than that.
         memory: steps that were kept in memory.
         memory_stall: share of such a step inside the saver.
         copies, stores: by saver, of all snapshots.
@@ -131,7 +121,7 @@ class StallResult(Result):
         names = ("", *(one.name for one in self.stalls))
         yield table("seconds that training stands still for a save", names, self._stalls())
         yield "of the rest: " + "; ".join(f"{one.name}: {_parts(one)}" for one in self.stalls)
-        yield table("steps over quiet ones", names, self._steps())
+        yield table("micro-batches beside a save, and steps kept in memory, over quiet ones", names, self._steps())
         yield table("snapshots, GB/s", names, self._rates())
 
     def _rows(self, *rows: tuple[str, Any]) -> list[list[str]]:
@@ -178,7 +168,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _estimate(value: Estimate | None, verdict: str) -> str:
-    return "there was none" if value is None else f"{interval(value)} {verdict}"
+    return "none was so short" if value is None else f"{interval(value)} {verdict}"
 
 
 def _verdict(one: Stall, bar: str) -> str:
@@ -251,7 +241,6 @@ def stall_of(gpt: SmallGpt, found: RankStall, ranks: int) -> Stall:
         stall - wait - sum(_sum(save, name) for name in names)
         for stall, wait, save in zip(stalls, waits, saves, strict=True)
     ]
-    ratios = ratios_of(found.steps)
     quiet = [one.wall_s - one.stalled_s for one in found.steps if one.kind == QUIET]
     memory = [one for one in found.steps if one.kind == MEMORY]
     if not memory:
@@ -267,9 +256,9 @@ def stall_of(gpt: SmallGpt, found: RankStall, ranks: int) -> Stall:
         waits,
         {**parts, "agreement and all else": median(others)},
         [sum(one.wall_s for one in save[1:]) + save[0].parts[ASYNC] for save in saves],
-        estimate_median(ratios[COPY]) if ratios[COPY] else None,
-        estimate_median(ratios[BESIDE]) if ratios[BESIDE] else None,
-        estimate_median(ratios[MEMORY]),
+        _estimate_any(beside_ratios(found, [one for one in found.copies if one.saver == ASYNC])),
+        _estimate_any(beside_ratios(found, [one for one in found.stores if one.saver == ASYNC])),
+        estimate_median(memory_ratios(found.steps)),
         estimate_median([one.stalled_s / one.wall_s for one in memory]),
         found.copies,
         found.stores,
@@ -292,25 +281,37 @@ def _sum(save: Sequence[StallStep], name: str) -> float:
     return sum(one.parts.get(name, 0.0) for one in save)
 
 
-def ratios_of(steps: Sequence[StallStep]) -> dict[str, list[float]]:
-    """Steps of each kind over the median of the quiet ones around them, snapshots for memory with their stalls.
+def memory_ratios(steps: Sequence[StallStep]) -> list[float]:
+    """Steps that were kept in memory, stalls included, over the median of the quiet ones of their round.
 
-    Around a step are the quiet ones of its round: between two steps at whose ends training waited for a save.
+    A round begins with the step after one at whose end training waited for a save.
     """
-    rounds = [0]
-    for step in steps[:-1]:
-        rounds.append(rounds[-1] + (step.due == SYNC))
-    found: dict[str, list[float]] = {kind: [] for kind in (COPY, BESIDE, MEMORY)}
-    quiet = {
-        number: median(
-            one.wall_s - one.stalled_s
-            for one, its in zip(steps, rounds, strict=True)
-            if one.kind == QUIET and its == number
-        )
-        for number in {its for one, its in zip(steps, rounds, strict=True) if one.kind == QUIET}
-    }
-    for step, number in zip(steps, rounds, strict=True):
-        if step.kind in found:
-            seconds = step.wall_s if step.kind == MEMORY else step.wall_s - step.stalled_s
-            found[step.kind].append(seconds / quiet[number])
+    by_round: dict[int, list[StallStep]] = {}
+    number = 0
+    for step in steps:
+        by_round.setdefault(number, []).append(step)
+        number += step.due == SYNC
+    found = []
+    for those in by_round.values():
+        quiet = [one.wall_s - one.stalled_s for one in those if one.kind == QUIET]
+        found += [one.wall_s / median(quiet) for one in those if one.kind == MEMORY]
     return found
+
+
+def beside_ratios(found: RankStall, moved: Sequence[Moved]) -> list[float]:
+    """Micro-batches that ran wholly beside one of some copies or stores, over the median quiet one of their round."""
+    spans = [(one.began, one.began + one.seconds) for one in (*found.copies, *found.stores)]
+    wanted = [(one.began, one.began + one.seconds) for one in moved]
+    quiet: dict[int, list[float]] = {}
+    for number, began, ended in found.micro_batches:
+        if not any(start < ended and began < stop for start, stop in spans):
+            quiet.setdefault(number, []).append(ended - began)
+    return [
+        (ended - began) / median(quiet[number])
+        for number, began, ended in found.micro_batches
+        if number in quiet and any(start <= began and ended <= stop for start, stop in wanted)
+    ]
+
+
+def _estimate_any(values: Sequence[float]) -> Estimate | None:
+    return estimate_median(values) if values else None

@@ -19,9 +19,10 @@ WAIT, CAPTURE, ALLOCATE = "wait", "capture", "allocate"
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that were copied into a snapshot, or stored by a writer, and the seconds of that."""
+    """Bytes that were copied into a snapshot, or stored by a writer; ``began`` is on ``time.perf_counter``."""
 
     saver: str
+    began: float
     size_bytes: int
     seconds: float
 
@@ -43,7 +44,7 @@ class SaveClock:
         self.open = 0
         self._saver = ""
         self._began: dict[int, tuple[str, float]] = {}
-        self._sent: dict[int, list[tuple[str, int]]] = {}
+        self._sent: dict[int, list[tuple[str, float, int]]] = {}
 
     def timed(self, saver: str, call: Callable[..., Any], *args: Any) -> Any:
         """A call of a saver."""
@@ -94,7 +95,7 @@ class SaveClock:
             saver, size_bytes = self._began[id(snapshot)]
             began = time.perf_counter()
             copy(snapshot, ready)
-            self.copies.append(Moved(saver, int(size_bytes), time.perf_counter() - began))
+            self.copies.append(Moved(saver, began, int(size_bytes), time.perf_counter() - began))
 
         Snapshot.take = take_noted  # type: ignore[method-assign, assignment]
         Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]
@@ -103,19 +104,20 @@ class SaveClock:
         send, answer = WriterProcess.send, WriterProcess.answer
 
         def send_noted(process: WriterProcess, task: Any) -> None:
+            began = time.perf_counter()
             send(process, task)
             self.open += 1
             size = sum(one.layout.size_bytes for one in task.files) if isinstance(task, Store) else 0
-            self._sent.setdefault(id(process), []).append((self._saver, size))
+            self._sent.setdefault(id(process), []).append((self._saver, began, size))
 
         def answer_noted(process: WriterProcess) -> Answer | None:
             found = answer(process)
             sent = self._sent.get(id(process))
             if found is not None and sent:
                 self.open -= 1
-                saver, size = sent.pop(0)
+                saver, began, size = sent.pop(0)
                 if size:
-                    self.stores.append(Moved(saver, size, found.took_s))
+                    self.stores.append(Moved(saver, began, size, found.took_s))
             return found
 
         WriterProcess.send = send_noted  # type: ignore[method-assign, assignment]

@@ -28,9 +28,8 @@ from tools.bench.rank import Messages
 
 SYNC, ASYNC, MEMORY = "sync", "async", "memory"
 """Savers, and what is due at the end of a step."""
-QUIET, COPY, BESIDE, OTHER = "quiet", "copy", "beside", "other"
-"""Kinds of steps besides those in which a snapshot is kept in memory: nothing runs beside it; a copy for the disk does;
-the writer does, from its start to its update; or something that is none of these."""
+QUIET, OTHER = "quiet", "other"
+"""Kinds of steps besides those in which a snapshot is kept in memory: nothing runs beside it, or something does."""
 _NEVER = 1 << 40
 
 
@@ -57,10 +56,17 @@ class StallStep:
 
 @dataclass(frozen=True)
 class RankStall:
-    """What a rank measured; ``skipped``: snapshots for memory that were due and not taken."""
+    """What a rank measured.
+
+    Args:
+        micro_batches: their number of the round, and the begin and end of forward and backward pass, on the clock of
+            ``time.perf_counter``.
+        skipped: snapshots for memory that were due and not taken.
+    """
 
     rank: int
     steps: list[StallStep]
+    micro_batches: list[tuple[int, float, float]]
     copies: list[Moved]
     stores: list[Moved]
     skipped: int
@@ -104,7 +110,7 @@ class Asked(Hook):
 
 
 class Rounds(Hook):
-    """Asks the savers in turn, and records each step but the first; the last hook of all.
+    """Asks the savers in turn, and records each step but the first, and its micro-batches; the last hook of all.
 
     Collective: all ranks of the run.
     """
@@ -117,7 +123,9 @@ class Rounds(Hook):
         self._busy = Field(lambda: float(clock.open > 0))
         self.fields = (self._busy,)
         self._steps: list[StallStep] = []
-        self._before, self._was_busy, self._was_under_way = "", False, False
+        self._before, self._was_busy = "", False
+        self._micro_batches: list[tuple[int, float, float]] = []
+        self._round, self._micro_batch_at = 0, 0.0
         self._next = self._plan()
         self._due: str | None = None
         self._ended_at: float | None = None
@@ -142,6 +150,15 @@ class Rounds(Hook):
         for name, saver in self._savers.items():
             saver.is_due = self._ended_at is None or name == self._due
 
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """A micro-batch begins."""
+        self._micro_batch_at = time.perf_counter()
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """It has ended."""
+        if self._ended_at is not None:
+            self._micro_batches.append((self._round, self._micro_batch_at, time.perf_counter()))
+
     def after_step(self, run: Run, result: StepResult) -> None:
         """A step has ended; what is done here is none of its time."""
         now = time.perf_counter()
@@ -149,8 +166,8 @@ class Rounds(Hook):
         if self._ended_at is not None:
             self._steps.append(StallStep(self._kind(due), due, now - self._ended_at, self._clock.take()))
         self._clock.take()
-        self._before, self._was_busy = due, bool(self._busy.value)
-        self._was_under_way = self._beside.under_way is not None
+        self._before, self._was_busy = due, bool(self._busy.value) or self._beside.under_way is not None
+        self._round += due == SYNC
         self._messages.send(done=self._done, total=len(self._program), step=result.step)
         self._due = next(self._next, None)
         if self._due is None:
@@ -159,22 +176,16 @@ class Rounds(Hook):
 
     def _kind(self, due: str) -> str:
         """Of the step that has just ended."""
-        if self._before == ASYNC:
-            return COPY
         if self._before == MEMORY:
             return MEMORY if due == MEMORY else OTHER
-        if self._was_under_way and self._busy.value:
-            return BESIDE
-        if self._before == SYNC or self._was_under_way or self._was_busy:
-            return OTHER
-        return QUIET
+        return OTHER if self._before or self._was_busy else QUIET
 
     def on_end(self, run: Run) -> None:
         """Send what all ranks have measured."""
         clock = self._clock
         asked = self._program.count(MEMORY) + 1
         skipped = asked - sum(one.saver == MEMORY for one in clock.copies)
-        own = RankStall(run.dims.rank, self._steps, clock.copies, clock.stores, skipped)
+        own = RankStall(run.dims.rank, self._steps, self._micro_batches, clock.copies, clock.stores, skipped)
         found = gather_objects(own, run.host_group)
         self._messages.send(ranks=found, finished=self._due is None)
 

@@ -53,8 +53,8 @@ def bench_stalling(on_progress: Any, options: StallOptions) -> Any:
     """Measure what saves cost training, on the disk and in memory; exit code 1 if a bar is missed.
 
     A save beside training stalls it for at most 5 % of one that waits, and but for the wait for its copy for 1 % of a
-    step; steps beside a copy or a writer take at most 1.03 of quiet ones, and steps of one rank that are all kept in
-    memory 1.02. The sizes of the default take an hour on a machine that does nothing else.
+    step; micro-batches beside a copy or a writer take at most 1.03 of quiet ones, and steps of one rank that are all
+    kept in memory 1.02. The sizes of the default take an hour on a machine that does nothing else.
     """
     from tools.bench.checkpoints.stall import bench_save_stall
 
