@@ -171,6 +171,7 @@ def test_names_change_in_order(tmp_path: Path) -> None:
     """Texts, then the rename, then deletions; one that fails is told, the others are done."""
     for name in ("part", "old"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
     texts = {tmp_path / "part" / "note": "whole"}
     answer = act(Act(texts, (tmp_path / "part", tmp_path / "new"), (tmp_path / "gone", tmp_path / "old")))
     assert (tmp_path / "new" / "note").read_text() == "whole"

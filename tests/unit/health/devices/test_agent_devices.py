@@ -24,7 +24,7 @@ from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordWriter
-here = Identity("run", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))
+here = Identity("run.1.ab12", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))
 record = RecordWriter(Path(sys.argv[1]), here)
 record.enter(Phase.FORWARD, 5, 0)
 watch = RankWatch(record, lambda code, message: os._exit(code))
