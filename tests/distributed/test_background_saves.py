@@ -192,3 +192,23 @@ def _stop_writer(folder: str) -> list[int]:
 def test_a_writer_that_stands_still_holds_up_nothing(tmp_path: Path) -> None:
     """Steps go on, the checkpoint is not there; it comes when the writer goes on."""
     assert run_distributed(_stop_writer, 2, str(tmp_path / "run")) == [[1], [1]]
+
+
+def _reserve(folder: str) -> bool:
+    beside = Beside(folder)
+    saver: Any = beside.saver
+    beside.run.train(1)
+    saver.reserve(beside.run.engine, SavedState({}, {"rng": capture_rng(), "consumed": 1}))
+    pid, images = saver._writer.pid, saver._snapshot._images
+    maps = {name: image.memory for name, image in images.items()}
+    beside.begin()
+    beside.step()
+    result = saver.finish()
+    kept = pid is not None and saver._writer.pid == pid and all(image.memory is maps[n] for n, image in images.items())
+    saver.close()
+    return kept and result is not None
+
+
+def test_a_save_takes_the_memory_that_was_reserved(tmp_path: Path) -> None:
+    """Memory and writer that were there before the first save are those of the save."""
+    assert run_distributed(_reserve, 2, str(tmp_path)) == [True, True]

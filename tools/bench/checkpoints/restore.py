@@ -251,7 +251,7 @@ def _start_again(arguments: dict[str, Any], ranks: int, folder: Path) -> tuple[i
     commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     run_in_ranks(start_again, arguments, ranks, folder, lambda message: told.extend(message["ranks"]), fresh=True)
     started_s, phases, parts, step = max(told, key=lambda one: one[0] + sum(one[1].values()))
-    return step, parts_of(started_s - commanded_s, phases, parts)
+    return step, parts_of(max(0.0, started_s - commanded_s), phases, parts)  # the start is told in clock ticks
 
 
 def parts_of(started_s: float, phases: dict[str, float], parts: dict[str, float]) -> dict[str, float]:
