@@ -109,7 +109,7 @@ def test_damages_in_an_object_store_are_found(
     address = f"s3://{BUCKET}/damaged"
     push(straight / "checkpoints", address)
     store = Store(address)
-    names = [*sorted(store.sizes(BLOCKS))[:2], *store.sizes(RUNS)]
+    names = [min(store.sizes(BLOCKS)), *store.sizes(RUNS)]
     for name in names:
         whole = store.read(name, 1 << 30)
         assert whole is not None
