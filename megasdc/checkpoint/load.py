@@ -148,6 +148,9 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
 
     Returns this rank's problem, None if there is none, and the client state; raises nothing: the ranks must agree. The
     engine must have taken ``steps`` steps afterwards.
+
+    DeepSpeed (0.19.8) reads this rank's stage file alone, but wants as many as there are stages and tensor ranks in the
+    folder, where only those of a node may be; so it is told of this rank's as often.
     """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
@@ -155,6 +158,9 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     reader = engine.checkpoint_engine = CheckedReader(inner)
     try:
         with plain_path(folder) as path:
+            stage_file = engine._get_ckpt_name(str(path), ".")
+            if not engine.load_universal_checkpoint():
+                engine._get_all_ckpt_names = lambda *_: [stage_file] * engine.mp_world_size
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
@@ -164,4 +170,5 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
         problem = replace(describe_error(error, f"load {reader.last or folder} into the engine"), storage=False)
     finally:
         engine.checkpoint_engine = inner
+        vars(engine).pop("_get_all_ckpt_names", None)  # uncovers the method of the class
     return problem, client_state

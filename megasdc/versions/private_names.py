@@ -91,8 +91,14 @@ OWNERS = (
     Owner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
         "saving and loading checkpoints",
-        names=("_get_ckpt_name", "_get_zero_ckpt_name", "_copy_recovery_script", "load_universal_checkpoint"),
-        mentioned=("_get_ckpt_name", "_get_zero_ckpt_name", "_copy_recovery_script", "checkpoint_engine", "_config"),
+        names=(
+            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
+            "load_universal_checkpoint",
+        ),
+        mentioned=(
+            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
+            *("checkpoint_engine", "mp_world_size", "_config"),
+        ),
     ),
     Owner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",

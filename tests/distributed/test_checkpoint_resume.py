@@ -201,3 +201,22 @@ def test_node_local_resumes_from_what_every_node_has(tmp_path: Path) -> None:
     assert "b: the marker is missing" in reasons[0][0]
     assert "b: " in reasons[1][0]
     assert "manifest.json is missing" in reasons[1][0]
+
+
+def _stage_on_each_node(folder: str) -> bool:
+    own = Path(folder) / f"node{torch.distributed.get_rank()}"
+    options = {"storage": "node_local", "node": own.name}
+    run = Run(pipeline=2)
+    run.train(1)
+    run.save(own, **options)
+    run.train(1)
+    other = Run(pipeline=2, seed=5)
+    loaded = other.resume(own, **options)
+    assert loaded is not None
+    other.train(1)
+    return other.digest() == run.digest() and len(list((own / "step_00000001").glob("mp_rank_*"))) == 1
+
+
+def test_node_local_resumes_where_a_replica_spans_nodes(tmp_path: Path) -> None:
+    """A node has the files of its own stage alone, and DeepSpeed needs no others."""
+    assert run_distributed(_stage_on_each_node, 2, str(tmp_path)) == [True, True]
