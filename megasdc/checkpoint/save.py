@@ -9,7 +9,6 @@ checkpoint without it does not count. Any failure is reported to all ranks and r
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 import time
@@ -322,8 +321,11 @@ def _commit(job: SaveJob, records: list[FileRecord]) -> None:
     job.agree(_attempt(rename) if leader else None)
     if job.node_local:
         job.agree(_attempt(lambda: write_marker(job.final, manifest)) if leader else None)
-    point = functools.partial(write_durably, job.folder / LATEST_FILE, job.final.name + "\n")
-    job.agree(_attempt(point) if leader else None, saved=True)
+    job.agree(_attempt(lambda: _point(job)) if leader else None, saved=True)
+
+
+def _point(job: SaveJob) -> None:
+    write_durably(job.folder / LATEST_FILE, job.final.name + "\n")
 
 
 def _attempt(action: Callable[[], None]) -> Problem | None:

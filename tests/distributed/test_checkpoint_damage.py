@@ -166,8 +166,8 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "files written": (save_module, "describe_file", 1),
     "manifest written": (save_module, "commit_folder", 0),
     "old one moved aside": (files.os, "rename", 0),
-    "renamed": (save_module, "write_durably", 0),
-    "deleting": (retention, "delete_folder", 0),
+    "renamed": (save_module, "_point", 0),
+    "deleting": (retention, "delete_unheld", 0),
 }
 """Which call of the second save a rank is killed before (``os.rename``: after), and which rank."""
 

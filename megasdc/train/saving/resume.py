@@ -19,7 +19,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.position import Position, position_for
 from megasdc.determinism import restore_rng, seed_generators
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.memory import keep_only, look_in_memory
@@ -62,7 +62,10 @@ def resume(
     if held is not None and only_looks and found is not None and (found.step > held.step or found.verified_only):
         found = _find_on_disk(config, run, agree, has_other=True, verify=section.verify)
     if held is not None and (found is None or held.step >= found.step):
-        return _resume_from_memory(run, config, held, found, study)
+        chosen = _put_together(run, held)
+        if chosen is not None:
+            return _resume_from_memory(run, config, held, chosen, found, study)
+        found = _find_on_disk(config, run, agree, has_other=False, verify=section.verify)
     if section.memory.interval:
         keep_only(config, run, None)
     if found is None:
@@ -109,14 +112,30 @@ def _find_on_disk(
             return found
 
 
+def _put_together(run: Run, held: Found) -> Chosen | None:
+    """What the hosts hold of a step, as a checkpoint; None: that is not possible, which is reported."""
+    local = Ranks("node_local", run.host_group, run.events)
+    try:
+        return restore(held, memory_folder(run.events.origin.run), run.dims, local)
+    except StorageError as error:
+        if run.dims.rank == 0:
+            logger.warning("%s; the checkpoint on the disk is taken", error)
+            run.events.emit("skip", "memory", step=held.step, reason=str(error))
+        return None
+
+
 def _resume_from_memory(
-    run: Run, config: RunConfig, held: Found, on_disk: Chosen | None, study: StudySection | None
+    run: Run,
+    config: RunConfig,
+    held: Found,
+    chosen: Chosen,
+    on_disk: Chosen | None,
+    study: StudySection | None,
 ) -> dict[str, Any]:
     """Go on from what the hosts hold in memory; returns states of the hooks by class name."""
     folder = checkpoint_folder(config)
     local = Ranks("node_local", run.host_group, run.events)
     disk = Ranks(config.megasdc.checkpoint.storage, run.host_group, run.events)
-    chosen = restore(held, memory_folder(run.events.origin.run), run.dims, local)
     hooks = _load(run, config, chosen, local, study, lambda: leave_behind(folder, on_disk, disk))
     keep_only(config, run, held)
     if run.dims.rank == 0:

@@ -147,7 +147,7 @@ class Saver(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Go on with the save under way, and save when due."""
-        if not self._has_looked and result.skipped is None:
+        if self._background is not None and not self._has_looked and result.skipped is None:
             self._has_looked = True
             run.enter("SAVE")
             self._look(run)
@@ -166,7 +166,7 @@ class Saver(Hook):
         if self.before_save is not None:
             self.before_save(run)
         started = time.monotonic()
-        if self._background is None or run.is_last_step:
+        if self._background is None or not self._has_looked or run.is_last_step:
             state = self.state.of(run)
             saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
             self._report(run, saved)
