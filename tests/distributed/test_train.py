@@ -142,7 +142,7 @@ def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[
                 for kind, function in TrainingEngine._INSTRUCTION_MAP.items()
             }
         else:
-            from megasdc.train import saving
+            from megasdc.train.saving import saver as saving
 
             save = saving.save_checkpoint
 
