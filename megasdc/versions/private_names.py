@@ -165,6 +165,8 @@ OWNERS = (
         mentioned=("_forward_impl", "disable_grad_reduce"),
     ),
     Owner("megatron.core.tensor_parallel:RowParallelLinear", "local results of linear layers", (), ("_forward_impl",)),
+    Owner("torch", "saves beside training (`checkpoint.writing`)", names=("_utils",)),
+    Owner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
     Owner(
         "torch.distributed.distributed_c10d",
         "timeouts of process groups",

@@ -88,9 +88,7 @@ class MemoryCheckpoints(Hook):
         """Take a snapshot when due."""
         if not self._has_looked and result.skipped is None:
             self._has_looked = True
-            run.enter("SAVE")
             self._look(run)
-            run.enter("BETWEEN")
         if (problem := self._saver.advance()) is not None and run.dims.rank == 0:
             logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
             run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)

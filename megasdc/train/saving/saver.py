@@ -149,9 +149,7 @@ class Saver(Hook):
         """Go on with the save under way, and save when due."""
         if self._background is not None and not self._has_looked and result.skipped is None:
             self._has_looked = True
-            run.enter("SAVE")
             self._look(run)
-            run.enter("BETWEEN")
         due = bool(self.section.interval) and run.step % self.section.interval == 0
         if self._background is not None:
             failed = self._background.failed

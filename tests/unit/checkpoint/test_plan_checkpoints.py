@@ -178,7 +178,7 @@ def test_limits() -> None:
 def test_saves_do_not_overlap() -> None:
     """A save on the disk is whole before the next one begins, whatever that loses; the plan says so."""
     slow = job(10_000, disk_stall_s=1, disk_duration_s=2001)
-    plan = make_plan(slow, own=30, trials=0, seed=1, on_progress=silent)
+    plan = make_plan(slow, own=(0, 30), trials=0, seed=1, on_progress=silent)
     best = plan.best.intervals
     assert best.disk is not None and best.disk * 10 + 0.5 * best.disk / (best.memory or 1) >= 2000
     assert "needs faster saves" in " ".join(plan.notes) and plan.own is None and "30" in plan.notes[0]
@@ -186,14 +186,14 @@ def test_saves_do_not_overlap() -> None:
 
 def test_plan_compares_intervals() -> None:
     """The best is the best of all that are compared; shares of time add up; the configured interval is kept."""
-    plan = make_plan(job(20_000), own=500, trials=0, seed=1, on_progress=silent)
+    plan = make_plan(job(20_000), own=(0, 500), trials=0, seed=1, on_progress=silent)
     others = [one.expected for estimates in plan.around.values() for one in estimates]
     assert len(others) > 8 and max(others) < plan.best.expected
     lost = plan.lost
     assert lost.saves + lost.redone + lost.outages + plan.best.expected == pytest.approx(1)
     assert min(lost.saves, lost.redone, lost.outages) > 0
     assert plan.own is not None and plan.own.intervals.disk == 500 and plan.own.expected < plan.best.expected
-    assert make_plan(job(20_000), own=0, trials=0, seed=1, on_progress=silent).own is None
+    assert make_plan(job(20_000), own=(0, 0), trials=0, seed=1, on_progress=silent).own is None
 
 
 def test_what_restarts_read() -> None:
