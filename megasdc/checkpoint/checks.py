@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -58,9 +58,14 @@ def check_file(
     return []
 
 
-def check_share(folder: Path, manifest: HasFiles, place: Place, *, checksums: bool) -> list[str]:
-    """Check the files that fall to this rank when the ranks of a folder divide them by size; see ``check_file``."""
-    by_size = sorted(manifest.files, key=lambda record: (-record.size_bytes, record.name))
+def check_share(
+    folder: Path, manifest: HasFiles, files: Sequence[FileRecord], place: Place, *, checksums: bool
+) -> list[str]:
+    """Check those of some files that fall to this rank when the ranks of a folder divide them by size.
+
+    See ``check_file``.
+    """
+    by_size = sorted(files, key=lambda record: (-record.size_bytes, record.name))
     return [
         problem
         for index in place.share(len(by_size))
@@ -83,24 +88,29 @@ def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
 
 def find_incomplete(manifest: Manifest) -> list[str]:
     """Problems: files that ranks of this folder (all, or a node's) need and that the manifest does not name."""
-    layout, names = manifest.layout, manifest.by_name()
     ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
-    places = [layout.dims(rank) for rank in ranks]
     needed: dict[str, int] = {}
-    for dims in places:
-        shards = shard_files(dims)
-        shard = next((name for name in shards if name in names), shards[0])
-        for name in (stage_file(stage_number(dims)), shard, rank_state_file(dims.rank)):
-            needed.setdefault(name, dims.rank)
-    layers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
-    for layer, writer in layers.items():
-        pp_rank = layout.dims(writer).pp_rank
-        for dims in (dims for dims in places if dims.pp_rank == pp_rank):
-            needed.setdefault(layer_file(layer, dims.tp_rank), dims.rank)
+    for rank in ranks:
+        for name in needed_files(manifest, rank):
+            needed.setdefault(name, rank)
+    names = manifest.by_name()
     return [
         f"{name}, which rank {rank} needs, is not in manifest.json: the checkpoint is not complete"
         for name, rank in needed.items()
         if name not in names
+    ]
+
+
+def needed_files(manifest: Manifest, rank: int) -> list[str]:
+    """Files that a rank of the layout that saved loads: of its stage, its shard, its own state, its layers."""
+    dims, names = manifest.layout.dims(rank), manifest.by_name()
+    shards = shard_files(dims)
+    shard = next((name for name in shards if name in names), shards[0])
+    writers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
+    layers = [layer for layer, writer in writers.items() if manifest.layout.dims(writer).pp_rank == dims.pp_rank]
+    return [
+        *(stage_file(stage_number(dims)), shard, rank_state_file(rank)),
+        *(layer_file(layer, dims.tp_rank) for layer in layers),
     ]
 
 

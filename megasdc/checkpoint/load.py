@@ -20,7 +20,12 @@ from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.errors import CheckpointError
+from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.dims import ParallelDims
+
+
+class LoadedInPartError(CheckpointError):
+    """An engine was changed by a checkpoint that it could not load to its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
-            on all ranks, and before any parameter was changed unless the message says otherwise.
+            on all ranks, and before any parameter was changed.
+        LoadedInPartError: DeepSpeed failed to load what all these comparisons have found right; on all ranks.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -72,7 +78,10 @@ def load_checkpoint(
     # No rank changes its engine unless all can load.
     raise_together(problem, place, what)
     problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine.get("global_steps"))
-    raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
+    try:
+        raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
+    except CheckpointError as error:
+        raise LoadedInPartError(str(error)) from error
     place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
     return LoadedState(shared_state=shared_state, rank_state=rank_state, client_state=client_state, step=chosen.step)
 
@@ -128,10 +137,13 @@ def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> N
 
 
 class CheckedReader:
-    """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list."""
+    """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list.
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    ``maps``: files are mapped into memory, for an engine that copies what it loads: fresh memory costs more than that.
+    """
+
+    def __init__(self, inner: Any, maps: bool) -> None:
+        self._inner, self._maps = inner, maps
         self.last: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +152,7 @@ class CheckedReader:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load one file through torch's restricted unpickler."""
         self.last = path
-        return load_checked(path, map_location)
+        return load_checked(path, map_location, mmap=self._maps)
 
 
 def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
@@ -150,12 +162,13 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     engine must have taken ``steps`` steps afterwards.
 
     DeepSpeed (0.19.8) reads this rank's stage file alone, but wants as many as there are stages and tensor ranks in the
-    folder, where only those of a node may be; so it is told of this rank's as often.
+    folder, where only those of a node may be; so it is told of this rank's as often. Its ZeRO optimizer copies what it
+    loads; its bf16 optimizer keeps tensors on the CPU as they are, which must not stay those of a file.
     """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    reader = engine.checkpoint_engine = CheckedReader(inner)
+    reader = engine.checkpoint_engine = CheckedReader(inner, maps=not is_bf16_optimizer(engine.optimizer))
     try:
         with plain_path(folder) as path:
             stage_file = engine._get_ckpt_name(str(path), ".")

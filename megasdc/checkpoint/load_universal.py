@@ -58,7 +58,7 @@ def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> 
         manifest = read_universal_manifest(path)
         if place.leader:
             problems += find_unknown(path, manifest)
-        problems += check_share(path, manifest, place, checksums=verify)
+        problems += check_share(path, manifest, manifest.files, place, checksums=verify)
         shared_state = read_shared_state(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(str(error))

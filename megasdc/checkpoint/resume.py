@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megasdc.checkpoint.checks import check_identity, check_share, find_incomplete, find_unexpected
+from megasdc.checkpoint.checks import (
+    check_file,
+    check_identity,
+    check_share,
+    find_incomplete,
+    find_unexpected,
+    needed_files,
+)
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
@@ -204,7 +211,10 @@ def _examine(folder: Path, place: Place, dims: ParallelDims, verify: bool) -> tu
 
 
 def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -> list[str]:
-    """Do the checks of every rank, and check this rank's share of the files."""
+    """Do the checks of every rank, check the files that this rank loads, and its share of those that no rank loads.
+
+    What a rank has read for its checksum is in its host's cache when it is loaded.
+    """
     problems = check_identity(folder, manifest)
     if manifest.storage != (storage := place.among.storage):
         problems.append(f"manifest.json is of {manifest.storage} storage, megasdc.checkpoint.storage is {storage}")
@@ -215,4 +225,10 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -
         problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
     if place.leader:
         problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
-    return problems + check_share(folder, manifest, place, checksums=verify)
+    loaded_by = {rank: set(needed_files(manifest, rank)) for rank in place.ranks} if same_size else {}
+    own, loaded = loaded_by.get(place.rank, set()), set[str]().union(*loaded_by.values())
+    for record in manifest.files:
+        if record.name in own:
+            problems += check_file(folder, record, manifest, checksums=verify)
+    others = [record for record in manifest.files if record.name not in loaded]
+    return problems + check_share(folder, manifest, others, place, checksums=verify)

@@ -19,6 +19,7 @@ from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import HELD_FILE, find_held, forget, mark_verified_up_to, rank_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import find_in_memory, restore
+from megasdc.checkpoint.snapshots.room import why_not
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.errors import CheckpointError
 from megasdc.parallel.step_agreement import StepAgreement
@@ -149,6 +150,21 @@ def test_a_writer_that_was_killed_is_joined_again(tmp_path: Path) -> None:
         assert told is not None
         assert "rank 2 on host1: cannot keep the snapshot: ChildProcessError" in told
         assert guests == [1, 2]
+
+
+def _room_for(size: int) -> list[str | None]:
+    rank = torch.distributed.get_rank()
+    own = size if rank == 0 else 0
+    return [why_not(own, None, is_asked=True, with_names=with_names) for with_names in (False, True)]
+
+
+def test_snapshots_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    """The same answer on all ranks, by what the host has: a petabyte is refused, a byte is not."""
+    for answers in run_distributed(_room_for, 2, 1 << 50):
+        for text in answers:
+            assert "need 1,048,576.00 GiB of memory, and of the " in text and "may take 80%" in text
+        assert "in /dev/shm there" in answers[1]
+    assert run_distributed(_room_for, 2, 1) == [[None, None]] * 2
 
 
 def test_a_slot_that_is_filled_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from dataclasses import field, fields
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from megasdc.cli import options
-from megasdc.cli.app import Application, Json, Out, print_result, stdout_kept_clean
+from megasdc.cli.app import Application, Json, Out, output_option, print_result, stdout_kept_clean
 from megasdc.errors import ConfigError
 
 _SOURCE = "the benchmark's options"
@@ -30,6 +30,10 @@ def option(default: Any, help: str, *names: str, least: int | None = None, **set
     declared = options.option(default, help, *names, **settings)
     checked = {} if least is None else {_LEAST: (names, least)}
     return field(default=default, metadata={**declared.metadata, **checked})
+
+
+Log = Annotated[Path | None, output_option("--log", help="File that keeps what is finished; that is not repeated.")]
+"""Where a campaign that was ended goes on from."""
 
 
 def numbers(default: tuple[float, ...] | None, help: str, name: str, example: str) -> Any:

@@ -179,6 +179,15 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)
 
 
+def remove_step(run: Run, found: Found) -> None:
+    """Remove a step from this host's memory, and leave older ones."""
+    if find_place(Ranks("node_local", run.host_group)).leader:
+        try:
+            forget(memory_folder(run.events.origin.run), lambda record: record.step != found.step)
+        except OSError as error:
+            logger.warning("memory: step %d cannot be removed: %s", found.step, error)
+
+
 def mark_memory(folder: Path, step: int) -> None:
     """Note that an audit has agreed after a step; where that fails, a restart after corruption takes the disk."""
     if folder.is_dir():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasdc.checkpoint.aside import leave_behind
-from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Problem, Ranks, raise_together
@@ -22,7 +22,7 @@ from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.train.changed_settings import ChangedSettings
-from megasdc.train.saving.memory import keep_only, look_in_memory
+from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
 from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
@@ -132,11 +132,21 @@ def _resume_from_memory(
     on_disk: Chosen | None,
     study: StudySection | None,
 ) -> dict[str, Any]:
-    """Go on from what the hosts hold in memory; returns states of the hooks by class name."""
+    """Go on from what the hosts hold in memory; returns states of the hooks by class name.
+
+    Raises:
+        LoadedInPartError: it cannot be loaded, and is removed, so that the next start does not meet it again.
+    """
     folder = checkpoint_folder(config)
     local = Ranks("node_local", run.host_group, run.events)
     disk = Ranks(config.megasdc.checkpoint.storage, run.host_group, run.events)
-    hooks = _load(run, config, chosen, local, study, lambda: leave_behind(folder, on_disk, disk))
+    try:
+        hooks = _load(run, config, chosen, local, study, lambda: leave_behind(folder, on_disk, disk))
+    except LoadedInPartError as error:
+        remove_step(run, held)
+        if run.dims.rank == 0:
+            run.events.emit("skip", "memory", step=held.step, reason=str(error))
+        raise LoadedInPartError(f"{error}; it is removed from memory: start the run again") from error
     keep_only(config, run, held)
     if run.dims.rank == 0:
         step = None if on_disk is None else on_disk.step

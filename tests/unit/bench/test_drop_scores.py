@@ -20,8 +20,8 @@ from tools.bench.drops.speedup_scores import choose_thresholds, compare, recorde
 from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw
+from tools.bench.log import RunLog
 from tools.bench.small.gpt import SmallGpt
-from tools.bench.small.log import RunLog
 
 FIRST, SECOND = Segment(1, 41), Segment(41, 81)
 FAST_S, SLOW_S, REST_S = 1.0, 3.0, 0.5

@@ -16,6 +16,7 @@ from tools.bench.checkpoints.recovery_holdings import Holdings
 from tools.bench.checkpoints.recovery_kinds import KINDS, Drill, Resumed, Strike
 from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place
+from tools.bench.log import RunLog
 
 OPTIONS = RecoveryOptions()
 
@@ -96,3 +97,10 @@ def test_the_bar_is_that_all_is_right() -> None:
     result = RecoveryResult({}, None, [right, wrong], {})
     assert not result.passed
     assert [line for line in result.report() if isinstance(line, str)] == [f"1x1x2 {strike}: x differs at the end"]
+
+
+def test_a_campaign_that_was_ended_goes_on_from_its_log(tmp_path: Path) -> None:
+    """A drill is read back as it was."""
+    drill = Drill(Strike("rank", 1, 0, 9, 0.25, 3), (1, 1, 2), (Resumed(7, "memory", 1),), ("a line",), 4.5)
+    RunLog(tmp_path / "log", OPTIONS, Drill).add(drill)
+    assert RunLog(tmp_path / "log", OPTIONS, Drill).runs == [drill]

@@ -37,6 +37,7 @@ from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, 
 from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place, Start
 from tools.bench.health.hangs import prepare_texts
+from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result, table
@@ -94,15 +95,21 @@ def _row(name: str, drills: list[Drill]) -> tuple[str, ...]:
 
 
 def bench_recoveries(
-    options: RecoveryOptions, on_progress: Progress = lambda what, done, total: None
+    options: RecoveryOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
 ) -> RecoveryResult:
-    """Run the drills."""
-    machine = describe_machine()
+    """Run the drills that are not in the log yet.
+
+    Args:
+        log: file that keeps finished drills; None: none does.
+
+    Raises:
+        MegasdcError: the log cannot be used.
+    """
+    machine, kept = describe_machine(), RunLog(log, options, Drill)
     chance = random.Random(options.seed)
-    drills: list[Drill] = []
     left_out = {
         name: "this user cannot rename hosts or mount file systems"
-        for name in options.drawn_kinds
+        for name in options.drawn
         if KINDS[name].needs_root and os.geteuid()
     }
     with scratch_folder() as folder:
@@ -111,11 +118,13 @@ def bench_recoveries(
         planned = _plan(options, left_out, chance)
         for number, (layout, strike) in enumerate(planned):
             on_progress("drills", number, len(planned))
+            if number < len(kept.runs):
+                continue
             if layout not in ends:
                 ends[layout] = _run_without_fault(folder / f"plain_{len(ends)}", data, layout)
-            drills.append(_run_drill(folder / f"drill_{number}", data, layout, strike, ends[layout]))
+            kept.add(_run_drill(folder / f"drill_{number}", data, layout, strike, ends[layout]))
         on_progress("drills", len(planned), len(planned))
-    return RecoveryResult(machine, options, drills, left_out)
+    return RecoveryResult(machine, options, kept.runs, left_out)
 
 
 def _plan(
@@ -123,7 +132,7 @@ def _plan(
 ) -> list[tuple[tuple[int, int, int], Strike]]:
     """Kinds in turn, each with the next layout that has enough hosts."""
     cells: dict[str, list[tuple[int, int, int]]] = {}
-    for name in options.drawn_kinds:
+    for name in options.drawn:
         fit = [one for one in options.sizes if _hosts_of(one) >= KINDS[name].least_hosts]
         if name not in left_out and not fit:
             left_out[name] = f"it needs a layout with {KINDS[name].least_hosts} hosts"

@@ -58,8 +58,8 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     ranks = Ranks()
     save_checkpoint(run.engine, folder, run.step, SavedState({}, {"rng": capture_rng()}, {}), dims, ranks)
     clock = Clock()
-    check = resume.check_share
-    resume.check_share = lambda *args, **options: clock.timed(VERIFY, lambda: check(*args, **options))  # type: ignore
+    check = resume.check_file
+    resume.check_file = lambda *args, **options: clock.timed(VERIFY, lambda: check(*args, **options))  # type: ignore
     for _ in range(restores):
         messages.ask(ready=True)
         chosen = clock.timed(FIND, resume.find_checkpoint, folder, dims, ranks)

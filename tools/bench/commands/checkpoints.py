@@ -9,7 +9,7 @@ from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.restore_options import RestoreOptions
 from tools.bench.checkpoints.stall_options import StallOptions
 from tools.bench.commands.app import app
-from tools.bench.options import add_command
+from tools.bench.options import Log, add_command
 
 
 @add_command(app, "compare", "--size 2048 --out compare.json")
@@ -74,8 +74,8 @@ def bench_restoring(on_progress: Any, options: RestoreOptions) -> Any:
     return bench_restore(options, on_progress)
 
 
-@add_command(app, "recoveries", "--drills 14 --out recoveries.json")
-def bench_recovering(on_progress: Any, options: RecoveryOptions) -> Any:
+@add_command(app, "recoveries", "--drills 14 --log recoveries.jsonl --out recoveries.json")
+def bench_recovering(on_progress: Any, options: RecoveryOptions, log: Log = None) -> Any:
     """Kill and damage runs that save beside training, and start them again; exit code 1 if one does not end right.
 
     All losses and the last checkpoint as without a fault, each start from the newest step that was whole, no checkpoint
@@ -83,4 +83,4 @@ def bench_recovering(on_progress: Any, options: RecoveryOptions) -> Any:
     """
     from tools.bench.checkpoints.recoveries import bench_recoveries
 
-    return bench_recoveries(options, on_progress)
+    return bench_recoveries(options, log, on_progress)

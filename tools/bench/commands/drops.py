@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from megasdc.cli.app import output_option
 from tools.bench.commands.app import app
 from tools.bench.drops.options import DropCostOptions, DropSpeedupOptions, DropTrainOptions
-from tools.bench.options import add_command
+from tools.bench.options import Log, add_command
 
 
 @add_command(app, "dropcompute", "--steps 20 --out dropcompute.json")
@@ -36,14 +34,7 @@ def bench_speedup(on_progress: Any, options: DropSpeedupOptions) -> Any:
 
 
 @add_command(app, "drop-training", "--log runs.jsonl --out loss.json")
-def bench_training_with_drops(
-    on_progress: Any,
-    options: DropTrainOptions,
-    log: Annotated[
-        Path | None,
-        output_option("--log", help="File that keeps finished runs; those in it are not repeated."),
-    ] = None,
-) -> Any:
+def bench_training_with_drops(on_progress: Any, options: DropTrainOptions, log: Log = None) -> Any:
     """Train a small GPT with dropped micro-batches, at several drop rates and with each compensation at 10 %.
 
     Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1

@@ -19,11 +19,11 @@ from megasdc.metrics.writer import read_metrics
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.drops.training_scores import DropRun, SettingScore, score, verdict
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw, run_config
+from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
 from tools.bench.small.gpt import prepare_library
-from tools.bench.small.log import RunLog
 from tools.bench.small.runs import build_run, train_in_turn
 
 PATTERN = "[bcg]*.py"

@@ -24,6 +24,7 @@ from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Layout, Strike
 from tools.bench.health.hang_options import HangOptions
+from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result, table
@@ -95,22 +96,31 @@ def _row(name: str, drills: list[Drill]) -> tuple[str, ...]:
     return (name, str(len(drills)), *map(str, counts), times)
 
 
-def bench_hangs(options: HangOptions, on_progress: Progress = lambda what, done, total: None) -> HangResult:
-    """Run the drills, then the runs without a hang."""
-    machine = describe_machine()
+def bench_hangs(
+    options: HangOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+) -> HangResult:
+    """Run the drills that are not in the log yet, then the runs without a hang.
+
+    Args:
+        log: file that keeps finished drills; None: none does.
+
+    Raises:
+        MegasdcError: the log cannot be used.
+    """
+    machine, kept = describe_machine(), RunLog(log, options, Drill)
     chance = random.Random(options.seed)
-    drills: list[Drill] = []
+    cells = [(kind, layout) for kind in options.drawn for layout in options.sizes]
+    planned = [cells[number % len(cells)] for number in range(options.drills)]
+    drawn = [(layout, KINDS[kind].draw(kind, layout, chance)) for kind, layout in planned]
     with scratch_folder() as folder:
         data = prepare_texts(folder)
-        cells = [(kind, layout) for kind in options.drawn_kinds for layout in options.sizes]
-        planned = [cells[number % len(cells)] for number in range(options.drills)]
-        for number, (kind, layout) in enumerate(planned):
-            on_progress("drills", number, len(planned))
-            strike = KINDS[kind].draw(kind, layout, chance)
-            drills.append(_run_drill(folder / f"drill_{number}", data, layout, strike))
-        on_progress("drills", len(planned), len(planned))
+        for number, (layout, strike) in enumerate(drawn):
+            on_progress("drills", number, len(drawn))
+            if number >= len(kept.runs):
+                kept.add(_run_drill(folder / f"drill_{number}", data, layout, strike))
+        on_progress("drills", len(drawn), len(drawn))
         steps, alarms, failures = _run_clean(folder / "clean", data, options, on_progress)
-    return HangResult(machine, options, drills, steps, alarms, failures)
+    return HangResult(machine, options, kept.runs, steps, alarms, failures)
 
 
 def prepare_texts(folder: Path) -> Path:

@@ -17,14 +17,16 @@ import numpy as np
 
 from megasdc.events import read_events
 from tools.bench.health.straggler_options import CLEAN, Case, StragglerOptions
+from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
-from tools.bench.small.log import RunLog
 from tools.bench.small.runs import build_run, train_in_turn
 
 LITTLE, ENOUGH = 1.3, 0.95
 """From this ratio on every trial must name the slow one; below it, this share of the trials."""
+AT_ONCE = 5
+"""Runs of the same processes: the groups of each stay until its process ends, with threads that wake often."""
 SLEPT = 0.9
 """Share of a micro-batch's time that must be sleep, so that the cores do not decide."""
 COLUMNS = ("noise", "slower", "runs", "steps", "named", "wrong", "median step", "slept", "imbalance", "bar", "verdict")
@@ -146,9 +148,10 @@ def bench_stragglers(
 
     if cases:
         on_progress("trials", len(kept.runs), len(every))
-        with scratch_folder() as folder:
-            arguments = {"options": options, "cases": cases, "folder": folder}
-            run_in_ranks(measure_rank, arguments, options.replicas * options.stages, folder, take)
+        for start in range(0, len(cases), AT_ONCE):
+            with scratch_folder() as folder:
+                arguments = {"options": options, "cases": cases[start : start + AT_ONCE], "folder": folder}
+                run_in_ranks(measure_rank, arguments, options.replicas * options.stages, folder, take)
     return StragglerResult(machine, options, score(kept.runs, options), kept.runs)
 
 

@@ -1,0 +1,122 @@
+"""Runs that cannot go on from the newest step in memory take an older one, and end as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_distributed
+from whole_runs import (
+    events_of,
+    leave_with_the_code,
+    metrics_of,
+    prepare_text,
+    state_of,
+    train_run,
+    write_config,
+)
+
+from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.formats.records import write_record
+from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, memory_folder
+from megasdc.run_identity import read_identity
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+STEPS, FAULT = 10, 8
+SLOW = [{"kind": "normal", "mean_s": 0.05, "std_s": 0.0}]
+"""So that writers are done with a step before the fault."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Folder of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("straight")
+    config = write_config(folder / "c.json", data, folder / "run", training__steps=STEPS)
+    assert train_run(config, 2) == [(0, None)] * 2
+    return folder / "run"
+
+
+@pytest.fixture
+def failed(tmp_path: Path, data: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """A run whose rank 1 was lost in step 8: its configuration, its folder, and its folder in memory."""
+    run_dir = tmp_path / "run"
+    config = write_config(
+        *(tmp_path / "c.json", data, run_dir),
+        training__steps=STEPS,
+        checkpoint={"interval": 4, "keep_last": 0, "memory": {"interval": 1}},
+        process_faults=[{"kind": "exit", "rank": 1, "steps": [FAULT, FAULT], "exit_code": 17}],
+        delay=SLOW,
+    )
+    run_distributed(leave_with_the_code, 2, str(config), init=False, expect_exit={1: 17})
+    memory = memory_folder(_run_of(run_dir))
+    assert memory.is_dir()
+    yield config, run_dir, memory
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+def _run_of(run_dir: Path) -> str:
+    identity = read_identity(run_dir)
+    assert identity is not None
+    return identity.run
+
+
+def _steps_held(memory: Path, run: str) -> list[int]:
+    """Steps of which both ranks hold their files."""
+    held = {(one.record.step, one.record.rank) for one in find_held(memory, run)[0]}
+    return sorted(step for step, rank in held if rank == 0 and (step, 1) in held)
+
+
+def _spoil(memory: Path, run: str, step: int) -> None:
+    """Make rank 1's optimizer state of a step one that DeepSpeed cannot load, with the digest of what it is now."""
+    (slot,) = (one for one in find_held(memory, run)[0] if (one.record.step, one.record.rank) == (step, 1))
+    name = next(one.name for one in slot.record.files if "optim_states" in one.name)
+    content: dict[str, Any] = torch.load(slot.folder / name, weights_only=False)
+    content["optimizer_state_dict"].pop("base_optimizer_state")
+    torch.save(content, slot.folder / name)
+    told = {"size_bytes": (slot.folder / name).stat().st_size, "xxh3_128": hash_file(slot.folder / name)}
+    files = [file.model_copy(update=told) if file.name == name else file for file in slot.record.files]
+    write_record(slot.folder / HELD_FILE, slot.record.model_copy(update={"files": files}))
+
+
+def _ended_as(run_dir: Path, straight: Path) -> None:
+    name = f"checkpoints/step_{STEPS:08d}"
+    assert state_of(run_dir / name) == state_of(straight / name)
+    assert metrics_of(run_dir) == metrics_of(straight)
+
+
+def test_what_cannot_be_loaded_is_not_met_again(failed: tuple[Path, Path, Path], straight: Path) -> None:
+    """The start ends, as its engine was changed; the next one goes on from the step before it in memory."""
+    config, run_dir, memory = failed
+    run = _run_of(run_dir)
+    older, newest = _steps_held(memory, run)[-2:]
+    _spoil(memory, run, newest)
+    codes = train_run(config, 2)
+    assert [code for code, _ in codes] == [72, 72]
+    assert "was loaded in part" in codes[0][1] and "it is removed from memory: start the run again" in codes[0][1]
+    assert _steps_held(memory, run)[-1] == older
+    assert train_run(config, 2) == [(0, None)] * 2
+    (event,) = events_of(run_dir, "resume", "memory")
+    assert (event["step"], event["disk_step"]) == (older, 4)
+    _ended_as(run_dir, straight)
+
+
+def test_what_cannot_be_put_together_leaves_the_disk(failed: tuple[Path, Path, Path], straight: Path) -> None:
+    """A file stands where the folder would be made: the checkpoint of step 4 is taken, and that is told."""
+    config, run_dir, memory = failed
+    (memory / RESTORE).write_text("in the way")
+    assert train_run(config, 2) == [(0, None)] * 2
+    (event,) = events_of(run_dir, "skip", "memory")
+    assert "cannot be restored from memory" in event["reason"]
+    assert [one["step"] for one in events_of(run_dir, "resume", "checkpoint")] == [4]
+    assert not memory.exists(), "the run has ended"
+    _ended_as(run_dir, straight)
