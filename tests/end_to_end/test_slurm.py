@@ -162,3 +162,30 @@ def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, times: int) 
     starts = [event for run in (out / "runs").iterdir() for event in read_events(run, kind="start", name="run")]
     assert len(starts) == 4, "the donor, and three that go on from it"
     assert "healthy" in logs["slurm-tables.log"]
+
+
+@pytest.mark.full
+def test_memory_is_kept_between_steps_of_a_job(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811 - the fixture
+    """A rank dies in the first step of a job; the second goes on from memory, and leaves none behind."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["data"]["path"], run = str(folder / "data"), folder / "run dir"
+    raw["megasdc"]["logging"] |= {"run_dir": str(run)}
+    raw["megasdc"]["training"] |= {"steps": 60, "eval_interval": 0}
+    raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 2, "linger_s": 30}}
+    raw["megasdc"]["process_faults"] = [{"kind": "exit", "exit_code": 71, "rank": 1, "steps": [30, 30]}]
+    raw["megasdc"]["health"] = {"enabled": True}
+    (folder / "memory.json").write_text(json.dumps(raw))
+    step = f"bash launch/slurm.sbatch {folder}/memory.json; echo ended with $?"
+    argv = ["sbatch", "--parsable", *SMALL, f"--output={folder}/job.log", "--wrap", f"{step}; {step}"]
+    done = slurm.run(*argv, cwd=str(ROOT), env={"SCRIPT": str(ROOT / "launch" / "pretrain_gpt.py")})
+    assert done.returncode == 0, done.stderr
+    code_of(slurm, done.stdout.strip())
+    log = (folder / "job.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("ended with")] == ["ended with 78", "ended with 0"], (
+        log
+    )
+    (event,) = read_events(run, kind="resume", name="memory")
+    assert event.step is not None and 20 <= event.step <= 28 and event.fields["disk_step"] is None
+    assert (run / "checkpoints" / "step_00000060").is_dir()
+    identity = json.loads((run / "run.json").read_text())
+    assert not list(Path("/dev/shm").glob(f"*memory-{identity['run']}-*"))
