@@ -215,10 +215,7 @@ def _plan(found: Found, ranks: Sequence[int]) -> _Plan:
 
 
 def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[str]]]:
-    """Files that these ranks need: their own, the weights of their stages, all stage files, the shared state.
-
-    DeepSpeed (0.19.8) refuses a folder that lacks a stage file, also one that the rank does not use.
-    """
+    """Files that these ranks need: their own, the weights and the file of their stages, the shared state."""
     records = {rank: source.held.record for rank, source in found.sources.items()}
     names = {rank: [one.name for one in record.files] for rank, record in records.items()}
     layout = Layout(**dict(zip(("tensor", "pipeline", "data"), records[0].layout, strict=True)))
@@ -230,10 +227,9 @@ def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[s
     for rank in ranks:
         yield found.sources[rank], names[rank]
     for rank in ranks:
-        other = holder(stage_file(stage_number(layout.dims(rank))))
-        yield found.sources[other], [name for name in names[other] if layer_of(name) is not None]
-    for stage in range(layout.tensor * layout.pipeline):
-        yield found.sources[holder(stage_file(stage))], [stage_file(stage)]
+        of_stage = stage_file(stage_number(layout.dims(rank)))
+        other = holder(of_stage)
+        yield found.sources[other], [of_stage, *(name for name in names[other] if layer_of(name) is not None)]
     yield found.sources[holder(SHARED_STATE_FILE)], [SHARED_STATE_FILE]
 
 
