@@ -64,7 +64,8 @@ class RunSummary:
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
-    ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first.
+    ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
+    what is in it and what failed, None: nothing was to be archived.
     """
 
     run_dir: str
@@ -83,6 +84,7 @@ class RunSummary:
     stragglers: list[str] = field(default_factory=list)
     failure: Failure | None = None
     hangs: tuple[Hang, ...] = ()
+    archive: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -130,6 +132,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         stragglers=_stragglers(run),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
         hangs=tuple(map(_hang, run.hangs)),
+        archive=_archive(run),
     )
 
 
@@ -213,6 +216,18 @@ def _stragglers(run: RunRecord) -> list[str]:
     return list(found.values())
 
 
+def _archive(run: RunRecord) -> str | None:
+    """The newest checkpoint that was archived, and how many were not, as text."""
+    pushed, failed = list(run.of("archive", "pushed")), list(run.of("archive", "failed"))
+    if not pushed and not failed:
+        return None
+    newest = max(pushed, key=lambda one: one.step or 0, default=None)
+    found = "nothing" if newest is None else f"up to step {newest.step} in {newest.fields.get('address')}"
+    if failed:
+        found += f"; {len(failed)} failed, the last of step {failed[-1].step}: {failed[-1].fields.get('problem')}"
+    return found
+
+
 def _unigram_entropy(data: Path) -> float | None:
     try:
         return Manifest.load(data).unigram_entropy_nats
@@ -249,6 +264,8 @@ def render(summary: RunSummary) -> str:
     lines += [f"changed           {text}" for text in summary.changed_settings]
     lines += [f"straggler         {text}" for text in summary.stragglers]
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
+    if summary.archive is not None:
+        lines.append(f"archived          {summary.archive}")
     return "\n".join(lines)
 
 

@@ -279,3 +279,17 @@ def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(
     (event,) = read_events(folder, kind="end", name="failed")
     assert (event.rank, event.fields["exit_code"], event.fields["error"]) == (1, code, "ConfigError")
     assert "[rank 1] E " in capsys.readouterr().err
+
+
+def test_the_archive_has_its_line(tmp_path: Path) -> None:
+    """The newest that is in it, and what failed; a run without an archive has none."""
+    folder = write_run(tmp_path / "run", losses(20))
+    assert summarize(folder).archive is None and "archived" not in render(summarize(folder))
+    log = EventLog(folder, 0)
+    log.emit("archive", "failed", step=10, problem="no route", exit_code=77)
+    assert summarize(folder).archive == "nothing; 1 failed, the last of step 10: no route"
+    for step in (20, 15):
+        log.emit("archive", "pushed", step=step, address="s3://b/a", size_bytes=1)
+    log.close()
+    said = render(summarize(folder)).splitlines()
+    assert "archived          up to step 20 in s3://b/a; 1 failed, the last of step 10: no route" in said
