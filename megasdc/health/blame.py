@@ -195,7 +195,7 @@ def _reachable(edges: Mapping[int, set[int]], start: int) -> set[int]:
 
 def _wait_text(one: RankState, targets: set[int]) -> str:
     if one.process != RUNNING:
-        return one.process
+        return f"{one.process}, after collective {one.sequence} of group {one.group}" if one.group else one.process
     if targets:
         known = [f"rank {rank}" for rank in sorted(targets - {UNSEEN})]
         unseen = ["ranks of which nothing is known"] if UNSEEN in targets else []

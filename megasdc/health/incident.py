@@ -53,6 +53,8 @@ def state_of(
         groups=_groups(answer.get("groups", {})),
         where=answer.get("where", ""),
         silent_peers=silent,
+        group=progress.group,
+        sequence=progress.sequence,
     )
 
 

@@ -44,6 +44,8 @@ class RankState:
         where: innermost line of the run's own code in its main thread; empty: unknown.
         limit_s: seconds that its phase may last.
         silent_peers: addresses that do not acknowledge what it sends, with the number of repetitions.
+        group: whose collectives its phase has; empty: it has none.
+        sequence: number of the last one that it had joined when its phase began; -1: no group.
     """
 
     rank: int
@@ -60,6 +62,8 @@ class RankState:
     where: str = ""
     limit_s: float = math.inf
     silent_peers: Mapping[str, int] = field(default_factory=dict)
+    group: str = ""
+    sequence: int = -1
 
     @property
     def answered(self) -> bool:

@@ -4,11 +4,12 @@ The record outlives the rank, and a rank that writes it never waits. Layout of i
 
 ======  ==========================================================================================================
 0       identity: JSON, padded with zeros; written before the file gets its name
-1024    number of the last progress line (u64); line n lies at 1032 + 48 (n mod 2)
-1032    two progress lines: n (u64), monotonic seconds (f64), step (i64), micro-batch (i64), phase (u64), n again (u64)
-1128    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
-1144    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
-1152    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
+1024    number of the last progress line (u64); line n lies at 1032 + 64 (n mod 2)
+1032    two progress lines: n (u64), monotonic seconds (f64), step (i64), micro-batch (i64), phase (u64), name of a
+        group (8 bytes, padded with zeros), number of the last collective in it (i64), n again (u64)
+1160    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
+1176    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
+1184    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
 ======  ==========================================================================================================
 
 Single numbers are written by one store each: ``Struct.pack_into`` would first fill them with zeros. A line is whole
@@ -34,13 +35,13 @@ from megasdc.health.phases import Phase
 SIZE = 4096
 BUCKETS = 44
 FIRST_BUCKET_S = 1e-3
-_LINE = struct.Struct("<QdqqQQ")
+_LINE = struct.Struct("<QdqqQ8sqQ")
 _LINE_SIZE = _LINE.size
 _AFTER_MICRO_BATCHES = int(Phase.REDUCTION)
 """First phase that is none of a micro-batch."""
 _MOST = 2**32 - 1
 """Where a count stays."""
-_NUMBER_AT, _LINES_AT, _ASKED_AT, _COUNTS_AT = 1024, 1032, 1128, 1152
+_NUMBER_AT, _LINES_AT, _ASKED_AT, _COUNTS_AT = 1024, 1032, 1160, 1184
 _ASKED, _ANSWERED, _LEAVE = range(3)
 _IDENTITY_BYTES = 1024
 LEAVE_FILE = "leave.json"
@@ -79,6 +80,8 @@ class Progress:
         time: of that change, on ``time.monotonic``, which all processes of a host share.
         step: optimizer step, the first is 1.
         micro_batch: the first of a step is 0; -1: none.
+        group: whose collectives the phase has; empty: it has none.
+        sequence: number of the last one in it that the rank had joined when the phase began; -1: no group.
     """
 
     number: int
@@ -86,6 +89,8 @@ class Progress:
     step: int
     micro_batch: int
     phase: Phase
+    group: str = ""
+    sequence: int = -1
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -132,8 +137,8 @@ class RecordWriter:
         self._past: list[Any] = []
         """Phases that have ended and their durations, in turn, which are not counted yet."""
 
-    def enter(self, phase: Phase, step: int, micro_batch: int = -1) -> None:
-        """Record a change of phase, and how long the one before took.
+    def enter(self, phase: Phase, step: int, micro_batch: int = -1, group: bytes = b"", sequence: int = -1) -> None:
+        """Record a change of phase, and how long the one before took; ``group``, ``sequence``: see ``Progress``.
 
         About a microsecond, and twenty where the pass before has taken the processor's caches. Within micro-batches
         durations are only kept, and counted when what follows them begins.
@@ -142,7 +147,8 @@ class RecordWriter:
         self._past += (self._phase, now - self._since)
         number = self._number = self._number + 1
         self._since, self._phase = now, phase
-        _LINE.pack_into(self._map, _LINES_AT + _LINE_SIZE * (number & 1), number, now, step, micro_batch, phase, number)
+        where = _LINES_AT + _LINE_SIZE * (number & 1)
+        _LINE.pack_into(self._map, where, number, now, step, micro_batch, phase, group, sequence, number)
         self._number_there[0] = number
         if phase >= _AFTER_MICRO_BATCHES:
             self._count()
@@ -198,9 +204,10 @@ class RecordReader:
         for _ in range(_TRIES):
             number = self._number_there[0]
             line = _LINE.unpack_from(self._map, _LINES_AT + _LINE.size * (number & 1))
-            first, since, step, micro_batch, phase, last = line
+            first, since, step, micro_batch, phase, group, sequence, last = line
             if number == first == last:
-                return Progress(number, since, step, micro_batch, Phase(phase))
+                name = group.rstrip(b"\0").decode("ascii", "replace")
+                return Progress(number, since, step, micro_batch, Phase(phase), name, sequence)
         raise ValueError(f"progress record of rank {self.identity.rank} is damaged: no whole line in {_TRIES} tries")
 
     def durations(self) -> dict[Phase, list[int]]:

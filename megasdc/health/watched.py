@@ -80,6 +80,8 @@ class WatchedRank:
             "phase": self.progress.phase.label,
             "stuck_s": round(self.stuck_s, 3),
             "process": self.state,
+            "group": self.progress.group,
+            "sequence": self.progress.sequence,
         }
 
 

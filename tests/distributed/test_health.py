@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.cli import app
+from megasdc.health.phases import COLLECTIVE
 from megasdc.report.run_pages.command import write_report
 from megasdc.report.top.view import RunWatcher
 
@@ -123,6 +124,9 @@ def test_a_stuck_rank_is_named_and_the_run_ends(
     assert (incident["kind"], incident["ranks"]) == (kind, [rank]), incident["message"]
     assert incident["hosts"] == [incident["states"][rank]["host"]]
     assert len(incident["waits"]) == 4 and incident["stacks"]
+    for one in incident["states"]:
+        has_collectives = one["phase"] in COLLECTIVE
+        assert (bool(one["group"]), one["sequence"] > 5) == (has_collectives, has_collectives)
     assert [one["host"] for one in incident["devices"]] == incident["hosts"], "what telemetry read of this host"
     if kind == "hang/behind":
         assert "process.py" in incident["message"], "where it hangs, in the code of the fault"

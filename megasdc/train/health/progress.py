@@ -73,6 +73,14 @@ class Health(Hook):
         self._record = _open_record(run, identity, options.folder)
         self._record.enter(Phase.START, run.step + 1)
         self._engine = run.engine
+        replicas, everyone = run.engine.mpu.get_data_parallel_group(), run.host_group
+        self._groups = {
+            int(phase): (group.group_name.encode("ascii", "replace"), group)
+            for phase, group in (
+                *((phase, replicas) for phase in (Phase.REDUCTION, Phase.OPTIMIZER)),
+                *((phase, everyone) for phase in (Phase.AGREEMENT, Phase.SAVE, Phase.BETWEEN)),
+            )
+        }
         self._evaluates = False
         run.engine.watch_instructions(self._mark)
         run.enter = self._enter
@@ -93,13 +101,22 @@ class Health(Hook):
 
     def _enter(self, phase: str) -> None:
         self._evaluates = phase == Phase.EVALUATION.name
-        self._record.enter(Phase[phase], self._engine.step_number)
+        self._write(Phase[phase])
+
+    def _write(self, phase: Phase, micro_batch: int = -1) -> None:
+        """Record a change of phase, with the number of the last collective where it has some."""
+        if (known := self._groups.get(phase)) is None:
+            self._record.enter(phase, self._engine.step_number, micro_batch)
+        else:
+            name, group = known
+            sequence = group._get_sequence_number_for_group()
+            self._record.enter(phase, self._engine.step_number, micro_batch, name, sequence)
 
     def _mark(self, instruction: type, micro_batch: int) -> None:
         """An instruction of the schedule begins; those of an evaluation are not told apart: they may take longer."""
         phase = PHASES.get(instruction)
         if phase is not None and not self._evaluates:
-            self._record.enter(phase, self._engine.step_number, micro_batch)
+            self._write(phase, micro_batch)
 
     def before_step(self, run: Run) -> None:
         """Loading of the first micro-batch follows."""

@@ -38,7 +38,7 @@ def write_until_killed(folder: Path) -> None:
     number = 0
     while True:
         number += 1
-        writer.enter(Phase(number % 14), number, number % 7)
+        writer.enter(Phase(number % 14), number, number % 7, str(number % 1000).encode(), number)
 
 
 def test_a_record_is_never_torn_and_outlives_a_killed_writer(tmp_path: Path) -> None:
@@ -53,6 +53,7 @@ def test_a_record_is_never_torn_and_outlives_a_killed_writer(tmp_path: Path) -> 
         for _ in range(50):
             found = reader.read()
             assert (found.step, found.micro_batch, found.phase) == (found.number, found.number % 7, found.number % 14)
+            assert (found.group, found.sequence) == (str(found.number % 1000), found.number)
             numbers.add(found.number)
         time.sleep(0.001)  # else a loaded machine lets the writer write only between slices of time
     assert len(numbers) >= 1000, "the writer must have written meanwhile"
@@ -70,9 +71,11 @@ def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
     assert reader.read().number == 0 and not writer.must_leave
     writer.enter(Phase.FORWARD, 5, 2)
     time.sleep(0.05)
-    writer.enter(Phase.SAVE, 5)
+    assert (reader.read().group, reader.read().sequence) == ("", -1)
+    writer.enter(Phase.SAVE, 5, group=b"12345678", sequence=2**40)
     found = reader.read()
     assert (found.number, found.step, found.micro_batch, found.phase) == (2, 5, -1, Phase.SAVE)
+    assert (found.group, found.sequence) == ("12345678", 2**40)
     counts = reader.durations()[Phase.FORWARD]
     assert sum(counts) == 1 and sum(reader.durations()[Phase.START]) == 1
     assert 0.05 <= bucket_limit_s(counts.index(1)) < 0.5
