@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from megasdc.errors import ConfigError
-from tools.bench.health.hang_kinds import KINDS, Drill, Layout, Strike
+from tools.bench.drills import Layout
+from tools.bench.health.hang_kinds import KINDS, Drill, Strike
 from tools.bench.health.hang_options import HangOptions
 from tools.bench.health.hangs import HangResult
 from tools.bench.log import RunLog

@@ -36,11 +36,12 @@ from tools.bench.checkpoints.recovery_holdings import Holdings, look
 from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, Drill, Resumed, Strike
 from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place, Start
+from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.result import Progress, Report, Result
 
 GIVE_UP_S = 120.0
 MORE_STARTS = 2
@@ -63,30 +64,16 @@ class RecoveryResult(Result):
 
     def report(self) -> Report:
         """Counts by kind and by layout, and what was not right."""
-        for title, key in (("kind", _kind), ("layout", _layout)):
-            groups: dict[str, list[Drill]] = {}
-            for one in self.drills:
-                groups.setdefault(key(one), []).append(one)
-            rows = [_row(name, found) for name, found in sorted(groups.items())]
-            rows.append(_row("all", list(self.drills)))
-            columns = (title, "drills", "right", "memory", "partner", "disk", "start", "steps lost, median and most")
-            yield table(f"recoveries by {title}", columns, rows, total=True)
+        columns = ("drills", "right", "memory", "partner", "disk", "start", "steps lost, median and most")
+        yield from tables("recoveries", self.drills, lambda one: KINDS[one.strike.kind].title, _row, columns)
         for one in self.drills:
             for problem in one.problems:
-                yield f"{_layout(one)} {one.strike}: {problem}"
+                yield f"{layout_text(one)} {one.strike}: {problem}"
         for name, reason in self.left_out.items():
             yield f"{KINDS[name].title}: left out, {reason}"
 
 
-def _kind(one: Drill) -> str:
-    return KINDS[one.strike.kind].title
-
-
-def _layout(one: Drill) -> str:
-    return "x".join(map(str, one.layout))
-
-
-def _row(name: str, drills: list[Drill]) -> tuple[str, ...]:
+def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
     resumed = [one for drill in drills for one in drill.resumed]
     lost = sorted(one.lost_steps for one in resumed)
     told = f"{lost[len(lost) // 2]}, {lost[-1]}" if lost else "-"
@@ -114,7 +101,7 @@ def bench_recoveries(
     }
     with scratch_folder() as folder:
         data = prepare_texts(folder)
-        ends: dict[tuple[int, int, int], End] = {}
+        ends: dict[Layout, End] = {}
         planned = _plan(options, left_out, chance)
         for number, (layout, strike) in enumerate(planned):
             on_progress("drills", number, len(planned))
@@ -127,11 +114,9 @@ def bench_recoveries(
     return RecoveryResult(machine, options, kept.runs, left_out)
 
 
-def _plan(
-    options: RecoveryOptions, left_out: dict[str, str], chance: random.Random
-) -> list[tuple[tuple[int, int, int], Strike]]:
+def _plan(options: RecoveryOptions, left_out: dict[str, str], chance: random.Random) -> list[tuple[Layout, Strike]]:
     """Kinds in turn, each with the next layout that has enough hosts."""
-    cells: dict[str, list[tuple[int, int, int]]] = {}
+    cells: dict[str, list[Layout]] = {}
     for name in options.drawn:
         fit = [one for one in options.sizes if _hosts_of(one) >= KINDS[name].least_hosts]
         if name not in left_out and not fit:
@@ -147,16 +132,16 @@ def _plan(
     return found
 
 
-def _per_host(layout: tuple[int, int, int]) -> int:
+def _per_host(layout: Layout) -> int:
     """Ranks of a host: two where there are four, else one."""
     return 2 if math.prod(layout) == 4 else 1
 
 
-def _hosts_of(layout: tuple[int, int, int]) -> int:
+def _hosts_of(layout: Layout) -> int:
     return math.prod(layout) // _per_host(layout)
 
 
-def _config(place: Place, data: Path, layout: tuple[int, int, int], checkpoints: Path, memory: dict[str, Any]) -> None:
+def _config(place: Place, data: Path, layout: Layout, checkpoints: Path, memory: dict[str, Any]) -> None:
     tensor, pipeline, replicas = layout
     raw = {
         "train_batch_size": 2 * replicas,
@@ -183,7 +168,7 @@ def _config(place: Place, data: Path, layout: tuple[int, int, int], checkpoints:
     place.config.write_text(json.dumps(raw), encoding="utf-8")
 
 
-def _run_without_fault(folder: Path, data: Path, layout: tuple[int, int, int]) -> End:
+def _run_without_fault(folder: Path, data: Path, layout: Layout) -> End:
     ranks = math.prod(layout)
     place = Place(folder, ranks, ranks)
     folder.mkdir()
@@ -194,7 +179,7 @@ def _run_without_fault(folder: Path, data: Path, layout: tuple[int, int, int]) -
     return read_end(place.run, folder / "checkpoints")
 
 
-def _run_drill(folder: Path, data: Path, layout: tuple[int, int, int], strike: Strike, right: End) -> Drill:
+def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike, right: End) -> Drill:
     started, kind, ranks = time.monotonic(), KINDS[strike.kind], math.prod(layout)
     folder.mkdir()
     place = Place(folder, ranks, _per_host(layout) if kind.has_hosts else ranks)

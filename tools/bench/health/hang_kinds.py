@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megasdc.parallel.dims import ParallelDims
+from tools.bench.drills import Layout
 
-Layout = tuple[int, int, int]
-"""Tensor, pipeline, data."""
 PHASES = ("forward", "backward", "collective", "update")
 """Where in a step a rank stops or hangs."""
 SAVE_INTERVAL = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.drill_options import DrillOptions
+from tools.bench.drills import DrillOptions
 from tools.bench.health.hang_kinds import KINDS
 from tools.bench.options import option
 

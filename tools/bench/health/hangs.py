@@ -22,12 +22,13 @@ from typing import Any
 from megasdc.health.board import node_name
 from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.parallel.processes import Process, start_module
-from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Layout, Strike
+from tools.bench.drills import Layout, layout_text, tables
+from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
 from tools.bench.health.hang_options import HangOptions
 from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.result import Progress, Report, Result
 
 FLOOR_S, SLOW_FLOOR_S = 3.0, 8.0
 GIVE_UP_S = 150.0
@@ -63,33 +64,19 @@ class HangResult(Result):
         Drills whose hang never began are counted nowhere.
         """
         drills = [one for one in self.drills if one.happened]
-        for title, key in (("kind", _kind), ("layout", _layout)):
-            groups: dict[str, list[Drill]] = {}
-            for one in drills:
-                groups.setdefault(key(one), []).append(one)
-            rows = [_row(name, found) for name, found in sorted(groups.items())]
-            rows.append(_row("all", drills))
-            columns = (title, "drills", "right", "a wrong name", "in time", "seconds, median and longest")
-            yield table(f"hangs by {title}", columns, rows, total=True)
+        columns = ("drills", "right", "a wrong name", "in time", "seconds, median and longest")
+        yield from tables("hangs", drills, lambda one: KINDS[one.strike.kind].title, _row, columns)
         for one in self.drills:
             if not one.happened:
-                yield f"{_layout(one)} {one.strike}: the drill failed: its hang never began; exit codes {one.codes}"
+                yield f"{layout_text(one)} {one.strike}: the drill failed: its hang never began; exit codes {one.codes}"
             elif not one.right or not one.in_time:
                 told = f"{one.found or 'nothing'} {one.named}"
-                yield f"{_layout(one)} {one.strike}: told {told} after {one.seconds} s, exit codes {one.codes}"
+                yield f"{layout_text(one)} {one.strike}: told {told} after {one.seconds} s, exit codes {one.codes}"
         yield f"{self.clean_steps:,} steps without a hang: {self.clean_alarms} alarms"
         yield from self.clean_failures
 
 
-def _kind(one: Drill) -> str:
-    return KINDS[one.strike.kind].title
-
-
-def _layout(one: Drill) -> str:
-    return "x".join(map(str, one.layout))
-
-
-def _row(name: str, drills: list[Drill]) -> tuple[str, ...]:
+def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
     seconds = sorted(one.seconds for one in drills if one.seconds is not None)
     times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else "-"
     counts = (sum(one.right for one in drills), sum(one.wrong for one in drills), sum(one.in_time for one in drills))
