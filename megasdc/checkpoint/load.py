@@ -20,7 +20,6 @@ from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.errors import CheckpointError
-from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.dims import ParallelDims
 
 
@@ -139,11 +138,12 @@ def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> N
 class CheckedReader:
     """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list.
 
-    ``maps``: files are mapped into memory, for an engine that copies what it loads: fresh memory costs more than that.
+    Files are mapped into memory, since fresh memory costs more than a copy; but for the one called ``kept``, whose
+    tensors the engine keeps as they are, and which must not stay those of a file.
     """
 
-    def __init__(self, inner: Any, maps: bool) -> None:
-        self._inner, self._maps = inner, maps
+    def __init__(self, inner: Any, kept: str | None) -> None:
+        self._inner, self._kept = inner, kept
         self.last: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +152,7 @@ class CheckedReader:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load one file through torch's restricted unpickler."""
         self.last = path
-        return load_checked(path, map_location, mmap=self._maps)
+        return load_checked(path, map_location, mmap=Path(path).name != self._kept)
 
 
 def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
@@ -162,13 +162,13 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     engine must have taken ``steps`` steps afterwards.
 
     DeepSpeed (0.19.8) reads this rank's stage file alone, but wants as many as there are stages and tensor ranks in the
-    folder, where only those of a node may be; so it is told of this rank's as often. Its ZeRO optimizer copies what it
-    loads; its bf16 optimizer keeps tensors on the CPU as they are, which must not stay those of a file.
+    folder, where only those of a node may be; so it gets this rank's as often. It copies what it loads but for moments
+    on the CPU: ``Optimizer.load_state_dict`` moves tensors to another device, and keeps those that are there.
     """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    reader = engine.checkpoint_engine = CheckedReader(inner, maps=not is_bf16_optimizer(engine.optimizer))
+    reader = engine.checkpoint_engine = CheckedReader(inner, _file_of_kept_tensors(engine))
     try:
         with plain_path(folder) as path:
             stage_file = engine._get_ckpt_name(str(path), ".")
@@ -185,3 +185,9 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
         engine.checkpoint_engine = inner
         vars(engine).pop("_get_all_ckpt_names", None)  # uncovers the method of the class
     return problem, client_state
+
+
+def _file_of_kept_tensors(engine: Any) -> str | None:
+    """Name of the optimizer's file, where its moments are on the CPU; None: they are not."""
+    places = {one.device.type for group in engine.optimizer.param_groups for one in group["params"]}
+    return Path(engine._get_zero_ckpt_name("", ".")).name if "cpu" in places else None

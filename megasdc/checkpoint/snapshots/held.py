@@ -171,19 +171,31 @@ def linger(folder: Path, start: str) -> None:
     while (found := owner(folder)) is not None and found.start == start:
         ends = ends or time.monotonic() + found.linger_s
         if time.monotonic() >= ends:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             return
+        with contextlib.suppress(OSError):
+            os.utime(folder / OWNER_FILE)  # that another run sees it is not forgotten
         time.sleep(_LOOK_S)
 
 
-def remove_forgotten() -> None:
-    """Remove this user's folders of runs that are gone, where no agent was left to do so."""
+def remove_forgotten(kept: Path) -> None:
+    """Remove this user's folders of runs that are gone, where no agent was left to do so, but for the own one."""
     for folder in shared_folder().glob(f"{own_prefix()}memory-*-{socket.gethostname()}"):
         with contextlib.suppress(OSError):
             found = owner(folder)
-            age_s = time.time() - (folder / OWNER_FILE if found is not None else folder).stat().st_mtime
-            if age_s > (LEAST_S if found is None else max(LEAST_S, found.linger_s)) and not _lives(found):
-                shutil.rmtree(folder, ignore_errors=True)
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+            age_s = time.time() - newest
+            may_go = age_s > (LEAST_S if found is None else max(LEAST_S, found.linger_s))
+            if folder != kept and may_go and not _lives(found):
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that nobody can take meanwhile: it has another name first."""
+    aside = folder.with_name(f"{own_prefix()}removed-{folder.name}")
+    with contextlib.suppress(OSError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _lives(found: Owner | None) -> bool:

@@ -154,8 +154,8 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     problem: Problem | None = None
     if place.leader:
         try:
-            remove_forgotten()
             claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s)
+            remove_forgotten(folder)
         except OSError as error:
             problem = describe_error(error, f"write {folder}")
     raise_together(problem, place, "nothing can be kept in memory")

@@ -1,0 +1,67 @@
+"""Whose memory stays on a host, and whose is removed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megasdc.checkpoint.snapshots import held
+from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, linger, memory_folder, remove_forgotten
+
+GONE = 2**22 + 1
+"""No process has this id."""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of shared memory."""
+    monkeypatch.setattr(held, "shared_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def folder_of(run: str, age_s: float, linger_s: float = 0.0, pid: int = GONE) -> Path:
+    """Memory of a run whose last snapshot is so old."""
+    folder = memory_folder(run)
+    claim(folder, f"{run}.1", linger_s)
+    owner = folder / OWNER_FILE
+    owner.write_text(owner.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {pid}'))
+    slot = folder / "rank_00000" / "slot_0"
+    slot.mkdir(parents=True)
+    (slot / "held.json").write_text("{}")
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_what_nobody_uses_is_removed_once_it_is_old(shared: Path) -> None:
+    """Not the own, however old; not that of processes that live, of a recent snapshot, or that may stay longer."""
+    own = folder_of("own", 1e6)
+    stays = [folder_of("lives", 1e6, pid=os.getpid()), folder_of("young", 500), folder_of("long", 1e4, linger_s=2e4)]
+    recent = folder_of("recent", 1e6)
+    (recent / "rank_00000" / "slot_0" / "held.json").write_text("{} ")
+    old = folder_of("old", 700)
+    remove_forgotten(own)
+    assert [one.exists() for one in (own, *stays, recent)] == [True] * 5
+    assert not old.exists() and not list(shared.glob("*removed*"))
+
+
+def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
+    """Whoever keeps it shows that; it goes at its time, and stays for a start that has taken it."""
+    folder = folder_of("failed", 1e6, linger_s=3.0)
+    keeper = threading.Thread(target=linger, args=(folder, "failed.1"))
+    keeper.start()
+    time.sleep(0.5)
+    remove_forgotten(memory_folder("other"))
+    assert folder.exists()
+    keeper.join(timeout=30)
+    assert not folder.exists()
+    taken = folder_of("taken", 0, linger_s=100.0)
+    keeper = threading.Thread(target=linger, args=(taken, "taken.1"))
+    keeper.start()
+    claim(taken, "taken.2", 100.0)
+    keeper.join(timeout=30)
+    assert not keeper.is_alive() and taken.exists()
