@@ -45,7 +45,7 @@ from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter
 from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import RunState, Saver, checkpoint_folder
+from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
@@ -113,6 +113,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
+    memory, saver = _savers(parts, writer, recording.detection)
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
         _health(parts),
@@ -126,6 +127,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         drills.delays and drills.delays.delays,
         parts.split,
         drop,
+        CopiesFirst([one.wait_for_copy for one in (memory, saver) if one is not None]),
         # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
         recording.detection,
         recording.toleranced,
@@ -145,8 +147,8 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _evaluator(parts, writer),
         ManagedCollection(training.garbage_collection_interval) if managed else None,
         _reporter(parts, writer),
-        _memory(parts, writer),
-        _saver(parts, writer, recording.detection),
+        memory,
+        saver,
         # What may damage a checkpoint that is complete.
         drills.delays,
         _fault_drill(parts),
@@ -252,14 +254,14 @@ def _run_state(parts: HookParts) -> RunState:
     return RunState(parts.config, parts.manifest.tokenizer.checksum, study)
 
 
-def _saver(parts: HookParts, writer: MetricsWriter | None, detection: Detection | None) -> Saver:
-    before_save = None if detection is None else detection.before_save
-    return Saver(parts.config, parts.run, writer, _run_state(parts), before_save)
-
-
-def _memory(parts: HookParts, writer: MetricsWriter | None) -> MemoryCheckpoints | None:
-    section = parts.config.megasdc.checkpoint.memory
-    return MemoryCheckpoints(section, parts.run, _run_state(parts), writer) if section.interval else None
+def _savers(
+    parts: HookParts, writer: MetricsWriter | None, detection: Detection | None
+) -> tuple[MemoryCheckpoints | None, Saver]:
+    """What keeps checkpoints in memory, if anything does, and what writes them."""
+    section, run, state = parts.config.megasdc.checkpoint.memory, parts.run, _run_state(parts)
+    before_save = OnceAStep(None if detection is None else detection.before_save)
+    memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None
+    return memory, Saver(parts.config, run, writer, state, before_save)
 
 
 def _archiver(parts: HookParts, writer: MetricsWriter | None) -> Archiver | None:

@@ -21,13 +21,13 @@ from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
 from megasdc.checkpoint.snapshots.room import GIB, why_not
 from megasdc.config import MemorySection, RunConfig
-from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ConfigError
 from megasdc.health.own_address import own_address_towards
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.train.saving.saver import RunState, checkpoint_folder
+from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,15 @@ class MemoryCheckpoints(Hook):
 
     Args:
         writer: of metrics, on rank 0 alone.
+        before_save: called on all ranks. A hook before this one must call ``wait_for_copy``.
 
     Collective: all ranks of the world.
     """
 
-    def __init__(self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None) -> None:
-        self._interval, self._state, self._writer = section.interval, state, writer
+    def __init__(
+        self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None, before_save: OnceAStep
+    ) -> None:
+        self._interval, self._state, self._writer, self._before_save = section.interval, state, writer, before_save
         self._folder = memory_folder(run.events.origin.run)
         self._place = find_place(Ranks("node_local", run.host_group, run.events))
         self._saver = MemorySaver(
@@ -80,8 +83,8 @@ class MemoryCheckpoints(Hook):
             logger.warning("memory: no host keeps copies for another: %s", problem)
             run.events.emit("warning", "memory_without_partners", step=run.step, message=problem)
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """A snapshot must be whole before anything changes."""
+    def wait_for_copy(self) -> None:
+        """Wait until the snapshot under way is whole; before anything changes in a step."""
         self._saver.wait_for_copy()
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -98,6 +101,7 @@ class MemoryCheckpoints(Hook):
         if run.step % self._interval or run.is_last_step:
             return
         run.enter("SAVE")
+        self._before_save(run)
         if self._saver.begin(run.engine, run.step, self._state.of(run)):
             run.paused_s += self._saver.stalled_s
         run.enter("BETWEEN")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,44 @@ class RunState:
         }
 
 
+class CopiesFirst(Hook):
+    """Waits until all snapshots are whole, before another hook, or the update, changes what they copy.
+
+    Args:
+        waits: of those that take snapshots.
+    """
+
+    def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
+        self._waits = waits
+
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """Wait; what is found in this step is repaired after that."""
+        for wait in self._waits:
+            wait()
+
+
+class OnceAStep:
+    """Settles what is found in the state that is saved, once in a step, whoever saves first.
+
+    Args:
+        settle: called on all ranks; None: there is nothing to settle.
+    """
+
+    def __init__(self, settle: Callable[[Run], None] | None) -> None:
+        self._settle, self._step = settle, -1
+
+    def __call__(self, run: Run) -> None:
+        """Settle; a collective of the world where there is something to."""
+        if self._settle is not None and run.step != self._step:
+            self._step = run.step
+            self._settle(run)
+
+
 class Saver(Hook):
     """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
 
     ``before_save`` is called on all ranks; ``writer`` is None on other ranks than 0. The last checkpoint is always
-    written while the run waits, since nothing is left that could go on.
+    written while the run waits, since nothing is left that could go on. A hook before it must call ``wait_for_copy``.
     """
 
     def __init__(
@@ -91,7 +124,7 @@ class Saver(Hook):
         run: Run,
         writer: MetricsWriter | None,
         state: RunState,
-        before_save: Callable[[Run], None] | None = None,
+        before_save: OnceAStep,
     ) -> None:
         self.state = state
         self.before_save = before_save
@@ -140,8 +173,8 @@ class Saver(Hook):
             run.events.emit("start", "checkpoint_writing", writing=writing, why=why)
             logger.info("checkpoints are written %s: %s", {"async": "beside training"}.get(writing, writing), why)
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """A snapshot must be whole before anything changes."""
+    def wait_for_copy(self) -> None:
+        """Wait until the snapshot under way is whole; before anything changes in a step."""
         if self._background is not None:
             self._background.wait_for_copy()
 
@@ -161,8 +194,7 @@ class Saver(Hook):
         if not due and not run.is_last_step:
             return
         run.enter("SAVE")
-        if self.before_save is not None:
-            self.before_save(run)
+        self.before_save(run)
         started = time.monotonic()
         if self._background is None or not self._has_looked or run.is_last_step:
             state = self.state.of(run)

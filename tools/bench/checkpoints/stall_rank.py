@@ -22,7 +22,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field
 from megasdc.train import build
 from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import Saver
+from megasdc.train.saving.saver import CopiesFirst, Saver
 from tools.bench.checkpoints.stall_clock import Moved, SaveClock
 from tools.bench.rank import Messages
 
@@ -88,9 +88,9 @@ class Asked(Hook):
         """Not timed."""
         self._inner.on_start(run)
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Timed."""
-        self._clock.timed(self._name, self._inner.before_optimizer_step, engine)
+    def after_micro_batches(self, engine: TrainingEngine) -> None:
+        """Wait as ``CopiesFirst`` does, timed."""
+        self._clock.timed(self._name, self._inner.wait_for_copy)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Timed, where it is due or something is under way."""
@@ -204,13 +204,13 @@ def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snap
         for hook in hooks_of(parts):
             if isinstance(hook, Saver):
                 beside = hook
-                waiting = Saver(_waiting(parts.config), parts.run, None, hook.state)
+                waiting = Saver(_waiting(parts.config), parts.run, None, hook.state, hook.before_save)
                 savers[SYNC], savers[ASYNC] = Asked(SYNC, waiting, clock), Asked(ASYNC, hook, clock)
                 found += [savers[SYNC], savers[ASYNC]]
             elif isinstance(hook, MemoryCheckpoints):
                 savers[MEMORY] = Asked(MEMORY, hook, clock)
                 found.append(savers[MEMORY])
-            else:
+            elif not isinstance(hook, CopiesFirst):  # each waits for itself, to be timed
                 found.append(hook)
         return [*found, Rounds(messages, clock, savers, beside, program)]
 
