@@ -14,7 +14,7 @@ from pathlib import Path
 from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen
+from megasdc.checkpoint.resume import Chosen, NoneUsableError
 from megasdc.durable import rename_durably, write_durably
 
 ASIDE_FOLDER = "unverified"
@@ -22,13 +22,14 @@ ASIDE_FOLDER = "unverified"
 logger = logging.getLogger(__name__)
 
 
-def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> list[int]:
+def leave_behind(folder: Path | str, chosen: Chosen | NoneUsableError | None, ranks: Ranks) -> list[int]:
     """Move the candidates that a resume passed over aside, then clear the corruption mark.
 
     If the process dies in between, the mark is still there and the next resume finishes.
 
     Args:
-        chosen: what ``find_checkpoint`` returned and was loaded; None: there was no checkpoint.
+        chosen: what ``find_checkpoint`` returned and was loaded, or raised where the run goes on all the same; None:
+            there was no checkpoint.
 
     Returns:
         Steps that were moved, on any node.
@@ -44,7 +45,10 @@ def leave_behind(folder: Path | str, chosen: Chosen | None, ranks: Ranks) -> lis
     if place.leader and chosen is not None and chosen.candidates:
         try:
             moved = move_aside(path, chosen.candidates)
-            write_durably(path / LATEST_FILE, chosen.path.name + "\n")
+            if isinstance(chosen, Chosen):
+                write_durably(path / LATEST_FILE, chosen.path.name + "\n")
+            else:
+                (path / LATEST_FILE).unlink(missing_ok=True)
         except OSError as error:
             problem = describe_error(error, f"move candidates in {path} aside")
     raise_together(problem, place, "skipped candidates stay in the folder")

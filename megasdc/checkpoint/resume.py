@@ -52,6 +52,14 @@ class Chosen:
     verified_only: bool
 
 
+class NoneUsableError(CheckpointError):
+    """There are checkpoints, and none of them can be used; attributes as of ``Chosen``."""
+
+    def __init__(self, message: str, skipped: dict[int, list[str]], candidates: list[int], verified_only: bool) -> None:
+        super().__init__(message)
+        self.skipped, self.candidates, self.verified_only = skipped, candidates, verified_only
+
+
 def find_checkpoint(
     folder: Path | str,
     dims: ParallelDims,
@@ -77,8 +85,8 @@ def find_checkpoint(
         The same choice on all ranks; None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints but none can be used or none is verified, the newest usable one has
-            another layout, or ``resume`` forbids what was found; on all ranks.
+        NoneUsableError: there are checkpoints but none can be used or none is verified; on all ranks.
+        CheckpointError: the newest usable one has another layout, or ``resume`` forbids what was found; on all ranks.
         StorageError: the folder cannot be read or cleaned; on all ranks.
 
     Collective: all ranks of the world.
@@ -113,7 +121,8 @@ def find_checkpoint(
             logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
             place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
     if skipped and at_most != 0:
-        raise CheckpointError(_explain_none(path, skipped, candidates, found.corruption if verified_only else None))
+        text = _explain_none(path, skipped, candidates, found.corruption if verified_only else None)
+        raise NoneUsableError(text, skipped, candidates, verified_only)
     if resume == "must" and at_most != 0:
         raise CheckpointError(f"there is no checkpoint in {path} but megasdc.checkpoint.resume is must")
     return None

@@ -24,7 +24,9 @@ from whole_runs import (
 
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
-from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, memory_folder
+from megasdc.checkpoint.marks import mark_corruption
+from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
 from megasdc.run_identity import read_identity
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -124,4 +126,20 @@ def test_what_cannot_be_put_together_leaves_the_disk(failed: tuple[Path, Path, P
     assert "cannot be restored from memory" in event["reason"]
     assert [one["step"] for one in events_of(run_dir, "resume", "checkpoint")] == [4]
     assert not memory.exists(), "the run has ended"
+    _ended_as(run_dir, straight)
+
+
+def test_candidates_on_the_disk_are_left_behind(failed: tuple[Path, Path, Path], straight: Path) -> None:
+    """After corruption an audit has agreed with what memory holds alone: what the disk has never counts again."""
+    config, run_dir, memory = failed
+    newest = _steps_held(memory, _run_of(run_dir))[-1]
+    mark_verified_up_to(memory, newest)
+    here = Place(0, "here", {"here": [0, 1]}, [0, 1], "")
+    mark_corruption(run_dir / "checkpoints", 5, "incident.json", here)
+    assert train_run(config, 2) == [(0, None)] * 2
+    (event,) = events_of(run_dir, "resume", "memory")
+    assert (event["step"], event["disk_step"]) == (newest, None)
+    assert [one["step"] for one in events_of(run_dir, "move", "checkpoint")] == [4]
+    assert (run_dir / "checkpoints" / "unverified" / "step_00000004").is_dir()
+    assert not (run_dir / "checkpoints" / "corruption.json").exists()
     _ended_as(run_dir, straight)

@@ -11,7 +11,7 @@ from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Problem, Ranks, raise_together
-from megasdc.checkpoint.resume import Chosen, find_checkpoint
+from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
 from megasdc.config import RunConfig, StudySection
@@ -58,14 +58,14 @@ def resume(
     folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
     held = look_in_memory(config, run) if section.memory.interval else None
     only_looks = held is not None and agree is None  # a restart from memory does not wait until the disk is read
-    found = _find_on_disk(config, run, agree, has_other=held is not None, verify=section.verify and not only_looks)
+    found, unusable = _find_on_disk(config, run, agree, held is not None, verify=section.verify and not only_looks)
     if held is not None and only_looks and found is not None and (found.step > held.step or found.verified_only):
-        found = _find_on_disk(config, run, agree, has_other=True, verify=section.verify)
+        found, unusable = _find_on_disk(config, run, agree, True, verify=section.verify)
     if held is not None and (found is None or held.step >= found.step):
         chosen = _put_together(run, held)
         if chosen is not None:
-            return _resume_from_memory(run, config, held, chosen, found, study)
-        found = _find_on_disk(config, run, agree, has_other=False, verify=section.verify)
+            return _resume_from_memory(run, config, held, chosen, found or unusable, study)
+        found, _ = _find_on_disk(config, run, agree, False, verify=section.verify)
     if section.memory.interval:
         keep_only(config, run, None)
     if found is None:
@@ -79,9 +79,9 @@ def resume(
 
 
 def _find_on_disk(
-    config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, *, has_other: bool, verify: bool
-) -> Chosen | None:
-    """The newest usable checkpoint of the folder.
+    config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, has_other: bool, *, verify: bool
+) -> tuple[Chosen | None, NoneUsableError | None]:
+    """The newest usable checkpoint of the folder, or why those that are there cannot be used.
 
     Args:
         has_other: the run can go on without one.
@@ -106,10 +106,10 @@ def _find_on_disk(
             if not has_other:
                 raise
             logger.warning("%s", error)
-            return None
+            return None, error if isinstance(error, NoneUsableError) else None
         at_most = None if agree is None else agree(0 if found is None else found.step)
         if at_most is None:
-            return found
+            return found, None
 
 
 def _put_together(run: Run, held: Found) -> Chosen | None:
@@ -129,7 +129,7 @@ def _resume_from_memory(
     config: RunConfig,
     held: Found,
     chosen: Chosen,
-    on_disk: Chosen | None,
+    on_disk: Chosen | NoneUsableError | None,
     study: StudySection | None,
 ) -> dict[str, Any]:
     """Go on from what the hosts hold in memory; returns states of the hooks by class name.
@@ -148,8 +148,10 @@ def _resume_from_memory(
             run.events.emit("skip", "memory", step=held.step, reason=str(error))
         raise LoadedInPartError(f"{error}; it is removed from memory: start the run again") from error
     keep_only(config, run, held)
+    if on_disk is not None:
+        run.passed_over |= set(on_disk.skipped) - set(on_disk.candidates)
     if run.dims.rank == 0:
-        step = None if on_disk is None else on_disk.step
+        step = on_disk.step if isinstance(on_disk, Chosen) else None
         run.events.emit("resume", "memory", step=run.step, origin=held.origin, disk_step=step)
         than = "there is none on the disk" if step is None else f"the newest on the disk is of step {step}"
         logger.info("resumed from step %d in %s; %s", run.step, held.origin, than)
