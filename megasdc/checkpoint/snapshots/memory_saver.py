@@ -151,12 +151,13 @@ class MemorySaver:
         started = time.monotonic()
         files, problem = capture_engine(engine, self._dims, self._place, state)
         free.step = step
-        try:
-            free.empty()
-            free.snapshot.prepare(files, free.folder)
-            free.snapshot.take(files)
-        except OSError as error:
-            problem = problem or describe_error(error, f"allocate memory in {free.folder}")
+        if problem is None:
+            try:
+                free.empty()
+                free.snapshot.prepare(files, free.folder)
+                free.snapshot.take(files)
+            except OSError as error:
+                problem = describe_error(error, f"allocate memory in {free.folder}")
         self._making, self._problem = free, self._problem or problem
         self._texts = {SHARED_STATE_FILE: shared_state_text(state)} if self._place.leader else {}
         self._engine, self._taken_at = describe_engine(engine), time.time()
@@ -233,13 +234,22 @@ class MemorySaver:
         return told
 
     def measure(self, engine: Any, state: SavedState) -> tuple[int, int]:
-        """Bytes that all slots of this rank take together, and of these what they have already; nothing is kept.
+        """Bytes that all slots of this rank, and those that its writer keeps for others, take together.
+
+        Returns:
+            Bytes, and how many of them are taken already.
 
         Collective: all ranks of the world.
         """
         files, problem = capture_engine(engine, self._dims, self._place, state)
-        size = 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
-        return size, sum(path.stat().st_size for slot in self._slots for path in slot.folder.glob("*.pt"))
+        own = 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
+        sizes, folders = self._place.gather(own), [rank_folder(self._folder, self._dims.rank)]
+        if self._address is not None:
+            for rank, size in enumerate(sizes):
+                if partner_of(self._dims, self._place.nodes, rank) == self._dims.rank:
+                    own += size
+                    folders.append(rank_folder(self._folder / GUESTS, rank))
+        return own, sum(path.stat().st_size for folder in folders for path in folder.glob("*/*.pt"))
 
     def reserve(self, engine: Any, state: SavedState) -> None:
         """Allocate the memory of slots that hold nothing and start the writer, so that no snapshot waits for that.

@@ -28,6 +28,8 @@ from megasdc.parallel.dims import ParallelDims
 
 TOKEN_BYTES = 32
 _CONNECT_S = 10.0
+_ANSWER_S = 60.0
+"""Seconds that a partner may take for a piece of a slot, or to compare the whole, before it counts as lost."""
 _LARGEST_RECORD = 64 << 20
 _LARGEST_NAME = 64
 _HEAD = struct.Struct("<II")
@@ -47,13 +49,21 @@ def partner_of(dims: ParallelDims, nodes: Mapping[str, Sequence[int]], rank: int
     """
     names = list(nodes)
     own = next(name for name in names if rank in nodes[name])
-    replica = {name for name in names for one in nodes[name] if _replica(dims, one) == _replica(dims, rank)}
-    start = names.index(own)
-    others = names[start + 1 :] + names[:start]
-    host = next((name for name in others if name not in replica), others[0] if others else None)
-    if host is None:
+    replica = [name for name in names if any(_replica(dims, one) == _replica(dims, rank) for one in nodes[name])]
+    outside = [name for name in _after(names, replica[0]) if name not in replica]
+    if outside:  # the hosts of a replica take different ones
+        host = outside[replica.index(own) % len(outside)]
+    elif len(names) > 1:
+        host = _after(names, own)[0]
+    else:
         return None
     return nodes[host][list(nodes[own]).index(rank) % len(nodes[host])]
+
+
+def _after(names: Sequence[str], name: str) -> list[str]:
+    """All others, beginning with the one that follows."""
+    start = names.index(name)
+    return [*names[start + 1 :], *names[:start]]
 
 
 def _replica(dims: ParallelDims, rank: int) -> int:
@@ -68,10 +78,12 @@ class Guests:
         address: of this host, to listen on.
 
     Raises:
-        OSError: the address is none of this host's.
+        OSError: the address is not known, or none of this host's.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
+        if not address:
+            raise OSError("the address by which others reach this host is not known")
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._folder = folder
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -170,7 +182,7 @@ class Partner:
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
         self._connection = socket.create_connection((address, port), _CONNECT_S)
-        self._connection.settimeout(None)
+        self._connection.settimeout(_ANSWER_S)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._connection.sendall(token)
 

@@ -245,7 +245,10 @@ def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:
         return
     failed: list[OSError] = []
     for name, source in plans[place.node].links.items():
-        os.link(source.held.folder / name, target / name)
+        try:
+            os.link(source.held.folder / name, target / name)
+        except OSError as error:
+            failed.append(error)
     for node, plan in plans.items():
         receiver = place.nodes[node][0]
         for name, source in sorted(plan.sent.items()):
@@ -264,14 +267,15 @@ def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:
 def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> None:
     """Send a file; what cannot be read is sent as zeros, since the receiver waits for all of it."""
     failed: OSError | None = None
-    with open(path, "rb") as file:
-        for start in range(0, size, _CHUNK_BYTES):
-            piece = bytearray(min(_CHUNK_BYTES, size - start))
-            try:
+    for start in range(0, size, _CHUNK_BYTES):
+        piece = bytearray(min(_CHUNK_BYTES, size - start))
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
                 file.readinto(piece)
-            except OSError as error:
-                failed = error
-            dist.send(torch.frombuffer(piece, dtype=torch.uint8), to, group=group)
+        except OSError as error:
+            failed = error
+        dist.send(torch.frombuffer(piece, dtype=torch.uint8), to, group=group)
     if failed is not None:
         raise failed
 
@@ -279,14 +283,14 @@ def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> No
 def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup | None) -> None:
     """Receive a file, all of it also where it cannot be written."""
     failed: OSError | None = None
-    with open(path, "wb") as file:
-        for start in range(0, told.size_bytes, _CHUNK_BYTES):
-            piece = torch.empty(min(_CHUNK_BYTES, told.size_bytes - start), dtype=torch.uint8)
-            dist.recv(piece, sender, group=group)
-            try:
+    for start in range(0, told.size_bytes, _CHUNK_BYTES):
+        piece = torch.empty(min(_CHUNK_BYTES, told.size_bytes - start), dtype=torch.uint8)
+        dist.recv(piece, sender, group=group)
+        try:
+            with open(path, "ab") as file:
                 file.write(piece.numpy().data)
-            except OSError as error:
-                failed = error
+        except OSError as error:
+            failed = error
     if failed is not None:
         raise failed
     if not _is_whole(path.parent, told):

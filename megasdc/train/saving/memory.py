@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import shutil
+import socket
 from pathlib import Path
 
 from megasdc.checkpoint.marks import find_corruption
@@ -27,6 +29,7 @@ from megasdc.engine.run import Run
 from megasdc.errors import ConfigError
 from megasdc.health.own_address import own_address_towards
 from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel.collectives import gather_objects
 from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class MemoryCheckpoints(Hook):
         self._first = run.step
         self._has_old = self._saver.adopt(run.step)
         self._has_looked = False
+        self._was_taken = True
         self.fields = self._saver.fields
 
     def on_start(self, run: Run) -> None:
@@ -69,7 +73,6 @@ class MemoryCheckpoints(Hook):
             ConfigError: it has none; on all ranks.
         """
         size, there = self._saver.measure(run.engine, self._state.of(run))
-        size *= 1 + self._partners
         if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
         self._saver.reserve(run.engine, self._state.of(run))
@@ -77,8 +80,7 @@ class MemoryCheckpoints(Hook):
             logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
 
     def _join_partners(self, run: Run) -> None:
-        address = own_address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        problem = self._saver.join_partners(address)
+        problem = self._saver.join_partners(_own_address(run))
         if problem is not None and run.dims.rank == 0:
             logger.warning("memory: no host keeps copies for another: %s", problem)
             run.events.emit("warning", "memory_without_partners", step=run.step, message=problem)
@@ -102,9 +104,13 @@ class MemoryCheckpoints(Hook):
             return
         run.enter("SAVE")
         self._before_save(run)
-        if self._saver.begin(run.engine, run.step, self._state.of(run)):
-            run.paused_s += self._saver.stalled_s
+        taken = self._saver.begin(run.engine, run.step, self._state.of(run))
+        run.paused_s += self._saver.stalled_s if taken else 0.0
         run.enter("BETWEEN")
+        if self._was_taken and not taken and run.dims.rank == 0:  # the first of several
+            run.events.emit("skip", "memory_snapshot", step=run.step, skipped=self._saver.skipped)
+            logger.warning("memory: step %d is not kept: those before are still being made whole", run.step)
+        self._was_taken = taken
         if self._writer is not None:
             self._writer.write(
                 run.step,
@@ -142,6 +148,25 @@ class MemoryCheckpoints(Hook):
     def close(self) -> None:
         """End the writer; what is held stays after an error."""
         self._saver.close()
+
+
+def _own_address(run: Run) -> str:
+    """This host's address towards the first one; of the first one, whose name may mean itself alone, towards another.
+
+    Empty where it is not known: then this rank cannot listen, which all are told.
+
+    Collective: all ranks of the world.
+    """
+    names = gather_objects(socket.gethostname(), run.host_group)
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        own = own_address_towards(first)
+        if ipaddress.ip_address(own).is_loopback:
+            own = next((own_address_towards(name) for name in names if name != names[run.dims.rank]), own)
+    except OSError as error:
+        logger.warning("memory: this host's address is not known: %s", error)
+        return ""
+    return own
 
 
 def look_in_memory(config: RunConfig, run: Run) -> Found | None:

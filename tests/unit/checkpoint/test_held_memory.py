@@ -11,6 +11,8 @@ import pytest
 
 from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, linger, memory_folder, remove_forgotten
+from megasdc.checkpoint.snapshots.partner import partner_of
+from megasdc.parallel.dims import ParallelDims
 
 GONE = 2**22 + 1
 """No process has this id."""
@@ -65,3 +67,22 @@ def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
     claim(taken, "taken.2", 100.0)
     keeper.join(timeout=30)
     assert not keeper.is_alive() and taken.exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "partners"),
+    [
+        ((1, 1, 4), [[0], [1], [2], [3]], [1, 2, 3, 0]),
+        ((1, 2, 2), [[0], [1], [2], [3]], [1, 2, 3, 0]),
+        ((2, 2, 2), [[0, 1], [2, 3], [4, 5], [6, 7]], [2, 3, 4, 5, 6, 7, 0, 1]),
+        ((1, 2, 1), [[0], [1]], [1, 0]),
+        ((1, 1, 2), [[0, 1]], [None, None]),
+    ],
+)
+def test_each_host_keeps_as_much_as_the_others(
+    layout: tuple[int, int, int], hosts: list[list[int]], partners: list[int | None]
+) -> None:
+    """The partner is on another host, outside those of the rank's replica where there are others, each once."""
+    nodes = {f"host{number}": ranks for number, ranks in enumerate(hosts)}
+    world = range(len(partners))
+    assert [partner_of(ParallelDims(*layout, rank), nodes, rank) for rank in world] == partners
