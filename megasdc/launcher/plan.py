@@ -97,7 +97,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     check_layout(config, len(placement.host_of_rank))
     _tell_left_out(request, placement, tell)
     _tell_unused(request, options, tell)
-    launch_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    launch_id = request.launch_id or new_launch_id()
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
     rank = _rank_command(request, cwd, {**forwarded, LAUNCH_ID_VARIABLE: launch_id}, options)
     return LaunchPlan(
@@ -113,6 +113,11 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         alert_command=tuple(config.megasdc.health.alert_command),
         watched=config.megasdc.health.is_on(launched=True, studied=config.megasdc.study.replicas is not None),
     )
+
+
+def new_launch_id() -> str:
+    """An id that no other launch has."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def _collect_error(problems: list[str], call: Callable[[], T]) -> T | None:

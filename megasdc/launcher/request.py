@@ -23,6 +23,7 @@ class LaunchRequest:
         overrides: texts ``a.b.c=value``.
         allow_changed: paths ``a.b.c`` of fields that may differ on resume.
         failure_grace_s: seconds that other ranks get after one has failed.
+        launch_id: by which its processes and records can be found; empty: a new one.
     """
 
     config_path: Path
@@ -36,3 +37,4 @@ class LaunchRequest:
     allow_changed: tuple[str, ...] = ()
     script: Path = DEFAULT_SCRIPT
     failure_grace_s: float = FAILURE_GRACE_S
+    launch_id: str = ""

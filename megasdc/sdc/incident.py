@@ -239,6 +239,17 @@ def incident_from_json(text: str, source: str = "the text") -> Incident:
         raise TraceError(f"{source} is damaged or not an incident report: {where}: {first['msg']}") from error
 
 
+def load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident], ...]:
+    """Incidents of corruption in a folder of reports, with the page of each; what cannot be read is noted."""
+    found = []
+    for path in sorted(folder.glob("incident_step_*.json")):
+        try:
+            found.append((path.with_suffix(".html"), incident_from_json(path.read_text(encoding="utf-8"), path.name)))
+        except (OSError, ValueError, TraceError) as error:
+            notes.append(f"reports/{path.name} is left out: {error}")
+    return tuple(found)
+
+
 def _leave_out(incident: Incident) -> Instruction:
     """Instruction to exclude hosts."""
     hosts = " and ".join(incident.hosts)

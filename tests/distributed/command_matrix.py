@@ -19,12 +19,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 MODULES = {"megasdc": "megasdc", "bench": "tools.bench"}
+ONCE = "--set megasdc.supervise.failures_per_hour=1 --set megasdc.logging.run_dir={base}/supervised"
+"""A host that cannot be reached is tried once more, and no more."""
 PASSING = (1, 2)
 """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 
@@ -74,6 +77,8 @@ COMMANDS = (
     Command("prepare-data --config {base}/text.json --set megasdc.data.sources.0.path={in} --out {out}", "texts", 71),
     Command("launch --dry-run --num-ranks 1 --config {in}", "run.json", 70, prints=False),
     Command("launch --dry-run --config {base}/run.json --hostfile {in}", "hostfile", 78, done=78, prints=False),
+    Command(f"supervise --config {{in}} --hostfile {{base}}/hostfile {ONCE}", "run.json", 70, done=78, prints=False),
+    Command(f"supervise --config {{base}}/run.json --hostfile {{in}} {ONCE}", "hostfile", 78, done=78, prints=False),
     Command(
         "launch --dry-run --num-ranks 1 --config {base}/run.json --script {in}", "s.py", 78, prints=False, damaged=0
     ),
@@ -228,6 +233,7 @@ def run_command(
     if child == 0:
         try:
             os.setsid()
+            forkserver._forkserver.__init__()  # type: ignore[misc,attr-defined] - that of the tests is none of its children
             resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))  # some devices never end
             os.chdir(cwd)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -32,6 +32,7 @@ from megasdc.config.sections.health import HealthSection
 from megasdc.config.sections.model import ModelSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.study import StudySection
+from megasdc.config.sections.supervise import SuperviseSection
 
 
 class ParallelSection(Section):
@@ -268,6 +269,7 @@ class MegasdcSection(Section):
     study: StudySection = section(StudySection)
     drop_compute: DropComputeSection = section(DropComputeSection)
     health: HealthSection = section(HealthSection)
+    supervise: SuperviseSection = section(SuperviseSection)
     optimizer_hooks: list[HookSpec] = setting(
         [], "What bounds gradients and resets moments, in this order; empty: nothing.", APPLIED
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.errors import PeerError, TraceError
+from megasdc.errors import PeerError
 from megasdc.events import Event
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
@@ -20,7 +20,7 @@ from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 from megasdc.report.run_pages.slowness import load_slowness
 from megasdc.run_lock import read_holder
-from megasdc.sdc.incident import Incident, incident_from_json
+from megasdc.sdc.incident import Incident, load_incidents
 
 OnProgress = Callable[[str, int, int], None]
 CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
@@ -214,17 +214,6 @@ def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
     if len(kept) < len(events):
         notes.append(f"{len(events) - len(kept)} events of an earlier run in the same folder are not shown")
     return kept
-
-
-def load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident], ...]:
-    """Incidents of corruption in a folder of reports, with the page of each; what cannot be read is noted."""
-    found = []
-    for path in sorted(folder.glob("incident_step_*.json")):
-        try:
-            found.append((path.with_suffix(".html"), incident_from_json(path.read_text(encoding="utf-8"), path.name)))
-        except (OSError, ValueError, TraceError) as error:
-            notes.append(f"reports/{path.name} is left out: {error}")
-    return tuple(found)
 
 
 def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:

@@ -21,11 +21,10 @@ from megasdc.report.run_pages.record import (
     event_row,
     load_config,
     load_ending,
-    load_incidents,
     metrics_row,
     series_of,
 )
-from megasdc.sdc.incident import Incident
+from megasdc.sdc.incident import Incident, load_incidents
 
 KEPT_ROWS, KEPT_EVENTS = 200, 500
 PACE_ROWS = 50

@@ -1,0 +1,49 @@
+"""`megasdc supervise`: a run that goes on by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megasdc.cli.app import ConfigOption, Overrides, app, input_option
+from megasdc.cli.options import option
+from megasdc.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class SuperviseOptions:
+    """Options of ``megasdc supervise``; those of ``megasdc launch`` have its meaning."""
+
+    config_path: ConfigOption
+    launcher_args: Annotated[
+        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
+    ] = ()
+    hostfile: Path | None = option(
+        None, "Lines `NAME slots=N`, spares too: see megasdc.supervise.num_hosts.", make=input_option, reads=LaunchError
+    )
+    script: Path | None = option(
+        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
+    )
+    overrides: Overrides = ()
+    allow_changed: tuple[str, ...] = option(
+        (),
+        "Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
+        metavar="PATH",
+    )
+
+
+@app.command(
+    "supervise", epilog="Example: megasdc supervise --hostfile launch/hostfile.example --config configs/smoke.json"
+)
+def supervise(options: SuperviseOptions) -> None:
+    """Launch a run and start it again after failures, on other hosts where some are the cause, until it is done.
+
+    What it plans and does is in supervise/journal.jsonl of the run folder: where this command is killed, the same one
+    goes on from there. Ctrl-C, or SIGTERM, lets the run save and end. Exit code: of the last attempt.
+    """
+    from megasdc.supervisor.command import supervise_run
+
+    raise typer.Exit(supervise_run(**vars(options)))

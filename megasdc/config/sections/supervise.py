@@ -1,0 +1,23 @@
+"""Section `supervise`: how many hosts a run uses when it is supervised, and when a person is needed."""
+
+from __future__ import annotations
+
+from megasdc.config.fields import NonNegativeFloat, PositiveInt, Section, setting
+
+
+class SuperviseSection(Section):
+    """What `megasdc supervise` does with failures; other starts do not read it."""
+
+    at_resume = "-"
+
+    num_hosts: PositiveInt | None = setting(
+        None, "Hosts that the run uses, the first of the hostfile; the others are spares. null: all, and no spare."
+    )
+    failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
+    same_step: PositiveInt = setting(
+        3, "So many failures in succession at the same step, not all on the same hosts, end the run: it is no hardware."
+    )
+    pause_s: NonNegativeFloat = setting(
+        5.0, "Seconds before an attempt is repeated where the one before got no further; doubled each time."
+    )
+    longest_pause_s: NonNegativeFloat = setting(300.0, "The longest such pause.")

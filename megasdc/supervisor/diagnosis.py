@@ -1,0 +1,176 @@
+"""What went wrong in an attempt: from the exit code, the front's verdict, and what the run wrote of it; pure functions.
+
+A diagnosis names hosts only where the evidence does. What a rank or an agent calls its host is turned into the name
+that the hostfile has, by the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megasdc.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    DataError,
+    HangError,
+    NonFiniteError,
+    StorageError,
+    TraceError,
+)
+from megasdc.health.incident_file import HangIncident
+from megasdc.sdc.incident import Incident
+
+USAGE = 2
+"""Exit code of a wrong command line."""
+SIGNALS = 128
+"""Exit codes above it are those of signals that the front received."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of diagnosis.
+
+    Args:
+        title: in words, as reports have it.
+        names_hosts: whether it says which hosts are the cause.
+    """
+
+    title: str
+    names_hosts: bool = False
+
+
+KINDS = {
+    "done": Kind("all steps are done"),
+    "stopped": Kind("stopped on request"),
+    "input": Kind("configuration, data or command line are wrong"),
+    "memory": Kind("a rank got no memory"),
+    "checkpoint": Kind("no checkpoint can be used"),
+    "non_finite": Kind("NaN or Inf more often than allowed"),
+    "storage": Kind("a folder cannot be written, or the disk is full"),
+    "corrupt_again": Kind("a rank computes wrong results, again when it repeats them", names_hosts=True),
+    "corrupt_once": Kind("a rank has computed a wrong result once", names_hosts=True),
+    "corrupt_one_of": Kind("one of several ranks computes wrong results", names_hosts=True),
+    "host_lost": Kind("a host cannot be reached", names_hosts=True),
+    "hang": Kind("a rank was stuck", names_hosts=True),
+    "link": Kind("a connection between two hosts carried nothing", names_hosts=True),
+    "stuck": Kind("nothing moved, and who is the cause is not known"),
+    "rank_lost": Kind("a rank was killed", names_hosts=True),
+    "rank_failed": Kind("a rank failed with an error that is none of the documented ones", names_hosts=True),
+    "launch": Kind("the launch itself failed"),
+}
+"""All kinds."""
+BY_CODE = {
+    DataError.exit_code: "input",
+    CheckpointError.exit_code: "checkpoint",
+    NonFiniteError.exit_code: "non_finite",
+    StorageError.exit_code: "storage",
+    TraceError.exit_code: "input",
+}
+OF_VERDICT = {
+    "persistent": "corrupt_again",
+    "intermittent": "corrupt_again",
+    "not_reproduced": "corrupt_once",
+    "inconclusive": "corrupt_one_of",
+}
+"""Diagnosis of corruption, by the verdict of its incident."""
+NO_MEMORY = "could not get the memory it asked for"
+"""What a rank says that has run out of memory, under the exit code of a wrong configuration."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How an attempt ended.
+
+    Args:
+        exit_code: of the launch; None: its front was killed, and left no verdict.
+        failed_rank: that failed first; None: not known.
+        failed_host: its host, as in the hostfile; None: not known.
+        lines: what the front said of the end, the cause first.
+        host_of_rank: as in the hostfile.
+        unreachable: hosts that could not be reached afterwards.
+        hang: the incident of a standstill in this attempt; None: there was none.
+        corruption: that of silent data corruption; None: there was none.
+        reached: last step that was reported; 0: none.
+        steps: of the whole run.
+    """
+
+    exit_code: int | None
+    failed_rank: int | None
+    failed_host: str | None
+    lines: Sequence[str]
+    host_of_rank: Sequence[str]
+    unreachable: Sequence[str] = ()
+    hang: HangIncident | None = None
+    corruption: Incident | None = None
+    reached: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What went wrong.
+
+    Args:
+        kind: of ``KINDS``.
+        hosts: that are the cause, or one of which is; as in the hostfile; empty where none is named.
+        step: that was reached.
+        text: the evidence in a sentence.
+        incident: file of the evidence; None: there is none.
+    """
+
+    kind: str
+    hosts: tuple[str, ...]
+    step: int
+    text: str
+    incident: str | None = None
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Say what went wrong.
+
+    What is wrong before any host is asked comes first; then a host that is gone, which explains all that follows from
+    it; then what was detected and named; then the exit code.
+    """
+
+    def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
+        said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
+        named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()
+        return Diagnosis(kind, named, evidence.reached, said, incident)
+
+    code = evidence.exit_code
+    if code == 0:
+        return found("done" if evidence.reached >= evidence.steps else "stopped")
+    if code in (USAGE, ConfigError.exit_code):
+        return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
+    if evidence.unreachable:
+        return found("host_lost", evidence.unreachable, f"{', '.join(evidence.unreachable)} cannot be reached")
+    if evidence.corruption is not None and code == CorruptionError.exit_code:
+        one = evidence.corruption
+        return found(OF_VERDICT[one.verdict], _hosts_of(evidence, [rank.rank for rank in one.suspects]))
+    if evidence.hang is not None and not evidence.hang.kind.endswith("/gone"):
+        return _of_hang(evidence, evidence.hang)
+    if code is None:
+        return found("launch", text="the front of the launch was killed")
+    if code in BY_CODE:
+        return found(BY_CODE[code])
+    if code == HangError.exit_code:
+        return found("stuck")
+    if code > SIGNALS:
+        return found("stopped")
+    failed = [evidence.failed_host] if evidence.failed_host is not None else []
+    if code == 1:
+        return found("rank_failed", failed)
+    return found("rank_lost", failed) if evidence.failed_rank is not None else found("launch")
+
+
+def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:
+    by_rank = _hosts_of(evidence, hang.ranks)
+    hosts = by_rank or [host for host in dict.fromkeys(evidence.host_of_rank) if host in hang.hosts]
+    kind = "link" if hang.kind.endswith("/link") and hosts else "hang" if hosts else "stuck"
+    return Diagnosis(kind, tuple(dict.fromkeys(hosts)), evidence.reached, hang.message, str(hang.path))
+
+
+def _hosts_of(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
+    return [evidence.host_of_rank[rank] for rank in ranks if rank < len(evidence.host_of_rank)]

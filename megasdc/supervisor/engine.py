@@ -1,0 +1,153 @@
+"""How attempts are started: one small interface, and the front of ``megasdc launch`` behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from megasdc import run_lock
+from megasdc.health.incident_file import load_hangs
+from megasdc.launcher import running_on_host
+from megasdc.launcher.remote import Transport
+from megasdc.launcher.request import LaunchRequest
+from megasdc.metrics.writer import read_metrics
+from megasdc.sdc.incident import load_incidents
+from megasdc.supervisor import front
+from megasdc.supervisor.diagnosis import Evidence
+from megasdc.supervisor.front import FrontResult
+from megasdc.supervisor.history import Attempt, Process
+
+PROBE_S = 30.0
+
+
+class Engine(Protocol):
+    """Starts, watches and ends attempts."""
+
+    def find(self, attempt: Attempt) -> Process | None:
+        """The process of an attempt that may have been started; None: there is none."""
+
+    def start(self, attempt: Attempt) -> Process:
+        """Start an attempt."""
+
+    def lives(self, process: Process) -> bool:
+        """Whether it still runs."""
+
+    def show(self, attempt: Attempt) -> None:
+        """Print what it has said since the last call."""
+
+    def stop(self, process: Process) -> None:
+        """Ask it to save and end."""
+
+    def evidence(self, attempt: Attempt) -> Evidence:
+        """How an attempt has ended."""
+
+
+class FrontEngine:
+    """Attempts by ``megasdc launch``, a process of its own session, which outlives the supervisor.
+
+    Args:
+        folder: of the supervisor, for hostfiles and what fronts say.
+        run_dir: of the run.
+        steps: of the run.
+        request: what is launched, but for hosts and launch id.
+    """
+
+    def __init__(self, folder: Path, run_dir: Path, steps: int, request: LaunchRequest) -> None:
+        self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
+        self._shown: dict[Path, int] = {}
+
+    def find(self, attempt: Attempt) -> Process | None:
+        """See ``Engine``; by its command line, which holds the launch id."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().decode(errors="replace").split("\0")
+            except OSError:  # it has ended
+                continue
+            ticks = run_lock.start_ticks(int(path.parent.name))
+            if front.MODULE in words and any(attempt.launch_id in word for word in words) and ticks is not None:
+                return Process(int(path.parent.name), ticks)
+        return None
+
+    def start(self, attempt: Attempt) -> Process:
+        """See ``Engine``.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        hostfile = self._file(attempt, "hosts")
+        hostfile.write_text(
+            "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()), encoding="utf-8"
+        )
+        launch = asdict(replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id))
+        request = {"launch": launch, "result": self._file(attempt, "json")}
+        path = self._file(attempt, "log")
+        with open(path, "ab") as log:
+            self._shown[path] = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", front.MODULE, json.dumps(request, default=str)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        ticks = run_lock.start_ticks(process.pid)
+        return Process(process.pid, 0 if ticks is None else ticks)
+
+    def show(self, attempt: Attempt) -> None:
+        """See ``Engine``; on standard error. Of an attempt that was taken over, from now on."""
+        path = self._file(attempt, "log")
+        with suppress(FileNotFoundError), open(path, "rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(self._shown.get(path, end))
+            sys.stderr.write(log.read().decode(errors="replace"))
+            self._shown[path] = log.tell()
+
+    def lives(self, process: Process) -> bool:
+        """See ``Engine``."""
+        with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
+            os.waitpid(process.pid, os.WNOHANG)
+        return run_lock.start_ticks(process.pid) == process.ticks
+
+    def stop(self, process: Process) -> None:
+        """See ``Engine``."""
+        if self.lives(process):
+            os.kill(process.pid, signal.SIGTERM)
+
+    def evidence(self, attempt: Attempt) -> Evidence:
+        """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
+        path = self._file(attempt, "json")
+        result = FrontResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        code = None if result is None else result.exit_code
+        rows = read_metrics(self._run_dir) if self._run_dir.is_dir() else []
+        hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
+        incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
+        recent = [one for one in incidents if datetime.fromisoformat(one.time).timestamp() >= int(attempt.planned_at)]
+        return Evidence(
+            exit_code=code,
+            failed_rank=None if result is None else result.failed_rank,
+            failed_host=None if result is None else result.failed_host,
+            lines=() if result is None else tuple(result.lines),
+            host_of_rank=tuple(host for host, slots in attempt.slots.items() for _ in range(slots)),
+            unreachable=() if code == 0 else self._unreachable(attempt),
+            hang=hangs[-1] if hangs else None,
+            corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
+            reached=max((row["step"] for row in rows if "train/loss" in row), default=0),
+            steps=self._steps,
+        )
+
+    def _file(self, attempt: Attempt, ending: str) -> Path:
+        return self._folder / f"attempt_{attempt.number:04d}.{ending}"
+
+    def _unreachable(self, attempt: Attempt) -> tuple[str, ...]:
+        request = {"launch_id": attempt.launch_id}
+        program = Path(running_on_host.__file__)
+        answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
+        return tuple(one.host for one in answers if one.problem)

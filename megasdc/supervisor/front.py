@@ -1,0 +1,61 @@
+"""The process of one attempt: the front of a launch, which leaves how it ended in a file.
+
+    python -m megasdc.supervisor.front REQUEST
+
+``REQUEST`` is JSON: ``launch``, the fields of ``LaunchRequest``, and ``result``, the file. A front that is killed
+leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.durable import write_durably
+from megasdc.errors import MegasdcError
+from megasdc.launcher.front import launch_run
+from megasdc.launcher.request import LaunchRequest
+from megasdc.launcher.supervision import say
+
+MODULE = "megasdc.supervisor.front"
+
+
+@dataclass(frozen=True)
+class FrontResult:
+    """How a launch ended, or why it was refused; fields as of ``megasdc.launcher.front.LaunchResult``."""
+
+    exit_code: int
+    failed_rank: int | None
+    failed_host: str | None
+    lines: list[str]
+
+
+def run(launch: dict[str, Any]) -> FrontResult:
+    """Launch, and wait for the end; every error becomes a result."""
+    paths = {name: Path(launch[name]) for name in ("config_path", "hostfile", "script")}
+    words = {name: tuple(value) for name, value in launch.items() if isinstance(value, list)}
+    try:
+        found = launch_run(LaunchRequest(**{**launch, **paths, **words}))
+        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines)
+    except MegasdcError as error:
+        say(f"error: {error}")
+        return FrontResult(error.exit_code, None, None, str(error).splitlines())
+    except Exception as error:  # whatever it is, the supervisor has to know
+        traceback.print_exc()
+        return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])
+
+
+def main() -> int:
+    """Launch as the first argument says; returns the exit code."""
+    request = json.loads(sys.argv[1])
+    result = run(request["launch"])
+    write_durably(Path(request["result"]), json.dumps(asdict(result)) + "\n")
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What a supervisor plans and does, an entry a line: after it was killed the same command goes on from there; no torch.
+
+An entry that plans something is on the disk before it is done. Each line has a checksum of itself and of all lines
+before it; a last line that was cut off, when the supervisor was killed, is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import xxhash
+
+from megasdc.errors import LaunchError, StorageError
+
+JOURNAL_FILE = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line.
+
+    Args:
+        number: the first is 1.
+        time: seconds since the epoch.
+        kind: of ``megasdc.supervisor.history``.
+        fields: plain values.
+    """
+
+    number: int
+    time: float
+    kind: str
+    fields: dict[str, Any]
+
+
+class Journal:
+    """The journal of a run, open for one supervisor at a time; a context manager.
+
+    Args:
+        folder: it lies in, made where it is absent.
+        say: receives a message where a line that was cut off is removed.
+
+    Attributes:
+        entries: all of them, oldest first.
+
+    Raises:
+        LaunchError: another supervisor has it.
+        StorageError: it was changed, or cannot be read or written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.path = folder / JOURNAL_FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
+        except OSError as error:
+            raise StorageError(f"the supervisor's journal {self.path} cannot be opened: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.entries, self._checksum = self._read(say)
+        except BlockingIOError as error:
+            self._file.close()
+            raise LaunchError(f"{self.path} is in use by another supervisor of this run; wait for its end") from error
+        except OSError as error:
+            self._file.close()
+            raise StorageError(f"the supervisor's journal {self.path} cannot be read: {error}") from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, kind: str, **fields: Any) -> Entry:
+        """Add an entry, which is on the disk on return.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        number = len(self.entries) + 1
+        content = {"number": number, "time": time.time(), "kind": kind, "fields": fields}
+        checksum = _chained(self._checksum, content)
+        line = json.dumps({**content, "checksum": checksum}) + "\n"
+        try:
+            self._file.write(line.encode())
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"the supervisor's journal {self.path} cannot be written: {error}") from error
+        self._checksum = checksum
+        entry = Entry(**json.loads(json.dumps(content)))  # as a later supervisor reads it
+        self.entries.append(entry)
+        return entry
+
+    def _read(self, say: Callable[[str], None]) -> tuple[list[Entry], str]:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            say(f"{self.path}: a line that was not written to its end is removed")
+            os.ftruncate(self._file.fileno(), len(whole))
+        entries, checksum = [], ""
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                raw = json.loads(line)
+                claimed = raw.pop("checksum")
+                entry = Entry(**raw)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise StorageError(f"{self._where(number)} cannot be read: {error!r}; {self._remedy}") from error
+            checksum = _chained(checksum, raw)
+            if claimed != checksum or entry.number != number:
+                raise StorageError(f"{self._where(number)} was changed; {self._remedy}")
+            entries.append(entry)
+        return entries, checksum
+
+    def _where(self, number: int) -> str:
+        return f"line {number} of the supervisor's journal {self.path}"
+
+    @property
+    def _remedy(self) -> str:
+        return "move the file away to supervise the run anew: its checkpoints stay"
+
+
+def _chained(before: str, content: dict[str, Any]) -> str:
+    """Checksum of a line and of all before it."""
+    return xxhash.xxh3_64((before + json.dumps(content)).encode()).hexdigest()

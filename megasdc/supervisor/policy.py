@@ -1,0 +1,194 @@
+"""What follows from a diagnosis: a table of rules, and limits that end what does not help; pure functions.
+
+=================  ==================================  =====================================================
+diagnosis          the first time                      again, with one of the same hosts
+=================  ==================================  =====================================================
+done, stopped      finish                              -
+input, checkpoint  stop: a person must change it       -
+non_finite         stop                                -
+memory, storage    start again                         stop
+corrupt_again      replace the hosts                   replace the hosts
+corrupt_once       start again                         replace the hosts
+corrupt_one_of     replace all of them                 replace all of them
+host_lost          replace the hosts                   replace the hosts
+hang, rank_lost    start again                         replace the hosts
+rank_failed        start again                         replace the hosts
+link               start again                         replace both hosts
+stuck, launch      start again                         start again
+=================  ==================================  =====================================================
+
+Before these rules come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
+stops; so it does after too many failures in an hour. A host is not used again once it was replaced, as long as others
+are left. Where no host is left for one that may recover, the attempt is repeated in place after a pause that doubles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megasdc.supervisor.diagnosis import Diagnosis
+
+HOUR_S = 3600.0
+
+
+class Action(Enum):
+    """What a supervisor does after an attempt; the values are those of the journal."""
+
+    FINISH = "finish"
+    """The run has ended as it should."""
+    STOP = "stop"
+    """A person is needed."""
+    AGAIN = "start again"
+    """On the same hosts."""
+    REPLACE = "replace hosts"
+    """Start again on others instead of some."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What follows from a diagnosis.
+
+    Args:
+        first: the first time.
+        again: where one of its hosts, or the run if it names none, had it before; None: the same.
+        certain: a host that it names is wrong for certain, so that the run cannot go on with it.
+    """
+
+    first: Action
+    again: Action | None = None
+    certain: bool = False
+
+
+RULES = {
+    "done": Rule(Action.FINISH),
+    "stopped": Rule(Action.FINISH),
+    "input": Rule(Action.STOP),
+    "checkpoint": Rule(Action.STOP),
+    "non_finite": Rule(Action.STOP),
+    "memory": Rule(Action.AGAIN, Action.STOP),
+    "storage": Rule(Action.AGAIN, Action.STOP),
+    "corrupt_again": Rule(Action.REPLACE, certain=True),
+    "corrupt_once": Rule(Action.AGAIN, Action.REPLACE),
+    "corrupt_one_of": Rule(Action.REPLACE, certain=True),
+    "host_lost": Rule(Action.REPLACE),
+    "hang": Rule(Action.AGAIN, Action.REPLACE),
+    "rank_lost": Rule(Action.AGAIN, Action.REPLACE),
+    "rank_failed": Rule(Action.AGAIN, Action.REPLACE),
+    "link": Rule(Action.AGAIN, Action.REPLACE),
+    "stuck": Rule(Action.AGAIN),
+    "launch": Rule(Action.AGAIN),
+}
+"""By kind of ``megasdc.supervisor.diagnosis``."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a run that does not get on.
+
+    Args:
+        per_hour: failures within an hour.
+        same_step: failures in succession at the same step, on more than one set of hosts.
+        pause_s: seconds before an attempt is repeated where the one before got no further; doubled each time.
+        longest_pause_s: most of it.
+    """
+
+    per_hour: int = 20
+    same_step: int = 3
+    pause_s: float = 5.0
+    longest_pause_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that failed.
+
+    Args:
+        time: of its end, seconds since the epoch.
+        used: hosts of the attempt.
+        exit_code: of the launch; None: its front was killed.
+    """
+
+    time: float
+    used: tuple[str, ...]
+    exit_code: int | None
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done.
+
+    Args:
+        replaced: hosts that are not used any more.
+        pause_s: seconds before the next attempt.
+        text: why, in a sentence.
+    """
+
+    action: Action
+    text: str
+    replaced: tuple[str, ...] = ()
+    pause_s: float = 0.0
+
+
+def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Decision:
+    """Decide what follows from the last attempt.
+
+    Args:
+        failures: of the run, oldest first; the last one is what is decided on, also where it is no failure.
+        num_spares: hosts that could be used instead of others.
+    """
+    *before, last = failures
+    found = last.diagnosis
+    rule = RULES[found.kind]
+    if rule.first in (Action.FINISH, Action.STOP):
+        return Decision(rule.first, found.text)
+    if (limit := _limit_of(failures, limits)) is not None:
+        return Decision(Action.STOP, limit)
+    had = [one for one in before if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
+    action = rule.again if had and rule.again is not None else rule.first
+    pause_s = _pause_s(failures, limits)
+    if action is Action.STOP:
+        return Decision(action, f"{found.text}; it is not the first time")
+    if action is not Action.REPLACE:
+        return Decision(action, found.text, pause_s=pause_s)
+    if len(found.hosts) <= num_spares:
+        again = "again: " if had else ""
+        return Decision(action, f"{again}{found.text}", found.hosts)
+    lacking = f"{len(found.hosts)} other hosts would be needed, and there are {num_spares}"
+    if rule.certain:
+        return Decision(Action.STOP, f"{found.text}; {lacking}")
+    return Decision(Action.AGAIN, f"{found.text}; {lacking}", pause_s=pause_s)
+
+
+def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
+    """The limit that is reached; None: none is."""
+    last = failures[-1]
+    recent = [one for one in failures if one.time > last.time - HOUR_S]
+    if len(recent) > limits.per_hour:
+        return f"{len(recent)} failures within an hour; the last: {last.diagnosis.text}"
+    same = failures[-limits.same_step :]
+    alike = len({one.diagnosis.step for one in same}) == 1 and len({frozenset(one.used) for one in same}) > 1
+    if len(same) == limits.same_step and alike:
+        return (
+            f"{len(same)} attempts on different hosts ended at step {last.diagnosis.step}, so that it is no hardware; "
+            f"the last: {last.diagnosis.text}"
+        )
+    return None
+
+
+def _shares_host(one: Diagnosis, other: Diagnosis) -> bool:
+    """Whether two diagnoses name a common host, or both name none."""
+    return bool(set(one.hosts) & set(other.hosts)) or not (one.hosts or other.hosts)
+
+
+def _pause_s(failures: Sequence[Failure], limits: Limits) -> float:
+    """None after progress; else doubled with each attempt in succession that ended at the same step."""
+    last = failures[-1].diagnosis.step
+    idle = 0
+    for one in reversed(failures[:-1]):
+        if one.diagnosis.step != last:
+            break
+        idle += 1
+    return min(limits.longest_pause_s, limits.pause_s * 2.0 ** (idle - 1)) if idle else 0.0

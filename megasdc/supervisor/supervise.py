@@ -1,0 +1,119 @@
+"""The loop of a supervisor: each turn adds one entry to the journal, from the last one that is there.
+
+Killed at any point, the next supervisor reads the journal and makes the turn that is due: a start that was planned is
+looked for before it is made, an attempt that runs is taken over, a decision that was made is followed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from threading import Event
+
+from megasdc.errors import LaunchError
+from megasdc.launcher.plan import new_launch_id
+from megasdc.supervisor.diagnosis import KINDS, diagnose
+from megasdc.supervisor.engine import Engine
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.policy import Action, Limits, decide
+
+POLL_S = 0.2
+
+Say = Callable[[str], None]
+
+
+class Supervisor:
+    """Runs attempts until the run is done, or a person is needed.
+
+    Args:
+        journal: of the run, with its first entry at least.
+        stop: set where the run is to be stopped; from a signal handler too.
+        say: receives what happens, a line each.
+    """
+
+    def __init__(self, journal: Journal, engine: Engine, limits: Limits, stop: Event, say: Say) -> None:
+        self._journal, self._engine, self._limits = journal, engine, limits
+        self._stop, self._say = stop, say
+        self._history = History.of(journal.entries)
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code.
+
+        Raises:
+            StorageError: the journal cannot be written.
+        """
+        turns = {
+            "opened": self._plan,
+            "planned": self._start,
+            "started": self._wait,
+            "ended": self._decide,
+            "decided": self._follow,
+        }
+        while self._history.exit_code is None:
+            turns[self._history.stage]()
+        return self._history.exit_code
+
+    def _write(self, kind: str, **fields: object) -> None:
+        self._history.add(self._journal.write(kind, **fields))
+
+    def _plan(self) -> None:
+        history = self._history
+        number = 1 if history.attempt is None else history.attempt.number + 1
+        if len(history.chosen) < history.num_hosts:
+            text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} are left"
+            self._finish(LaunchError.exit_code, text)
+            return
+        self._write("planned", attempt=number, slots=history.chosen, launch_id=new_launch_id())
+
+    def _start(self) -> None:
+        attempt = self._history.attempt
+        assert attempt is not None, "it is planned"
+        process = self._engine.find(attempt)
+        if process is None:
+            self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}")
+            process = self._engine.start(attempt)
+        self._write("started", pid=process.pid, ticks=process.ticks)
+
+    def _wait(self) -> None:
+        attempt = self._history.attempt
+        assert attempt is not None and attempt.process is not None, "it is started"
+        stopped = False
+        while self._engine.lives(attempt.process):
+            self._engine.show(attempt)
+            if self._stop.is_set() and not stopped:
+                stopped = True
+                self._say("the run is asked to save and end")
+                self._engine.stop(attempt.process)
+            time.sleep(POLL_S)
+        self._engine.show(attempt)
+        evidence = self._engine.evidence(attempt)
+        diagnosis = diagnose(evidence)
+        named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
+        self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
+        self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis))
+
+    def _decide(self) -> None:
+        history = self._history
+        decision = decide(history.failures, history.num_spares, self._limits)
+        self._say(f"{decision.action.value}: {decision.text}")
+        self._write("decided", **{**asdict(decision), "action": decision.action.value})
+
+    def _follow(self) -> None:
+        history, decision = self._history, self._history.decision
+        assert decision is not None, "it is made"
+        code = history.failures[-1].exit_code
+        code = LaunchError.exit_code if code is None else code
+        if decision.action in (Action.FINISH, Action.STOP):
+            self._finish(code, decision.text)
+            return
+        passed_s = max(0.0, time.time() - history.decided_at)  # also that of an earlier supervisor
+        if self._stop.wait(max(0.0, decision.pause_s - passed_s)):
+            self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
+            return
+        self._plan()
+
+    def _finish(self, code: int, text: str) -> None:
+        self._say(f"finished with exit code {code}: {text}")
+        self._write("finished", exit_code=code, text=text)

@@ -1,0 +1,125 @@
+"""Supervised runs between test hosts end with the bits of a run without a fault, and nobody does anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Cluster, unavailable_reason
+from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
+
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import Journal
+
+REASON = unavailable_reason()
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.cluster,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(600),
+]
+STEPS = 60
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """Three hosts."""
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 3, env=env) as cluster:
+        yield cluster
+
+
+def write(folder: Path, name: str, **sections: Any) -> Path:  # noqa: F811
+    """A configuration of a run in ``folder / name`` on two hosts, with snapshots in memory at the partner."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["training"] |= {"steps": STEPS, "eval_interval": 0}
+    raw["megasdc"]["logging"] |= {"interval": 1, "run_dir": str(folder / name)}
+    raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 2, "partners": True, "linger_s": 120}}
+    raw["megasdc"]["health"] = {"enabled": True}
+    raw["megasdc"]["supervise"] = {"num_hosts": 2, "pause_s": 1.0}
+    raw["megasdc"] |= sections
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def supervise(hosts: Cluster, config: Path) -> subprocess.Popen[str]:
+    """Start `megasdc supervise --hostfile ...` on the first host; what it says goes to a file."""
+    argv = [sys.executable, "-m", "megasdc", "supervise", "--hostfile", str(hosts.hostfile()), "--config", str(config)]
+    log = open(config.with_suffix(".log"), "ab")  # noqa: SIM115 - the process has it
+    return hosts.popen("node1", argv, cwd=str(config.parent), stdout=log, stderr=log)
+
+
+def wait_until(there: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    """Wait at most two minutes; the process may not end before."""
+    end = time.monotonic() + 120
+    while not there():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+
+
+def ended_as_without_faults(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """Losses and the last checkpoint of ``run`` are those of a run that nothing happens to, bit for bit."""
+    fresh = supervise(hosts, write(folder, "plain"))
+    assert fresh.wait(timeout=200) == 0, (folder / "plain.log").read_text()
+    ends = [str(folder / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("run", "plain")]
+    compare = [sys.executable, str(TOOLS / "compare_checkpoints.py"), *ends]
+    compared = subprocess.run(compare, capture_output=True, text=True, check=False)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    losses = []
+    for name in ("run", "plain"):
+        rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+        losses.append({row["step"]: row["train/loss"] for row in rows if "train/loss" in row})
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+def history_of(folder: Path) -> History:  # noqa: F811
+    """What the journal says."""
+    with Journal(folder / "run" / "supervise", print) as journal:
+        return History.of(journal.entries)
+
+
+def test_a_lost_host_is_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """A host is powered off; the spare takes its place, from its partner's memory."""
+    config = write(folder, "run")
+    process, log = supervise(hosts, config), config.with_suffix(".log")
+    wait_until(lambda: len(steps_done(folder)) > 15, process, log)
+    hosts.power_off("node2")
+    assert process.wait(timeout=300) == 0, log.read_text()
+    history = history_of(folder)
+    assert list(history.replaced) == ["node2"]
+    assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
+        ("host_lost", ("node1", "node2")),
+        ("done", ("node1", "node3")),
+    ]
+    hosts.boot("node2")
+    hosts.wait_until_reachable()
+    ended_as_without_faults(hosts, folder)
+
+
+@pytest.mark.full
+def test_the_supervisor_is_killed_and_goes_on(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """While ranks train, then a rank is killed while nobody looks: the same command takes over, and starts again."""
+    config = write(folder, "run")
+    process, log = supervise(hosts, config), config.with_suffix(".log")
+    wait_until(lambda: len(steps_done(folder)) > 15, process, log)
+    words = {one: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])}
+    for one in [one for one, said in words.items() if "supervise" in said and str(config) in said]:
+        one.kill()
+    process.wait()
+    rank = next(one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get("RANK") == "1")
+    rank.kill()
+    again = supervise(hosts, config)
+    assert again.wait(timeout=300) == 0, log.read_text()
+    history = history_of(folder)
+    assert [one.diagnosis.kind for one in history.failures] == ["rank_lost", "done"] and not history.replaced
+    ended_as_without_faults(hosts, folder)

@@ -1,0 +1,81 @@
+"""What went wrong, from each kind of evidence; hosts are those of the hostfile, where the evidence names them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megasdc.addresses import FORWARD, Address
+from megasdc.health.incident_file import HangIncident
+from megasdc.sdc.incident import DisputedRank, Environment, FlaggedRank, Incident
+from megasdc.sdc.incident import Evidence as SdcEvidence
+from megasdc.supervisor.diagnosis import Evidence, diagnose
+
+ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
+
+
+def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
+    """A standstill."""
+    return HangIncident(Path("hang.json"), f"hang/{kind}", "run", 0.0, "nothing moved", ranks, hosts, {}, (), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "hosts"),
+    [
+        ({"exit_code": 0, "reached": 50}, "done", ()),
+        ({"exit_code": 0}, "stopped", ()),
+        ({"exit_code": 143}, "stopped", ()),
+        ({"exit_code": 2}, "input", ()),
+        ({"exit_code": 70}, "input", ()),
+        ({"exit_code": 70, "lines": ("this rank could not get the memory it asked for",)}, "memory", ()),
+        ({"exit_code": 71}, "input", ()),
+        ({"exit_code": 72}, "checkpoint", ()),
+        ({"exit_code": 74}, "non_finite", ()),
+        ({"exit_code": 75}, "stuck", ()),
+        ({"exit_code": 77}, "storage", ()),
+        ({"exit_code": 1}, "rank_failed", ("b",)),
+        ({"exit_code": 1, "failed_host": None}, "rank_failed", ()),
+        ({}, "rank_lost", ("b",)),
+        ({"exit_code": 78}, "rank_lost", ("b",)),
+        ({"exit_code": 78, "failed_rank": None, "failed_host": None}, "launch", ()),
+        ({"exit_code": 99}, "rank_lost", ("b",)),
+        ({"exit_code": None}, "launch", ()),
+        ({"exit_code": 78, "unreachable": ("b",)}, "host_lost", ("b",)),
+        ({"exit_code": 70, "unreachable": ("b",)}, "input", ()),
+        ({"exit_code": 75, "hang": hang("behind", 0)}, "hang", ("a",)),
+        ({"exit_code": 75, "hang": hang("mismatch", 0, 1)}, "hang", ("a",)),
+        ({"exit_code": 75, "hang": hang("unknown")}, "stuck", ()),
+        ({"exit_code": 75, "hang": hang("link", hosts=("a", "b"))}, "link", ("a", "b")),
+        ({"exit_code": 75, "hang": hang("link", hosts=("10.0.0.1",))}, "stuck", ()),
+        ({"exit_code": 79, "hang": hang("gone", 2)}, "rank_lost", ("b",)),
+    ],
+)
+def test_each_evidence_has_its_diagnosis(changes: dict[str, object], kind: str, hosts: tuple[str, ...]) -> None:
+    """By what is certain first: a host that cannot be reached, what was named, the exit code."""
+    found = diagnose(replace(ENDED, **changes))  # type: ignore[arg-type]
+    assert (found.kind, found.hosts, found.step) == (kind, hosts, changes.get("reached", 7))
+    assert found.text
+
+
+def test_corruption_names_the_hosts_of_its_ranks() -> None:
+    """A verdict that does not settle who is wrong names all; where another code ended the run it is not the cause."""
+    place, first = (2, "host-2", "H200", 0, 0, 0), Address(7, 0, FORWARD, "1.layer", "output")
+    flagged = FlaggedRank(*place, "persistent", first, None, None, 5, 5, None)
+    one = Incident(
+        *("2026-03-01T02:03:04+00:00", "runs/my", 7, 0, "audit", "persistent", "replay", "halt", "halted"),
+        *((flagged,), (), (), SdcEvidence(4, {}), Environment({}, {}, "bf16")),
+    )
+    for verdict, kind in (
+        ("persistent", "corrupt_again"),
+        ("intermittent", "corrupt_again"),
+        ("not_reproduced", "corrupt_once"),
+        ("inconclusive", "corrupt_one_of"),
+    ):
+        found = diagnose(replace(ENDED, exit_code=73, corruption=replace(one, verdict=verdict)))
+        assert (found.kind, found.hosts) == (kind, ("b",))
+    disputed = tuple(DisputedRank(rank, *place[1:], first, None) for rank in (0, 2))
+    found = diagnose(replace(ENDED, exit_code=73, corruption=replace(one, flagged=(), disputed=disputed)))
+    assert found.hosts == ("a", "b")
+    assert diagnose(replace(ENDED, exit_code=72, corruption=one)).kind == "checkpoint"

@@ -1,0 +1,90 @@
+"""A supervisor's journal survives kills at any byte, and notices any change."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasdc.errors import LaunchError, StorageError
+from megasdc.supervisor.journal import JOURNAL_FILE, Journal
+
+SAID: list[str] = []
+
+
+def written(folder: Path) -> bytes:
+    """A journal of three entries."""
+    with Journal(folder, SAID.append) as journal:
+        for number in range(3):
+            journal.write("planned", attempt=number, hosts=["a", "b"], why="it is the first")
+    return (folder / JOURNAL_FILE).read_bytes()
+
+
+def test_entries_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Numbers, kinds and fields; more are added behind them."""
+    written(tmp_path)
+    with Journal(tmp_path, SAID.append) as journal:
+        assert [(one.number, one.kind, one.fields["attempt"]) for one in journal.entries] == [
+            (1, "planned", 0),
+            (2, "planned", 1),
+            (3, "planned", 2),
+        ]
+        entry = journal.write("ended", exit_code=78, hosts=("a",))
+        assert entry.fields == {"exit_code": 78, "hosts": ["a"]}, "as it is read again"
+    with Journal(tmp_path, SAID.append) as journal:
+        assert journal.entries[-1] == entry
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    """At every byte of the last line, its end included: the entries before it stay, and the next one follows them."""
+    content = written(tmp_path)
+    start = content[:-1].rfind(b"\n") + 1
+    for size in range(start, len(content)):
+        (tmp_path / JOURNAL_FILE).write_bytes(content[:size])
+        said: list[str] = []
+        with Journal(tmp_path, said.append) as journal:
+            assert [one.number for one in journal.entries] == [1, 2]
+            assert bool(said) == (size > start)
+            journal.write("ended", exit_code=0)
+        with Journal(tmp_path, said.append) as journal:
+            assert [one.kind for one in journal.entries] == ["planned", "planned", "ended"]
+
+
+def test_each_change_is_noticed(tmp_path: Path) -> None:
+    """A flipped bit anywhere but in the last line's end, a line that is missing, swapped or repeated, another run's."""
+    content = written(tmp_path)
+    path = tmp_path / JOURNAL_FILE
+    lines = content.splitlines(keepends=True)
+    other = written(tmp_path / "other").splitlines(keepends=True)
+    changed = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(len(content) - 1)]
+    changed += [b"".join(one) for one in (lines[1:], [lines[1], lines[0], lines[2]], [*lines, lines[2]])]
+    changed += [lines[0] + other[1], lines[0] + b"[]\n", b"{}\n" + lines[1]]
+    for one in changed:
+        path.write_bytes(one)
+        with pytest.raises(StorageError, match="move the file away"):
+            Journal(tmp_path, SAID.append)
+        assert path.read_bytes() == one, "nothing is lost"
+
+
+def test_only_one_supervisor_has_it(tmp_path: Path) -> None:
+    """A second one is refused, until the first has ended, also if it was killed."""
+    code = (
+        "import sys, time; from pathlib import Path; from megasdc.supervisor.journal import Journal\n"
+        f"journal = Journal(Path({str(tmp_path)!r}), print); journal.write('opened'); print('ready', flush=True)\n"
+        "time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        with pytest.raises(LaunchError, match="in use by another supervisor"):
+            Journal(tmp_path, SAID.append)
+        process.kill()
+    with Journal(tmp_path, SAID.append) as journal:
+        assert [one.kind for one in journal.entries] == ["opened"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """A file stands where the folder should be."""
+    (tmp_path / "file").write_text(json.dumps({}))
+    with pytest.raises(StorageError, match="cannot be opened"):
+        Journal(tmp_path / "file", SAID.append)

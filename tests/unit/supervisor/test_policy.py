@@ -1,0 +1,100 @@
+"""What a supervisor decides: every rule of the table, and the limits before them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megasdc.supervisor import policy
+from megasdc.supervisor.diagnosis import KINDS, Diagnosis
+from megasdc.supervisor.policy import RULES, Action, Decision, Failure, Limits, decide
+
+LIMITS = Limits()
+FINISH, STOP, AGAIN, REPLACE = Action.FINISH, Action.STOP, Action.AGAIN, Action.REPLACE
+
+
+def failure(kind: str, *hosts: str, step: int = 7, time: float = 0.0, used: tuple[str, ...] = ("a", "b")) -> Failure:
+    """An attempt on two hosts that failed."""
+    named = hosts if KINDS[kind].names_hosts else ()
+    return Failure(time, used, 1, Diagnosis(kind, named, step, f"it was {kind}"))
+
+
+def decided(*failures: Failure, spares: int = 2, limits: Limits = LIMITS) -> Decision:
+    """What follows, with two spares."""
+    return decide(failures, spares, limits)
+
+
+def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
+    """The table in the documentation of the module is that of the rules."""
+    assert RULES.keys() == KINDS.keys()
+    assert policy.__doc__ is not None
+    lines = policy.__doc__.split("====\n")[2].strip().splitlines()[:-1]
+    listed = {
+        name: [line[19:55].strip(), line[55:].strip()] for line in lines for name in line[:19].strip().split(", ")
+    }
+    words = {FINISH: "finish", STOP: "stop", AGAIN: "start again", REPLACE: "replace"}
+    for kind, rule in RULES.items():
+        first, again = listed[kind]
+        assert first.startswith(words[rule.first]), kind
+        assert again == "-" or again.startswith(words[rule.again or rule.first]), kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "again"),
+    [
+        *((kind, AGAIN, REPLACE) for kind in ("hang", "rank_lost", "rank_failed", "link", "corrupt_once")),
+        *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
+        *((kind, STOP, STOP) for kind in ("input", "checkpoint", "non_finite")),
+        *((kind, AGAIN, STOP) for kind in ("memory", "storage")),
+        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch")),
+        *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
+    ],
+)
+def test_the_first_time_and_again(kind: str, first: Action, again: Action) -> None:
+    """A host that is named twice is replaced where once is no proof; another host is no repetition."""
+    once = failure(kind, "b", step=7)
+    assert decided(once).action is first
+    twice = decided(once, failure(kind, "b", step=9))
+    assert twice.action is again
+    assert twice.replaced == (("b",) if again is REPLACE else ())
+    other = failure(kind, "a", step=9)
+    assert decided(once, other).action is (first if KINDS[kind].names_hosts else again)
+
+
+def test_without_spares_a_wrong_host_stops_the_run_and_another_is_tried_again() -> None:
+    """Nothing goes on with a host that computes wrong results; a lost one may come back."""
+    assert decided(failure("corrupt_again", "b"), spares=0).action is STOP
+    assert decided(failure("corrupt_one_of", "a", "b"), spares=1).action is STOP
+    lost = decided(failure("host_lost", "b"), spares=0)
+    assert (lost.action, lost.replaced) == (AGAIN, ())
+    assert "1 other hosts would be needed, and there are 0" in lost.text
+
+
+def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
+    """Three in succession; on the same hosts alone it is not known, and progress between them begins anew."""
+    same = [failure("rank_failed", host, used=(host, "c")) for host in "abd"]
+    stopped = decided(*same)
+    assert stopped.action is STOP and "ended at step 7, so that it is no hardware" in stopped.text
+    assert decided(*same[:2]).action is AGAIN
+    alone = [failure("rank_failed", "a", step=7) for _ in range(3)]
+    assert decided(*alone).action is REPLACE
+    between = [*same[:2], failure("rank_failed", "d", step=9, used=("d", "c"))]
+    assert decided(*between).action is AGAIN
+
+
+def test_too_many_failures_in_an_hour_stop() -> None:
+    """Those before that hour do not count."""
+    steps = itertools.count()
+    fast = [failure("launch", step=next(steps), time=60.0 * number) for number in range(21)]
+    assert decided(*fast).action is STOP and "21 failures within an hour" in decided(*fast).text
+    slow = [failure("launch", step=next(steps), time=200.0 * number) for number in range(40)]
+    assert decided(*slow).action is AGAIN
+
+
+def test_pauses_double_until_there_is_progress() -> None:
+    """None after progress; at most the longest."""
+    idle = [failure("stuck", step=7, time=1e4 * number) for number in range(12)]
+    pauses = [decided(*idle[:count]).pause_s for count in range(1, 13)]
+    assert pauses[:5] == [0, 5, 10, 20, 40] and pauses[-1] == LIMITS.longest_pause_s
+    assert decided(*idle, failure("stuck", step=8, time=1e6)).pause_s == 0
