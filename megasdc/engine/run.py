@@ -34,6 +34,7 @@ class Run:
         skipped_steps: steps that the optimizer skipped so far.
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
         stop_reason: None, or why the run ends after this step; the same on all ranks.
+        is_hurried: whether that is a signal or a time limit, after which processes may be killed.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
         results: fields of the end event.
         enter: called with the name of a phase (``megasdc.health.phases``) that begins between steps.
@@ -54,6 +55,7 @@ class Run:
     skipped_steps: int = 0
     skip_place: str | None = None
     stop_reason: str | None = None
+    is_hurried: bool = False
     paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
     enter: Callable[[str], None] = _nothing

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megasdc.config import RunConfig, ffn_width
 from megasdc.errors import ConfigError
+from megasdc.memory_limits import memory_limits
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 GIB = 2**30
@@ -154,28 +155,7 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
     try:
         lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
-        return min(sizes["MemTotal"], *_cgroup_limits(proc, cgroups), float("inf")) + sizes.get("SwapTotal", 0)
+        limits = [one.limit for one in memory_limits(proc, cgroups)]
+        return min(sizes["MemTotal"], *limits, float("inf")) + sizes.get("SwapTotal", 0)
     except (OSError, ValueError, KeyError, IndexError):
         return float("inf")
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> list[float]:
-    """Limits of this process's memory cgroup and of all above it."""
-    limits = []
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if controllers not in ("", "memory"):
-            continue
-        root, name = (cgroups, "memory.max") if not controllers else (cgroups / "memory", "memory.limit_in_bytes")
-        here = root / place.strip("/")
-        for folder in (here, *here.parents):
-            if not folder.is_relative_to(root):
-                break
-            try:
-                limits.append(float((folder / name).read_text(encoding="utf-8")))
-            except (OSError, ValueError):  # "max", or not mounted this way in a container
-                continue
-    return limits

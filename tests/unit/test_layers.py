@@ -16,6 +16,7 @@ LAYERS = {
     "addresses": 0,
     "durable": 0,
     "imports": 0,
+    "memory_limits": 0,
     "origin": 0,
     "shared_memory": 0,
     "program": 1,

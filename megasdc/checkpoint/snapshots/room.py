@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megasdc.memory_limits import memory_limits
 from megasdc.parallel.collectives import gather_objects
 from megasdc.shared_memory import shared_folder
 
@@ -19,7 +20,11 @@ _SHARE = 0.8
 
 
 def free_memory() -> int:
-    """Bytes that processes of this host can still allocate without swapping."""
+    """Bytes that this process's host, or container, can still allocate without swapping."""
+    return int(min(_available(), *(one.limit - one.used for one in memory_limits()), float("inf")))
+
+
+def _available() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         name, _, number = line.partition(":")
         if name == "MemAvailable":

@@ -90,10 +90,14 @@ class Archiver(Hook):
         self._go_on(run)
 
     def on_end(self, run: Run) -> None:
-        """Wait for what is still to be pushed, for 10 minutes at most."""
+        """Wait for what is still to be pushed, for 10 minutes at most; not at all where the run is hurried."""
         self._look(run)
         self._go_on(run)
         if self._going is None:
+            return
+        if run.is_hurried:
+            logger.info("not archived yet: %s; the next start does it", self._steps_left())
+            self.close()
             return
         logger.info("waiting for the archive: %s, for %.0f s at most", self._steps_left(), END_WAIT_S)
         deadline = time.monotonic() + END_WAIT_S

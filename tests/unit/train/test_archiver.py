@@ -34,7 +34,12 @@ class Training:
         self.address = folder / "archive"
         self.events = EventLog(folder, 0)
         self.run: Any = SimpleNamespace(
-            step=0, passed_over=set(), is_last_step=False, events=self.events, enter=lambda phase: None
+            step=0,
+            passed_over=set(),
+            is_last_step=False,
+            is_hurried=False,
+            events=self.events,
+            enter=lambda phase: None,
         )
         section = CheckpointSection.model_validate({"archive": {"address": str(self.address), **archive}})
         self.hook = Archiver(section, self.folder, RUN, verified_only=verified_only, prunes=True, writer=None)
@@ -98,6 +103,17 @@ def test_the_end_waits_no_longer_than_its_bound(tmp_path: Path, monkeypatch: pyt
     (failed,) = training.told("failed")
     assert "steps 2, 4 not archived" in failed["problem"] and "megasdc archive push" in failed["problem"]
     assert not psutil.pid_exists(child)
+
+
+def test_a_run_that_must_leave_waits_for_nothing(tmp_path: Path) -> None:
+    """After a signal or a time limit: nothing has failed, and a later start archives what was left."""
+    training = Training(tmp_path)
+    training.step(2, save=True)
+    training.run.is_hurried = True
+    assert training.hook._going is not None
+    child = training.hook._going.process._process.pid
+    training.end()
+    assert not training.told("failed") and not psutil.pid_exists(child)
 
 
 def test_what_is_gone_or_killed_is_told(tmp_path: Path) -> None:

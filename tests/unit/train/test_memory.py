@@ -4,6 +4,7 @@ import pytest
 
 from megasdc.config import check_layout, ffn_width, parse_config
 from megasdc.errors import ConfigError
+from megasdc.memory_limits import MemoryLimit, memory_limits
 from megasdc.model.sizes import model_sizes
 from megasdc.train.memory import GIB, check_memory, host_memory_bytes, memory_of_stages, memory_warning
 
@@ -109,6 +110,23 @@ def test_the_host_has_what_its_cgroups_leave(tmp_path):
     (cgroups / "memory.max").write_text("5000\n")
     assert host_memory_bytes(proc, cgroups) == 5000 + 2048
     assert host_memory_bytes(tmp_path / "none", cgroups) == float("inf")
+
+
+def test_what_a_cgroup_uses_but_for_its_cache_is_told(tmp_path):
+    """Of both versions; files that the kernel would give up do not count."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("4:memory:/a\n0::/c\n")
+    for folder in (cgroups / "memory" / "a", cgroups / "c"):
+        folder.mkdir(parents=True)
+    for name, content in (("limit_in_bytes", "7000"), ("usage_in_bytes", "5000")):
+        (cgroups / "memory" / "a" / f"memory.{name}").write_text(content)
+    (cgroups / "memory" / "a" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 1500\n")
+    for name, content in (("max", "9000"), ("current", "6000"), ("stat", "inactive_file 2000\n")):
+        (cgroups / "c" / f"memory.{name}").write_text(content)
+    assert memory_limits(proc, cgroups) == [MemoryLimit(7000, 3500), MemoryLimit(9000, 4000)]
+    (cgroups / "c" / "memory.max").write_text("max\n")
+    assert memory_limits(proc, cgroups) == [MemoryLimit(7000, 3500)]
 
 
 def test_this_host_says_how_much_it_has():
