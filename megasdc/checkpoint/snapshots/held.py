@@ -89,9 +89,13 @@ class Held:
 
 
 def memory_folder(run: str | None) -> Path:
-    """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has."""
+    """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has.
+
+    Under SLURM it is that of the job: what an earlier one has left is not the job's own.
+    """
     assert run is not None, "the start was counted"
-    return shared_folder() / f"{own_prefix()}memory-{run}-{socket.gethostname()}"
+    job = f"job{number}-" if (number := os.environ.get("SLURM_JOB_ID")) else ""
+    return shared_folder() / f"{own_prefix()}memory-{run}-{job}{socket.gethostname()}"
 
 
 def rank_folder(folder: Path, rank: int) -> Path:

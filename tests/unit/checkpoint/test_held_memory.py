@@ -69,6 +69,17 @@ def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
     assert not keeper.is_alive() and taken.exists()
 
 
+def test_a_job_has_memory_of_its_own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier job of SLURM's has left is not taken, and is removed as any other."""
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    earlier = folder_of("run", 1e6)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    own = folder_of("run", 0)
+    assert own != earlier and own == memory_folder("run")
+    remove_forgotten(own)
+    assert own.exists() and not earlier.exists()
+
+
 @pytest.mark.parametrize(
     ("layout", "hosts", "partners"),
     [
