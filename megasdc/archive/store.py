@@ -51,7 +51,7 @@ class Store:
         return Path(self._root) if self._protocols & {"file", "local"} else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Names and sizes of all files below a folder, which need not exist; unfinished writes are left out."""
+        """Names and sizes of all files below a folder, which need not exist; unfinished writes are skipped."""
         return {name: size for name, size in self._find(folder) if not _is_unfinished(name)}
 
     def list_unfinished(self, folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank and the process that writes for it tell each other over a pipe; no torch."""
+"""Messages between a rank and the process that writes for it; no torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Act:
     Attributes:
         texts: files to replace.
         rename: folder's temporary and final name; None: none.
-        delete: folders to delete afterwards; one that cannot be deleted is told, the others are.
+        delete: folders to delete afterwards; one that cannot be deleted is reported, the others are.
     """
 
     texts: dict[Path, str] = field(default_factory=dict)

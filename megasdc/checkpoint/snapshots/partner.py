@@ -113,7 +113,7 @@ class Guests:
                 while True:
                     self._take(connection)
             except (OSError, ValueError, CheckpointError):
-                return  # the sender is told by the end of the connection
+                return  # the sender notices the closed connection
 
     def _take(self, connection: socket.socket) -> None:
         """Receive a slot.

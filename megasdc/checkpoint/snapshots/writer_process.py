@@ -20,7 +20,7 @@ class WriterProcess:
     """A process of its own, since a thread would keep the rank's Python from running.
 
     Args:
-        describes: it will tell what is in the files that it writes, for which it loads torch at its start.
+        describes: it describes the content of the files that it writes, for which it loads torch at its start.
     """
 
     def __init__(self, *, describes: bool) -> None:

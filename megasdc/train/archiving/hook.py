@@ -1,7 +1,7 @@
 """Archiving checkpoints beside training: a process at idle priority pushes each, one after the other.
 
 Training never waits for it, and no failure of it ends the run. What is archived is found in the checkpoint folder, not
-told by the save: so a save may end at any time.
+reported by the saver: so a save may end at any time.
 """
 
 from __future__ import annotations
