@@ -91,7 +91,8 @@ def _lose_another(run: Run, start: Start) -> None:
 
 
 def _kill_writer(run: Run, start: Start) -> None:
-    send(run.chance.choices(start.writers(run.strike.rank) or [0])[:1], signal.SIGKILL)
+    if writers := start.writers(run.strike.rank):
+        send([run.chance.choice(writers)], signal.SIGKILL)
     run.pause()
     _kill_rank(run, start)
 
