@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -23,16 +24,20 @@ from megasdc.sdc.incident import load_incidents
 from megasdc.supervisor import front
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.history import Attempt, Process
+from megasdc.supervisor.history import ENDED, Attempt, Process
 
 PROBE_S = 30.0
+FIND_S = 2.0
 
 
 class Engine(Protocol):
     """Starts, watches and ends attempts."""
 
-    def find(self, attempt: Attempt) -> Process | None:
-        """The process of an attempt that may have been started; None: there is none."""
+    def was_started(self, attempt: Attempt) -> bool:
+        """Whether an attempt was started."""
+
+    def find(self, attempt: Attempt) -> Process:
+        """The process of an attempt that was started; ``ENDED``: it has ended."""
 
     def start(self, attempt: Attempt) -> Process:
         """Start an attempt."""
@@ -64,17 +69,24 @@ class FrontEngine:
         self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
         self._shown: dict[Path, int] = {}
 
-    def find(self, attempt: Attempt) -> Process | None:
-        """See ``Engine``; by its command line, which holds the launch id."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # it has ended
-                continue
-            ticks = run_lock.start_ticks(int(path.parent.name))
-            if front.MODULE in words and any(attempt.launch_id in word for word in words) and ticks is not None:
-                return Process(int(path.parent.name), ticks)
-        return None
+    def was_started(self, attempt: Attempt) -> bool:
+        """See ``Engine``; its log is opened just before."""
+        return self._file(attempt, "log").exists()
+
+    def find(self, attempt: Attempt) -> Process:
+        """See ``Engine``; by its command line, which holds the launch id, and is empty while a program is loaded."""
+        end = time.monotonic() + FIND_S
+        while time.monotonic() < end and not self._file(attempt, "json").exists():
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    words = path.read_bytes().decode(errors="replace").split("\0")
+                except OSError:  # it has ended
+                    continue
+                ticks = run_lock.start_ticks(int(path.parent.name))
+                if front.MODULE in words and any(attempt.launch_id in word for word in words) and ticks is not None:
+                    return Process(int(path.parent.name), ticks)
+            time.sleep(0.1)
+        return ENDED
 
     def start(self, attempt: Attempt) -> Process:
         """See ``Engine``.
@@ -112,6 +124,8 @@ class FrontEngine:
 
     def lives(self, process: Process) -> bool:
         """See ``Engine``."""
+        if process == ENDED:
+            return False
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
             os.waitpid(process.pid, os.WNOHANG)
         return run_lock.start_ticks(process.pid) == process.ticks
@@ -144,7 +158,7 @@ class FrontEngine:
         )
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
-        return self._folder / f"attempt_{attempt.number:04d}.{ending}"
+        return self._folder / f"attempt_{attempt.number:04d}_{attempt.launch_id}.{ending}"
 
     def _unreachable(self, attempt: Attempt) -> tuple[str, ...]:
         request = {"launch_id": attempt.launch_id}

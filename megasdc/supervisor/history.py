@@ -23,6 +23,10 @@ class Process:
     ticks: int
 
 
+ENDED = Process(0, 0)
+"""A front that has ended before it was found."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A start of the run.

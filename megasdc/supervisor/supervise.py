@@ -70,8 +70,9 @@ class Supervisor:
     def _start(self) -> None:
         attempt = self._history.attempt
         assert attempt is not None, "it is planned"
-        process = self._engine.find(attempt)
-        if process is None:
+        if self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
+            process = self._engine.find(attempt)
+        else:
             self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}")
             process = self._engine.start(attempt)
         self._write("started", pid=process.pid, ticks=process.ticks)

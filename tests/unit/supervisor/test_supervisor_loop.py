@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -14,7 +15,7 @@ import pytest
 
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.diagnosis import Evidence
-from megasdc.supervisor.history import Attempt, History, Process
+from megasdc.supervisor.history import ENDED, Attempt, History, Process
 from megasdc.supervisor.journal import Entry, Journal
 from megasdc.supervisor.policy import Limits
 from megasdc.supervisor.supervise import Supervisor
@@ -47,14 +48,21 @@ class SmallProcesses:
         """Launch ids of all starts, with their hosts."""
         return self._log.read_text().splitlines() if self._log.exists() else []
 
-    def find(self, attempt: Attempt) -> Process | None:
+    def was_started(self, attempt: Attempt) -> bool:
         """See ``Engine``."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if attempt.launch_id.encode() in path.read_bytes().split(b"\0"):
-                    ticks = start_ticks(int(path.parent.name))
-                    return None if ticks is None else Process(int(path.parent.name), ticks)
-        return None
+        return any(attempt.launch_id in line for line in self.started)
+
+    def find(self, attempt: Attempt) -> Process:
+        """See ``Engine``."""
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    if attempt.launch_id.encode() in path.read_bytes().split(b"\0"):
+                        ticks = start_ticks(int(path.parent.name))
+                        return ENDED if ticks is None else Process(int(path.parent.name), ticks)
+            time.sleep(0.02)
+        return ENDED
 
     def start(self, attempt: Attempt) -> Process:
         """See ``Engine``."""
@@ -73,7 +81,7 @@ class SmallProcesses:
         """See ``Engine``."""
         for child in self._children:
             child.poll()
-        return start_ticks(process.pid) == process.ticks
+        return process != ENDED and start_ticks(process.pid) == process.ticks
 
     def stop(self, process: Process) -> None:
         """See ``Engine``."""
