@@ -22,7 +22,7 @@ class MemoryLimit:
 
 
 def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimit]:
-    """Limits of this process's memory cgroup and of all above it; those that cannot be read are left out."""
+    """Limits of this process's memory cgroup and of all above it; those that cannot be read are skipped."""
     found = []
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

@@ -153,7 +153,7 @@ class MemoryCheckpoints(Hook):
 def _own_address(run: Run) -> str:
     """This host's address towards the first one; of the first one, whose name may mean itself alone, towards another.
 
-    Empty where it is not known: then this rank cannot listen, which all are told.
+    Empty where it is not known: then this rank cannot listen, and all ranks report that.
 
     Collective: all ranks of the world.
     """
