@@ -27,12 +27,11 @@ from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.marks import mark_corruption
 from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
+from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.run_identity import read_identity
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS, FAULT = 10, 8
-SLOW = [{"kind": "normal", "mean_s": 0.05, "std_s": 0.0}]
-"""So that writers are done with a step before the fault."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +58,8 @@ def failed(tmp_path: Path, data: Path) -> Iterator[tuple[Path, Path, Path]]:
         training__steps=STEPS,
         checkpoint={"interval": 4, "keep_last": 0, "memory": {"interval": 1}},
         process_faults=[{"kind": "exit", "rank": 1, "steps": [FAULT, FAULT], "exit_code": 17}],
-        delay=SLOW,
     )
-    run_distributed(leave_with_the_code, 2, str(config), init=False, expect_exit={1: 17})
+    run_distributed(_leave_with_all_held, 2, str(config), init=False, expect_exit={1: 17})
     memory = memory_folder(_run_of(run_dir))
     assert memory.is_dir()
     yesterday = time.time() - 86_400
@@ -69,6 +67,20 @@ def failed(tmp_path: Path, data: Path) -> Iterator[tuple[Path, Path, Path]]:
         os.utime(path, (yesterday, yesterday))  # however long ago it was, it is this run's
     yield config, run_dir, memory
     shutil.rmtree(memory, ignore_errors=True)
+
+
+def _leave_with_all_held(config: str) -> None:
+    """Body of a rank that lets its writer be done with each step: writers run only where a processor is idle."""
+    wait_for_copy = MemorySaver.wait_for_copy
+
+    def wait_until_held(saver: MemorySaver) -> None:
+        wait_for_copy(saver)
+        while saver._sent:
+            time.sleep(0.01)
+            saver._own_newest()
+
+    MemorySaver.wait_for_copy = wait_until_held  # type: ignore[method-assign]
+    leave_with_the_code(config)
 
 
 def _run_of(run_dir: Path) -> str:
@@ -120,10 +132,13 @@ def test_what_cannot_be_loaded_is_not_met_again(failed: tuple[Path, Path, Path],
 def test_what_cannot_be_put_together_leaves_the_disk(failed: tuple[Path, Path, Path], straight: Path) -> None:
     """A file stands where the folder would be made: the checkpoint of step 4 is taken, and that is told."""
     config, run_dir, memory = failed
+    newest = _steps_held(memory, _run_of(run_dir))[-1]
     (memory / RESTORE).write_text("in the way")
     assert train_run(config, 2) == [(0, None)] * 2
-    (event,) = events_of(run_dir, "skip", "memory")
-    assert "cannot be restored from memory" in event["reason"]
+    *partly_held, failed_to_restore = events_of(run_dir, "skip", "memory")
+    assert all(one["reason"] == "nobody holds rank 1" for one in partly_held), "it was lost before its copy"
+    assert (failed_to_restore["step"], newest) == (6, 6)
+    assert "cannot be restored from memory" in failed_to_restore["reason"]
     assert [one["step"] for one in events_of(run_dir, "resume", "checkpoint")] == [4]
     assert not memory.exists(), "the run has ended"
     _ended_as(run_dir, straight)
