@@ -249,24 +249,28 @@ class TrainingEngine(PipelineEngine):
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad) if self.is_last_stage() else grad
         return scaled
 
-    def watch_instructions(self, on_instruction: Callable[[type, int], None]) -> None:
-        """Call a function before each instruction of the schedule, with its kind and its micro-batch, -1: of none."""
+    def watch_instructions(self, watcher_of: Callable[[type], Callable[[int], None] | None]) -> None:
+        """Call a function before each instruction of the schedule, with its micro-batch, -1: of none.
+
+        Args:
+            watcher_of: the function for a kind of instruction; None: that kind is not watched.
+        """
 
         def watched(kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
-            def run(engine: TrainingEngine, **options: Any) -> Any:
-                on_instruction(kind, engine._micro_batch_of(kind, options.get("buffer_id")))
-                return method(engine, **options)
+            watcher, is_of_next = watcher_of(kind), kind in _OF_NEXT
+            if watcher is None:
+                return method
+
+            def run(engine: TrainingEngine, buffer_id: int | None = None, **options: Any) -> Any:
+                if buffer_id is None:
+                    watcher(-1)
+                    return method(engine, **options)
+                watcher(engine._started if is_of_next else engine._micro_batch_of_buffer.get(buffer_id, -1))
+                return method(engine, buffer_id=buffer_id, **options)
 
             return run
 
         self._INSTRUCTION_MAP = {kind: watched(kind, method) for kind, method in self._INSTRUCTION_MAP.items()}
-
-    def _micro_batch_of(self, kind: type, buffer_id: int | None) -> int:
-        if buffer_id is None:
-            return -1
-        if kind in _OF_NEXT:
-            return self._started
-        return self._micro_batch_of_buffer.get(buffer_id, -1)
 
     def _may_start(self, micro_batch: int) -> bool:
         assert self.gate is not None

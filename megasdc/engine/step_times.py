@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +143,12 @@ class StepTimes(Hook):
             self._between(self._origin, self._stepped),
         )
 
-    def busy_later(self) -> Callable[[], list[float]]:
+    def busy_later(self, without: Sequence[tuple[float, float]] = ()) -> Callable[[], list[float]]:
         """What reads the busy seconds of the finished step's micro-batches, [completed], also while the next step runs.
+
+        Args:
+            without: starts and ends, on the clock ``now``, of what does not count; not used on CUDA, where the host's
+                clock is not that of the passes.
 
         Returns:
             A function. On CUDA it waits for the end of that step's last micro-batch, and for nothing when the next
@@ -155,7 +159,11 @@ class StepTimes(Hook):
         def read() -> list[float]:
             if self._on_device and spans:
                 spans[-1][-1][1].synchronize()
-            return [sum(self._between(*span) for span in one) for one in spans]
+            busy_s = [sum(self._between(*span) for span in one) for one in spans]
+            for start, end in () if self._on_device else without:
+                for index, one in enumerate(spans):
+                    busy_s[index] -= sum(max(0.0, min(end, ended) - max(start, began)) for began, ended in one)
+            return busy_s
 
         return read
 

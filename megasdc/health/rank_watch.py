@@ -1,4 +1,4 @@
-"""A thread of each rank that answers its host's agent: what every thread does, what the collectives came to, the end.
+"""A thread of each rank for its host's agent: durations, what every thread does, what collectives came to, the end.
 
 The main thread may be blocked in a collective for half an hour; native code releases the interpreter there, so that
 this thread still runs. Where it does not, the agent learns that from the missing answer, and kills the process.
@@ -56,9 +56,12 @@ class RankWatch:
         """End the thread; idempotent."""
         self._closed.set()
         self._thread.join(timeout=10 * POLL_S)
+        if not self._thread.is_alive():
+            self._record.count()
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_S):
+            self._record.count()
             if (number := self._record.asked) != self._answered:
                 self._answered = number
                 self._tell(number)

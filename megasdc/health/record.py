@@ -4,30 +4,30 @@ The record outlives the rank, and a rank that writes it never waits. Layout of i
 
 ======  ==========================================================================================================
 0       identity: JSON, padded with zeros; written before the file gets its name
-1024    number of the last progress line (u64); line n lies at 1032 + 64 (n mod 2)
-1032    two progress lines: n (u64), monotonic seconds (f64), step (i64), micro-batch (i64), phase (u64), name of a
-        group (8 bytes, padded with zeros), number of the last collective in it (i64), n again (u64)
-1160    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
-1176    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
+1024    two progress lines, line n at 1024 + 56 (n mod 2): monotonic seconds (f64), step, micro-batch, phase (i64), name
+        of a group (8 bytes, padded with zeros), number of the last collective in it (i64), n (i64)
+1152    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
+1168    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
 1184    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
 ======  ==========================================================================================================
 
-Single numbers are written by one store each: ``Struct.pack_into`` would first fill them with zeros. A line is whole
-when the numbers at its two ends are the one that the record names: a reader meets a line that is being written only if
-two changes of phase happen while it reads, and then reads again.
+Each number is written by one store, and n as the last of its line, while the other line is not touched. So the line
+with the larger n is whole, and has not changed while it was read if the other one is still n - 1 after that.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
 import os
 import struct
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megasdc.errors import StorageError
 from megasdc.health.phases import Phase
@@ -35,14 +35,13 @@ from megasdc.health.phases import Phase
 SIZE = 4096
 BUCKETS = 44
 FIRST_BUCKET_S = 1e-3
-_LINE = struct.Struct("<QdqqQ8sqQ")
-_LINE_SIZE = _LINE.size
-_AFTER_MICRO_BATCHES = int(Phase.REDUCTION)
-"""First phase that is none of a micro-batch."""
+_LINE = struct.Struct("<dqqq8sqq")
 _MOST = 2**32 - 1
 """Where a count stays."""
-_NUMBER_AT, _LINES_AT, _ASKED_AT, _COUNTS_AT = 1024, 1032, 1160, 1184
+_LINES_AT, _ASKED_AT, _COUNTS_AT = (1024, 1080), 1152, 1184
 _ASKED, _ANSWERED, _LEAVE = range(3)
+_NUMBER_WORDS = tuple((at + _LINE.size) // 8 - 1 for at in _LINES_AT)
+"""Words of the record with the number of a line."""
 _IDENTITY_BYTES = 1024
 LEAVE_FILE = "leave.json"
 _TRIES = 100
@@ -93,6 +92,13 @@ class Progress:
     sequence: int = -1
 
 
+class Recorder(Protocol):
+    """Records a change to a phase."""
+
+    def __call__(self, step: int, micro_batch: int = -1, sequence: int = -1) -> None:
+        """Record it, with what ``Progress`` has of them."""
+
+
 def record_path(folder: Path, rank: int) -> Path:
     """File of a rank's record."""
     return folder / f"rank_{rank:05d}.record"
@@ -131,34 +137,46 @@ class RecordWriter:
         except OSError as error:
             raise StorageError(f"progress record {path} cannot be written: {error}") from error
         self._counts = memoryview(self._map)[_COUNTS_AT : _COUNTS_AT + 4 * BUCKETS * 16].cast("I")
-        self._number_there, self._requests = _numbers(self._map)
+        words, times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
+        self._requests = words[_ASKED_AT // 8 :]
+        self._lines = [(words[at // 8 : (at + _LINE.size) // 8], times[at // 8 : at // 8 + 1]) for at in _LINES_AT]
+        words.release()
+        times.release()
         self.folder, self.rank = folder, identity.rank
-        self._number, self._since, self._phase = 0, time.monotonic(), Phase.START
-        self._past: list[Any] = []
-        """Phases that have ended and their durations, in turn, which are not counted yet."""
+        self._next_number = itertools.count(1).__next__
+        self._begun: deque[tuple[int, float]] = deque([(Phase.START, time.monotonic())])
+        """Phases and when they began, from the first whose duration is not counted yet."""
 
-    def enter(self, phase: Phase, step: int, micro_batch: int = -1, group: bytes = b"", sequence: int = -1) -> None:
-        """Record a change of phase, and how long the one before took; ``group``, ``sequence``: see ``Progress``.
+    def recorder(self, phase: int, group: bytes = b"") -> Recorder:
+        """What records a change to a phase, given step, micro-batch and sequence; see ``Progress``.
 
-        About a microsecond, and twenty where the pass before has taken the processor's caches. Within micro-batches
-        durations are only kept, and counted when what follows them begins.
+        About a microsecond, and ten where the pass before has taken the processor's caches, for which all that does not
+        change is prepared here.
         """
-        now = time.monotonic()
-        self._past += (self._phase, now - self._since)
-        number = self._number = self._number + 1
-        self._since, self._phase = now, phase
-        where = _LINES_AT + _LINE_SIZE * (number & 1)
-        _LINE.pack_into(self._map, where, number, now, step, micro_batch, phase, group, sequence, number)
-        self._number_there[0] = number
-        if phase >= _AFTER_MICRO_BATCHES:
-            self._count()
+        lines, next_number, keep, now = self._lines, self._next_number, self._begun.append, time.monotonic
+        phase, name = int(phase), int.from_bytes(group[:8].ljust(8, b"\0"), "little", signed=True)
 
-    def _count(self) -> None:
-        past, counts = self._past, self._counts
-        for phase, seconds in zip(past[::2], past[1::2], strict=True):
-            place = phase * BUCKETS + bucket_of(seconds)
+        def enter(step: int, micro_batch: int = -1, sequence: int = -1) -> None:
+            number, since = next_number(), now()
+            line, times = lines[number & 1]
+            times[0] = since
+            line[1], line[2], line[3], line[4], line[5] = step, micro_batch, phase, name, sequence
+            line[6] = number
+            keep((phase, since))
+
+        return enter
+
+    def enter(self, phase: int, step: int, micro_batch: int = -1, group: bytes = b"", sequence: int = -1) -> None:
+        """Record a change of phase once."""
+        self.recorder(phase, group)(step, micro_batch, sequence)
+
+    def count(self) -> None:
+        """Count how long phases took that have ended; by one thread, which may be another than the one that enters."""
+        begun, counts = self._begun, self._counts
+        while len(begun) > 1:
+            phase, since = begun.popleft()
+            place = phase * BUCKETS + bucket_of(begun[0][1] - since)
             counts[place] = min(counts[place] + 1, _MOST)
-        past.clear()
 
     @property
     def asked(self) -> int:
@@ -176,8 +194,11 @@ class RecordWriter:
 
     def close(self) -> None:
         """Release the mapping; the file stays for the agent."""
-        for view in (self._counts, self._number_there, self._requests):
+        for view in (self._counts, self._requests):
             view.release()
+        for line, times in self._lines:
+            line.release()
+            times.release()
         self._map.close()
 
 
@@ -197,15 +218,16 @@ class RecordReader:
             self.identity = Identity(**json.loads(self._map[:_IDENTITY_BYTES].rstrip(b"\0")))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is no progress record: {error}") from error
-        self._number_there, self._requests = _numbers(self._map)
+        self._words = memoryview(self._map).cast("q")
+        self._requests = self._words[_ASKED_AT // 8 :]
 
     def read(self) -> Progress:
         """Where the rank is; ``ValueError`` where the record is damaged."""
         for _ in range(_TRIES):
-            number = self._number_there[0]
-            line = _LINE.unpack_from(self._map, _LINES_AT + _LINE.size * (number & 1))
-            first, since, step, micro_batch, phase, group, sequence, last = line
-            if number == first == last:
+            number, other = sorted((self._words[at] for at in _NUMBER_WORDS), reverse=True)
+            since, step, micro_batch, phase, group, sequence, last = _LINE.unpack_from(self._map, _LINES_AT[number & 1])
+            unchanged = self._words[_NUMBER_WORDS[(number & 1) ^ 1]] == other
+            if unchanged and last == number and other == max(number - 1, 0):
                 name = group.rstrip(b"\0").decode("ascii", "replace")
                 return Progress(number, since, step, micro_batch, Phase(phase), name, sequence)
         raise ValueError(f"progress record of rank {self.identity.rank} is damaged: no whole line in {_TRIES} tries")
@@ -234,15 +256,9 @@ class RecordReader:
 
     def close(self) -> None:
         """Release the mapping."""
-        self._number_there.release()
         self._requests.release()
+        self._words.release()
         self._map.close()
-
-
-def _numbers(record: mmap.mmap) -> tuple[memoryview, memoryview]:
-    """Views of the number of the last line, and of the requests."""
-    view = memoryview(record)
-    return view[_NUMBER_AT : _NUMBER_AT + 8].cast("Q"), view[_ASKED_AT : _ASKED_AT + 24].cast("Q")
 
 
 def leave_message(folder: Path) -> dict[str, Any]:

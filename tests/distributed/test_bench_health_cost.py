@@ -46,6 +46,8 @@ def test_each_bar_fails_alone() -> None:
     agent = AgentCost(0.1, 0.5, 100.0, (1, 1))
     good = LayoutCost((1, 1, 2), [shares_of(rank_cost(*[0.0004] * 9))], 0.0, agent, None, [])
     assert good.passed
+    timed = replace(good, ranks=[shares_of(rank_cost(*[0.0006] * 9))], clock=0.00015)
+    assert timed.passed and not replace(timed, clock=0.00005).passed
     for bad in (
         replace(good, ranks=[shares_of(rank_cost(*[0.0006] * 9))]),
         replace(good, ranks=[*good.ranks, shares_of(rank_cost(*[0.0001] * 20, 0.05))]),

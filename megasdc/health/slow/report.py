@@ -79,6 +79,9 @@ class SlowReport:
 
     def _garbage(self, stragglers: Stragglers) -> Iterator[Told]:
         """Places that begin to spend as much time in garbage collection as a straggler would lose."""
+        if not stragglers.has_garbage:
+            self._collecting = set()
+            return
         share, excess = stragglers.garbage_share, self._slow_ratio - 1
         much = {place for place in self._where if share[place] >= (excess / 2 if place in self._collecting else excess)}
         for place in sorted(much - self._collecting):
@@ -89,6 +92,8 @@ class SlowReport:
 
     def _imbalance(self, stragglers: Stragglers) -> Iterator[Told]:
         """Once, and again where another stage is the slowest."""
+        if stragglers.num_stages == 1:
+            return
         stage_s = stragglers.stage_s
         slowest, ratio = int(stage_s.argmax()), stragglers.imbalance
         if ratio < self._slow_ratio or slowest == self._slowest_stage:

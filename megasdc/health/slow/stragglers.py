@@ -7,7 +7,7 @@ replicas find slow is imbalance by design, and names nobody. Times in Python's g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,11 +68,11 @@ class Stragglers:
     """
 
     def __init__(self, replicas: int, stages: int, slow_ratio: float) -> None:
-        import numpy.ma  # noqa: F401 - else the first np.median imports it, in the middle of a step
-
         self._slow_ratio = slow_ratio
         self._busy_s = np.ones((LONG, replicas, stages))
         self._garbage_s = np.zeros((LONG, replicas, stages))
+        self._rows = self._busy_s.reshape(LONG, -1), self._garbage_s.reshape(LONG, -1)
+        """The same memory, [step, place]."""
         self._added = 0
         self.named: dict[Place, Straggler] = {}
         self.recent: Slowness | None = None
@@ -83,29 +83,41 @@ class Stragglers:
         return self._busy_s.shape[1] - 1
 
     @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+        return self._busy_s.shape[2]
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether garbage was collected in a step of the long window."""
+        return bool(self._garbage_s.any())
+
+    @property
     def is_full(self) -> bool:
         """Whether the long window is."""
         return self._added >= LONG
 
-    def add(self, busy_s: Values, garbage_s: Values) -> bool:
+    def add(self, busy_s: Sequence[float] | Values, garbage_s: Sequence[float] | Values) -> bool:
         """Keep the times of a step, in seconds a micro-batch without waiting and without garbage collection.
 
         Args:
-            busy_s: [replica, stage], 0 where there is none.
+            busy_s: [replica * stages + stage], 0 where there is none.
             garbage_s: seconds of garbage collection a micro-batch, likewise.
 
         Returns:
             Whether a judgement is due; a step in which a place has no time is not kept.
         """
-        if not (busy_s > 0).all():
+        if min(busy_s) <= 0:
             return False
         slot = self._added % LONG
-        self._busy_s[slot], self._garbage_s[slot] = busy_s, garbage_s
+        self._rows[0][slot], self._rows[1][slot] = busy_s, garbage_s
         self._added += 1
         return self._added % EVERY == 0
 
     def _last(self, steps: int) -> Values:
         """Times of the last steps, at most those that were kept, in any order, [step, replica, stage]."""
+        if self.is_full and steps == LONG:
+            return self._busy_s
         count = min(steps, self._added)
         return self._busy_s[np.arange(self._added - count, self._added) % LONG]
 
@@ -117,17 +129,22 @@ class Stragglers:
         """
         if not self.num_peers or self._added < SHORT:
             return Change()
-        short, recent = compare_with_peers(self._last(SHORT)), compare_with_peers(self._last(LONG))
-        self.recent = recent
+        self.recent = recent = compare_with_peers(self._last(LONG))
         excess = self._slow_ratio - 1
         slow: dict[Place, Straggler] = dict(_slow_in(recent, 1 + excess, step)) if recent.steps >= ENOUGH else {}
-        slow |= {place: one for place, one in _slow_in(short, 1 + MUCH * excess, step) if place not in slow}
+        slow = dict(self._much_slower(1 + MUCH * excess, step)) | slow
         begun = [one for place, one in sorted(slow.items()) if place not in self.named]
         ended = [one for place, one in self.named.items() if recent.ratio[place] < 1 + excess / 2]
         self.named |= {one.place: one for one in begun}
         for one in ended:
             del self.named[one.place]
         return Change(tuple(begun), tuple(ended))
+
+    def _much_slower(self, ratio: float, step: int) -> Iterator[tuple[Place, Straggler]]:
+        """Places that are slow over the short window, which is compared only if a place was once so much slower."""
+        short = self._last(SHORT)
+        if (short.max(axis=1) >= ratio * short.min(axis=1)).any():
+            yield from _slow_in(compare_with_peers(short), ratio, step)
 
     @property
     def stage_s(self) -> Values:

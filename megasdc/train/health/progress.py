@@ -71,18 +71,12 @@ class Health(Hook):
     def __init__(self, section: HealthSection, run: Run, leave: LeaveRank | None) -> None:
         identity, options, front = _meet_host(section, run)
         self._record = _open_record(run, identity, options.folder)
-        self._record.enter(Phase.START, run.step + 1)
-        self._engine = run.engine
-        replicas, everyone = run.engine.mpu.get_data_parallel_group(), run.host_group
-        self._groups = {
-            int(phase): (group.group_name.encode("ascii", "replace"), group)
-            for phase, group in (
-                *((phase, replicas) for phase in (Phase.REDUCTION, Phase.OPTIMIZER)),
-                *((phase, everyone) for phase in (Phase.AGREEMENT, Phase.SAVE, Phase.BETWEEN)),
-            )
-        }
-        self._evaluates = False
-        run.engine.watch_instructions(self._mark)
+        self._step = run.step + 1
+        groups = {phase: run.engine.mpu.get_data_parallel_group() for phase in (Phase.REDUCTION, Phase.OPTIMIZER)}
+        groups |= dict.fromkeys((Phase.AGREEMENT, Phase.SAVE, Phase.BETWEEN), run.host_group)
+        self._recorders = {phase.name: self._recorder_of(phase, groups.get(phase)) for phase in Phase}
+        self._enter("START")
+        run.engine.watch_instructions(lambda kind: self._recorders[PHASES[kind].name] if kind in PHASES else None)
         run.enter = self._enter
         self._agent = AgentProcess(options, front, identity.run) if identity.local_rank == 0 else None
         if self._agent is not None:
@@ -99,27 +93,36 @@ class Health(Hook):
             logger.warning("health: %s: %s", NEWS[name], problem)
             run.events.emit("health", name, step=run.step, problem=problem)
 
+    def _recorder_of(self, phase: Phase, group: Any) -> Callable[..., None]:
+        """What records a change to a phase, given its micro-batch, with the number of the last collective of a group.
+
+        Phases within an evaluation are not told apart: they may take longer.
+        """
+        if group is None:
+            enter = self._record.recorder(phase)
+
+            def record(micro_batch: int = -1) -> None:
+                if not self._evaluates:
+                    enter(self._step, micro_batch)
+
+            return record
+
+        enter_with_group = self._record.recorder(phase, group.group_name.encode("ascii", "replace"))
+
+        def record_with_group(micro_batch: int = -1) -> None:
+            if not self._evaluates:
+                enter_with_group(self._step, micro_batch, group._get_sequence_number_for_group())
+
+        return record_with_group
+
     def _enter(self, phase: str) -> None:
+        self._evaluates = False
+        self._recorders[phase]()
         self._evaluates = phase == Phase.EVALUATION.name
-        self._write(Phase[phase])
-
-    def _write(self, phase: Phase, micro_batch: int = -1) -> None:
-        """Record a change of phase, with the number of the last collective where it has some."""
-        if (known := self._groups.get(phase)) is None:
-            self._record.enter(phase, self._engine.step_number, micro_batch)
-        else:
-            name, group = known
-            sequence = group._get_sequence_number_for_group()
-            self._record.enter(phase, self._engine.step_number, micro_batch, name, sequence)
-
-    def _mark(self, instruction: type, micro_batch: int) -> None:
-        """An instruction of the schedule begins; those of an evaluation are not told apart: they may take longer."""
-        phase = PHASES.get(instruction)
-        if phase is not None and not self._evaluates:
-            self._write(phase, micro_batch)
 
     def before_step(self, run: Run) -> None:
         """Loading of the first micro-batch follows."""
+        self._step = run.step + 1
         self._enter("DATA")
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
@@ -128,6 +131,7 @@ class Health(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Hooks between steps follow."""
+        self._step = run.step + 1
         self._enter("BETWEEN")
         self._tell_news(run)
 

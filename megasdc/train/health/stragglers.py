@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from statistics import fmean, median
-
-import numpy as np
+from statistics import median
 
 from megasdc.dropcompute.gate import replica_ranks
 from megasdc.engine.engine import StepResult, TrainingEngine
@@ -42,16 +40,13 @@ class StragglerWatch(Hook):
     def __init__(self, slow_ratio: float, run: Run, times: StepTimes, writer: MetricsWriter | None) -> None:
         dims = run.dims
         self._times, self._writer = times, writer
-        self._shape = (dims.data, dims.pipeline)
-        self._stragglers = Stragglers(*self._shape, slow_ratio)
+        self._stragglers = Stragglers(dims.data, dims.pipeline, slow_ratio)
         self._slow_ratio = slow_ratio
         self._first_step = run.step + 1
-        self._on_device = run.engine.device.type == "cuda"
         self._report: SlowReport | None = None
         self._garbage = CollectionTimer()
-        self._collecting = False
-        self._garbage_s: list[float] = []
-        self._unread: tuple[Callable[[], list[float]], list[float]] | None = None
+        self._collections: list[tuple[float, float]] = []
+        self._unread: tuple[Callable[[], list[float]], float] | None = None
         self._own = (0.0, 0.0)
         places, place = dims.data * dims.pipeline, dims.dp_rank * dims.pipeline + dims.pp_rank
         gives = dims.tp_rank == 0
@@ -60,43 +55,23 @@ class StragglerWatch(Hook):
         self.fields = (self._busy, self._collected)
 
     def _measured(self) -> tuple[float, float]:
-        """Of the step before: median busy seconds of its micro-batches, and mean seconds in garbage collection."""
+        """Of the step before, seconds of a micro-batch: median busy, and mean in garbage collection."""
         self._own = (0.0, 0.0)
         if self._unread is not None:
-            read, garbage_s = self._unread
-            busy_s, self._unread = read(), None
-            if not self._on_device:  # where the host computes, a collection is part of the measured time
-                busy_s = [busy - collected for busy, collected in zip(busy_s, garbage_s, strict=True)]
-            self._own = (median(busy_s), fmean(garbage_s))
+            (read, garbage_s), self._unread = self._unread, None
+            if busy_s := read():
+                self._own = (median(busy_s), garbage_s / len(busy_s))
         return self._own
 
-    # --- in a step: garbage collection within the passes ----------------------------------------------------------
+    # --- in a step: garbage collection among the passes -----------------------------------------------------------
 
     def before_micro_batches(self, engine: TrainingEngine) -> None:
-        """A step begins."""
-        self._collecting, self._garbage_s = True, []
-
-    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Collections before a pass are none of its time."""
+        """Collections before are none of the step's."""
         self._garbage.take()
-
-    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Those within it are."""
-        if self._collecting:
-            self._garbage_s.append(self._garbage.take())
-
-    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """As before a forward pass."""
-        self._garbage.take()
-
-    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """As after a forward pass."""
-        if self._collecting:
-            self._garbage_s[micro_batch] += self._garbage.take()
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
-        """Micro-batches that are recomputed after this are not counted."""
-        self._collecting = False
+        """Those within it are; micro-batches that are recomputed after this are not counted."""
+        self._collections = self._garbage.take_spans()
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -114,10 +89,10 @@ class StragglerWatch(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Judge the step before, and hand over the times of this one."""
-        if self._garbage_s and run.step >= self._first_step + FIRST_STEPS:
-            self._unread = self._times.busy_later(), self._garbage_s
-        busy_s, garbage_s = (np.array(one.values).reshape(self._shape) for one in (self._busy, self._collected))
-        if self._report is None or not self._stragglers.add(busy_s, garbage_s):
+        if run.step >= self._first_step + FIRST_STEPS:
+            collected_s = sum(end - start for start, end in self._collections)
+            self._unread = self._times.busy_later(without=self._collections), collected_s
+        if self._report is None or not self._stragglers.add(self._busy.values, self._collected.values):
             return
         change = self._stragglers.judge(run.step)
         for name, fields in self._report.events(change, self._stragglers):

@@ -20,22 +20,27 @@ from megasdc.engine.run import Run
 
 
 class CollectionTimer:
-    """Sums the seconds in which this process collects garbage, whatever triggered it, until closed."""
+    """Times at which this process collects garbage, whatever triggered it, until closed."""
 
     def __init__(self) -> None:
-        self._started_at = self._seconds = 0.0
+        self._started_at = 0.0
+        self._spans: list[tuple[float, float]] = []
         gc.callbacks.append(self._on_phase)
 
     def _on_phase(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             self._started_at = time.perf_counter()
         elif self._started_at:  # 0 if this timer was created during a collection
-            self._seconds += time.perf_counter() - self._started_at
+            self._spans.append((self._started_at, time.perf_counter()))
+
+    def take_spans(self) -> list[tuple[float, float]]:
+        """Start and end of each collection since the last call, on ``time.perf_counter``."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def take(self) -> float:
-        """Seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        """Their seconds."""
+        return sum(end - start for start, end in self.take_spans())
 
     def close(self) -> None:
         """Stop counting."""

@@ -23,7 +23,7 @@ from megasdc.engine.step_times import StepTimes
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train import build
 from megasdc.train.health.links import LinkPings
-from megasdc.train.health.progress import Health
+from megasdc.train.health.progress import PHASES, Health
 from megasdc.train.health.stragglers import StragglerWatch
 from tools.bench.health.cost_clocks import AgentClock, OutermostClock, StepCost
 from tools.bench.rank import Messages
@@ -113,7 +113,7 @@ def measure_rank(messages: Messages, config: Path, settle_s: float) -> None:
         found = {PARTS[type(hook)]: hook for hook in hooks if type(hook) in PARTS}
         told = [*attached, *(type(hook).__name__ for hook in found.values())]
         if not told:  # what the clock itself counts: the same calls of hooks that do nothing
-            parts.run.engine.watch_instructions(_nothing)
+            parts.run.engine.watch_instructions(lambda kind: _nothing if kind in PHASES else None)
             found = {part: Hook() for part in PARTS.values()}
             hooks = [*found.values(), *hooks]
         for part, hook in found.items():
@@ -131,10 +131,10 @@ def _clock_instructions(engine: TrainingEngine, clock: OutermostClock) -> list[s
     """Time what is put before instructions from now on; returns a list that gets the name of each such thing."""
     watch, attached = engine.watch_instructions, list[str]()
 
-    def clocked(on_instruction: Callable[[type, int], None]) -> None:
-        watch(clock.end)  # what is put there last is called first
-        watch(on_instruction)
-        watch(clock.begin)
+    def clocked(watcher_of: Callable[[type], Callable[[int], None] | None]) -> None:
+        watchers = {kind: watcher_of(kind) for kind in engine._INSTRUCTION_MAP}
+        for one in (clock.end, None, clock.begin):  # what is put there last is called first
+            watch(lambda kind, one=one: watchers[kind] and (one or watchers[kind]))  # type: ignore[misc]
         attached.append("before instructions")
 
     engine.watch_instructions = clocked  # type: ignore[method-assign]
@@ -150,5 +150,5 @@ def _clock_hook(hook: Hook, part: str, clock: OutermostClock) -> None:
             setattr(field, name, partial(clock.timed, part, getattr(field, name)))
 
 
-def _nothing(_kind: type, _micro_batch: int) -> None:
+def _nothing(_micro_batch: int) -> None:
     """Stands for what health does before an instruction."""

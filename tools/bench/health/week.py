@@ -173,7 +173,7 @@ def straggler_growth(folder: Path, steps: int) -> Growth:
         report = SlowReport(run, 1.05, where, LONG, Origin("run", 1))
 
         def step(number: int) -> None:
-            busy_s = 0.1 * np.exp(0.02 * drawn.standard_normal((RANKS, 1)))
+            busy_s = 0.1 * np.exp(0.02 * drawn.standard_normal(RANKS))
             busy_s[number // 500 % RANKS] *= 1.3 if number // 100 % 5 == 0 else 1.0
             if stragglers.add(busy_s, 0.1 * busy_s * (number // 1000 % 2)):
                 change = stragglers.judge(number)
@@ -223,6 +223,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
         def look(number: int) -> Durations:
             for one in range(10):
                 writer.enter(phases[(number + one) % len(phases)], number, one)
+            writer.count()
             found = merged([kept, reader.durations()])
             if number % 1000 == 0:
                 keep_durations(kept_file, found)

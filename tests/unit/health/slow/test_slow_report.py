@@ -32,7 +32,7 @@ def told(
     collected[-1, -1] = garbage
     events, draw = [], np.random.default_rng(1)
     for step in range(1, steps + 1):
-        if stragglers.add(slow * np.exp(0.02 * draw.standard_normal(slow.shape)), collected):
+        if stragglers.add((slow * np.exp(0.02 * draw.standard_normal(slow.shape))).ravel(), collected.ravel()):
             change = stragglers.judge(step)
             events += list(report.events(change, stragglers))
             report.write(change, stragglers, step)

@@ -29,7 +29,7 @@ def run(
         shared = np.exp(0.3 * draw.standard_normal())  # what all have alike, as long sequences, names nobody
         times = shared * np.exp(noise * draw.standard_normal((*slow.shape, micro_batches)))
         times *= (slow if step <= until else np.ones_like(slow))[..., None]
-        if stragglers.add(np.median(times, axis=2), np.zeros(slow.shape)):
+        if stragglers.add(np.median(times, axis=2).ravel(), np.zeros(slow.size)):
             change = stragglers.judge(step)
             begun += [one.place for one in change.begun]
             ended += [one.place for one in change.ended]
@@ -105,7 +105,7 @@ def test_much_slower_is_seen_by_the_short_window_first() -> None:
     for step in range(1, 300):
         times = np.exp(0.02 * draw.standard_normal((4, 1)))
         times[3] *= 1.2 if step > 200 else 1.0
-        if stragglers.add(times, np.zeros((4, 1))) and (begun := stragglers.judge(step).begun):
+        if stragglers.add(times.ravel(), np.zeros(4)) and (begun := stragglers.judge(step).begun):
             break
     assert begun[0].place == (3, 0) and 200 < step <= 200 + SHORT
     assert stragglers.recent is not None and stragglers.recent.steps == LONG
@@ -117,16 +117,16 @@ def test_a_single_hiccup_is_no_straggler() -> None:
     for step in range(1, 200):
         times = np.ones((4, 1))
         times[1] = 10.0 if step % 50 == 0 else 1.0
-        if stragglers.add(times, np.zeros((4, 1))):
+        if stragglers.add(times.ravel(), np.zeros(4)):
             assert stragglers.judge(step).begun == ()
 
 
 def test_a_step_without_a_time_is_not_kept_and_garbage_is_a_share_of_its_own() -> None:
     """A place that has no time yet would be infinitely fast."""
     stragglers = Stragglers(2, 1, 1.05)
-    assert not stragglers.add(np.array([[1.0], [0.0]]), np.zeros((2, 1)))
+    assert not stragglers.add([1.0, 0.0], [0.0, 0.0])
     for _ in range(LONG):
-        stragglers.add(np.ones((2, 1)), np.array([[0.0], [0.25]]))
+        stragglers.add([1.0, 1.0], [0.0, 0.25])
     assert stragglers.is_full and stragglers.garbage_share.tolist() == [[0.0], [0.25]]
 
 
@@ -148,7 +148,7 @@ from megasdc.health.slow.stragglers import SHORT, Stragglers
 made = Stragglers(2, 1, 1.05)
 before = set(sys.modules)
 for step in range(SHORT):
-    made.add(np.full((2, 1), 0.1), np.zeros((2, 1)))
+    made.add([0.1, 0.1], [0.0, 0.0])
 made.judge(SHORT)
 assert made.recent is not None and made.imbalance == 1
 assert set(sys.modules) == before, set(sys.modules) - before
