@@ -6,6 +6,7 @@ Prints one line of JSON at its end: the report of the push, or ``error`` and ``e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -50,8 +51,9 @@ def lower_priority(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what is stored is found by the next push
     if os.getppid() != parent:
         sys.exit(128 + signal.SIGKILL)
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    with contextlib.suppress(OSError, psutil.AccessDenied):  # a container may not allow it: then it competes
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

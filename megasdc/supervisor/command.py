@@ -15,6 +15,7 @@ from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import HOSTS, History
+from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.policy import Limits
 from megasdc.supervisor.supervise import Supervisor
@@ -69,8 +70,16 @@ def supervise_run(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
         engine = FrontEngine(run_dir / FOLDER, run_dir, config.megasdc.training.steps, request)
-        limits = Limits(section.failures_per_hour, section.same_step, section.pause_s, section.longest_pause_s)
-        return Supervisor(journal, engine, limits, stop, say).run()
+        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden)
+        limits = Limits(
+            per_hour=section.failures_per_hour,
+            same_step=section.same_step,
+            pause_s=section.pause_s,
+            longest_pause_s=section.longest_pause_s,
+            returns=section.returns,
+            retest_s=section.retest_s,
+        )
+        return Supervisor(journal, engine, tests, limits, stop, say).run()
 
 
 def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int) -> None:

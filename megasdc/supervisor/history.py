@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megasdc.supervisor.diagnosis import Diagnosis
+from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry
 from megasdc.supervisor.policy import Action, Decision, Failure
 
@@ -51,6 +52,23 @@ class Attempt:
         return tuple(self.slots)
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """A host that is not used.
+
+    Args:
+        text: why, in a sentence.
+        kind: of the diagnosis that it was replaced for.
+        tested_at: when its last test ended, seconds since the epoch; 0: it was not tested.
+        test: how that ended; None: there was none.
+    """
+
+    text: str
+    kind: str
+    tested_at: float = 0.0
+    test: HostTest | None = None
+
+
 @dataclass
 class History:
     """A run, as far as the journal goes.
@@ -59,7 +77,8 @@ class History:
         stage: kind of the last entry that is a turn; empty: there is none.
         config: file of the run.
         slots: ranks of each host of the hostfile, in its order.
-        replaced: hosts that are not used any more, each with the reason.
+        replaced: hosts that are not used.
+        given_back: how often a host was, after a test.
         attempt: the last one that was planned.
         failures: attempts that have ended, oldest first, the last one too where it is no failure.
         decision: the last one, and when it was made.
@@ -70,7 +89,8 @@ class History:
     config: str = ""
     slots: dict[str, int] = field(default_factory=dict)
     num_hosts: int = 0
-    replaced: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, Replaced] = field(default_factory=dict)
+    given_back: dict[str, int] = field(default_factory=dict)
     attempt: Attempt | None = None
     failures: list[Failure] = field(default_factory=list)
     decision: Decision | None = None
@@ -87,8 +107,9 @@ class History:
 
     @property
     def usable(self) -> list[str]:
-        """Hosts that may be used, in the order of the hostfile."""
-        return [host for host in self.slots if host not in self.replaced]
+        """Hosts that may be used: in the order of the hostfile, those that were given back after all others."""
+        usable = [host for host in self.slots if host not in self.replaced]
+        return sorted(usable, key=lambda host: self.given_back.get(host, 0))
 
     @property
     def chosen(self) -> dict[str, int]:
@@ -106,7 +127,7 @@ class History:
     def add(self, entry: Entry) -> None:
         """Take one more entry."""
         CHANGES[entry.kind](self, entry)
-        if entry.kind != HOSTS:
+        if entry.kind not in NO_TURNS:
             self.stage = entry.kind
 
 
@@ -142,18 +163,30 @@ def _decided(history: History, entry: Entry) -> None:
     hosts = tuple(said["replaced"])
     history.decision = Decision(Action(said["action"]), said["text"], hosts, said["pause_s"])
     history.decided_at = entry.time
-    history.replaced |= dict.fromkeys(hosts, said["text"])
+    kind = history.failures[-1].diagnosis.kind
+    history.replaced |= dict.fromkeys(hosts, Replaced(said["text"], kind))
+
+
+def _tested(history: History, entry: Entry) -> None:
+    test = HostTest(**{name: entry.fields[name] for name in ("host", "exit_code", "text")})
+    before = history.replaced.pop(test.host)
+    if entry.fields["given_back"]:
+        history.given_back[test.host] = history.given_back.get(test.host, 0) + 1
+    else:
+        history.replaced[test.host] = replace(before, tested_at=entry.time, test=test)
 
 
 def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
-HOSTS = "hosts"
-"""Kind of an entry that is no turn: what the hostfile has, at the start and where it was changed."""
+HOSTS, TESTED = "hosts", "tested"
+NO_TURNS = (HOSTS, TESTED)
+"""Kinds of entries that are no turns: what the hostfile has, at the start and where it was changed; ends of tests."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
+    TESTED: _tested,
     "planned": _planned,
     "started": _started,
     "ended": _ended,

@@ -18,8 +18,11 @@ stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
 Before these rules come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
-stops; so it does after too many failures in an hour. A host is not used again once it was replaced, as long as others
-are left. Where no host is left for one that may recover, the attempt is repeated in place after a pause that doubles.
+stops; so it does after too many failures in an hour. Where no host is left for one that may recover, the attempt is
+repeated in place after a pause that doubles.
+
+A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
+``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
 """
 
 from __future__ import annotations
@@ -54,11 +57,13 @@ class Rule:
         first: the first time.
         again: where one of its hosts, or the run if it names none, had it before; None: the same.
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
+        returns: a host that it names may come back after a test: that weighs more than the evidence.
     """
 
     first: Action
     again: Action | None = None
     certain: bool = False
+    returns: bool = True
 
 
 RULES = {
@@ -69,7 +74,7 @@ RULES = {
     "non_finite": Rule(Action.STOP),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
-    "corrupt_again": Rule(Action.REPLACE, certain=True),
+    "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),
     "corrupt_once": Rule(Action.AGAIN, Action.REPLACE),
     "corrupt_one_of": Rule(Action.REPLACE, certain=True),
     "host_lost": Rule(Action.REPLACE),
@@ -92,12 +97,16 @@ class Limits:
         same_step: failures in succession at the same step, on more than one set of hosts.
         pause_s: seconds before an attempt is repeated where the one before got no further; doubled each time.
         longest_pause_s: most of it.
+        returns: times that a host comes back after its test; 0: no host is tested.
+        retest_s: seconds until a host that could not be tested to the end is tested again.
     """
 
     per_hour: int = 20
     same_step: int = 3
     pause_s: float = 5.0
     longest_pause_s: float = 300.0
+    returns: int = 1
+    retest_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,8 @@ class Decision:
     """What is done.
 
     Args:
-        replaced: hosts that are not used any more.
+        replaced: hosts that are not used from now on.
+        lacking: there are too few others; one that passes its test would help.
         pause_s: seconds before the next attempt.
         text: why, in a sentence.
     """
@@ -130,6 +140,7 @@ class Decision:
     text: str
     replaced: tuple[str, ...] = ()
     pause_s: float = 0.0
+    lacking: bool = False
 
 
 def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Decision:
@@ -158,8 +169,13 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Deci
         return Decision(action, f"{again}{found.text}", found.hosts)
     lacking = f"{len(found.hosts)} other hosts would be needed, and there are {num_spares}"
     if rule.certain:
-        return Decision(Action.STOP, f"{found.text}; {lacking}")
+        return Decision(Action.STOP, f"{found.text}; {lacking}", lacking=True)
     return Decision(Action.AGAIN, f"{found.text}; {lacking}", pause_s=pause_s)
+
+
+def may_return(kind: str, given_back: int, limits: Limits) -> bool:
+    """Whether a host that was replaced for a kind of diagnosis, and was given back so often, is worth a test."""
+    return RULES[kind].returns and given_back < limits.returns
 
 
 def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:

@@ -15,9 +15,10 @@ from megasdc.errors import LaunchError
 from megasdc.launcher.plan import new_launch_id
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
-from megasdc.supervisor.history import History
+from megasdc.supervisor.history import TESTED, History
+from megasdc.supervisor.host_tests import Tests
 from megasdc.supervisor.journal import Journal
-from megasdc.supervisor.policy import Action, Limits, decide
+from megasdc.supervisor.policy import Action, Limits, decide, may_return
 
 POLL_S = 0.2
 
@@ -33,8 +34,8 @@ class Supervisor:
         say: receives what happens, a line each.
     """
 
-    def __init__(self, journal: Journal, engine: Engine, limits: Limits, stop: Event, say: Say) -> None:
-        self._journal, self._engine, self._limits = journal, engine, limits
+    def __init__(self, journal: Journal, engine: Engine, tests: Tests, limits: Limits, stop: Event, say: Say) -> None:
+        self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
         self._stop, self._say = stop, say
         self._history = History.of(journal.entries)
 
@@ -51,8 +52,11 @@ class Supervisor:
             "ended": self._decide,
             "decided": self._follow,
         }
-        while self._history.exit_code is None:
-            turns[self._history.stage]()
+        try:
+            while self._history.exit_code is None:
+                turns[self._history.stage]()
+        finally:
+            self._tests.close()
         return self._history.exit_code
 
     def _write(self, kind: str, **fields: object) -> None:
@@ -87,6 +91,7 @@ class Supervisor:
                 stopped = True
                 self._say("the run is asked to save and end")
                 self._engine.stop(attempt.process)
+            self._test_hosts()
             time.sleep(POLL_S)
         self._engine.show(attempt)
         evidence = self._engine.evidence(attempt)
@@ -98,6 +103,8 @@ class Supervisor:
     def _decide(self) -> None:
         history = self._history
         decision = decide(history.failures, history.num_spares, self._limits)
+        while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
+            decision = decide(history.failures, history.num_spares, self._limits)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
 
@@ -110,10 +117,28 @@ class Supervisor:
             self._finish(code, decision.text)
             return
         passed_s = max(0.0, time.time() - history.decided_at)  # also that of an earlier supervisor
-        if self._stop.wait(max(0.0, decision.pause_s - passed_s)):
-            self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
-            return
+        end = time.monotonic() + decision.pause_s - passed_s
+        while time.monotonic() < end:
+            self._test_hosts()
+            if self._stop.wait(min(POLL_S, max(0.0, end - time.monotonic()))):
+                self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
+                return
         self._plan()
+
+    def _test_hosts(self) -> bool:
+        """Go on with the tests of hosts that were replaced; returns whether one is under way or has just ended."""
+        history, limits = self._history, self._limits
+        ended = self._tests.take()
+        for test in ended:
+            self._write(TESTED, **asdict(test), given_back=test.exit_code == 0)
+            is_spare = "; it is a spare again" if test.exit_code == 0 else ""
+            self._say(f"{test.host} was tested: {test.text}{is_spare}")
+        for host, one in history.replaced.items():
+            is_due = one.test is None or (not one.test.is_conclusive and time.time() - one.tested_at >= limits.retest_s)
+            worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
+            if is_due and worth and not self._tests.runs(host):
+                self._tests.start(host, history.slots[host])
+        return bool(ended) or any(self._tests.runs(host) for host in history.replaced)
 
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")

@@ -88,20 +88,27 @@ def history_of(folder: Path) -> History:  # noqa: F811
         return History.of(journal.entries)
 
 
-def test_a_lost_host_is_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
-    """A host is powered off; the spare takes its place, from its partner's memory."""
-    config = write(folder, "run")
+def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then."""
+    once = {"num_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0}
+    slow = [{"kind": "normal", "mean_s": 0.5, "std_s": 0.0, "steps": [25, STEPS - 5]}]
+    config = write(folder, "run", supervise=once, delay=slow)
     process, log = supervise(hosts, config), config.with_suffix(".log")
     wait_until(lambda: len(steps_done(folder)) > 15, process, log)
     hosts.power_off("node2")
+    wait_until(lambda: "attempt 2 on node1, node3" in log.read_text(), process, log)
+    hosts.boot("node2")
+    wait_until(lambda: "node2 was tested: healthy; it is a spare again" in log.read_text(), process, log)
+    hosts.power_off("node3")
     assert process.wait(timeout=300) == 0, log.read_text()
     history = history_of(folder)
-    assert list(history.replaced) == ["node2"]
+    assert list(history.replaced) == ["node3"] and history.given_back == {"node2": 1}
     assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
         ("host_lost", ("node1", "node2")),
-        ("done", ("node1", "node3")),
+        ("host_lost", ("node1", "node3")),
+        ("done", ("node1", "node2")),
     ]
-    hosts.boot("node2")
+    hosts.boot("node3")
     hosts.wait_until_reachable()
     ended_as_without_faults(hosts, folder)
 

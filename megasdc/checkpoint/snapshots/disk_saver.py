@@ -82,7 +82,7 @@ class DiskSaver:
 
     Attributes:
         fields: what all ranks agree on in each step.
-        failed: number of saves that failed.
+        failed: number of saves that failed, without those whose checkpoint is whole.
     """
 
     def __init__(
@@ -203,6 +203,7 @@ class DiskSaver:
         """Wait for the save under way; returns its result, None where there is none or it failed."""
         result = None
         started = time.monotonic()
+        self._writer.hurry()
         agreement = StepAgreement(self._place.among.group)
         while (save := self._save) is not None:
             self.wait_for_copy()
@@ -266,7 +267,7 @@ class DiskSaver:
     def _give_up(self, save: _Save) -> None:
         """End a save in which a rank has a problem; training goes on."""
         self._save = None
-        self.failed += 1
+        self.failed += not save.saved
         place = save.job.place
         if self._snapshot.is_copying:
             self._snapshot.close()
@@ -278,7 +279,8 @@ class DiskSaver:
         rank, (node, problem) = found[0]
         more = f"; {len(found) - 1} other ranks failed too" if len(found) > 1 else ""
         message = f"{save.job.failure(saved=save.saved)}: rank {rank} on {node}: {problem.text}{more}"
-        place.emit("warning", "checkpoint_not_saved", step=save.job.step, message=message)
+        name = "checkpoint_not_finished" if save.saved else "checkpoint_not_saved"
+        place.emit("warning", name, step=save.job.step, message=message)
         if place.rank == 0:
             logger.warning("%s; training goes on", message)
 

@@ -147,6 +147,7 @@ class MemorySaver:
         )
         if free is None or self._making is not None:
             self.skipped += 1
+            self._writer.hurry()
             return False
         started = time.monotonic()
         files, problem = capture_engine(engine, self._dims, self._place, state)

@@ -182,7 +182,7 @@ class Snapshot:
         self._copying = None
         files, self._files = self._files, []
         if self._failed is not None:
-            raise self._failed
+            raise self._failed.with_traceback(None)  # its frames hold the memory
         name = default_algorithm(self._device).name
         return [
             TakenFile(
@@ -207,6 +207,6 @@ class Snapshot:
         if self._copying is not None:
             self._copying.join()
             self._copying = None
-        self._failed = None  # its traceback holds the memory
+        self._failed = None  # its frames hold the memory
         while self._images:
             self._images.popitem()[1].close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store
 
@@ -27,6 +30,7 @@ class WriterProcess:
         self._describes = describes
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
 
     @property
     def pid(self) -> int | None:
@@ -52,11 +56,16 @@ class WriterProcess:
         """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
 
         Raises:
-            OSError: it cannot be started, or has just ended.
+            OSError: it cannot be started.
         """
         self.start()
-        assert self._pipe is not None
-        self._pipe.send(task)
+        self._tasks.put(task)
+
+    def hurry(self) -> None:
+        """Let it run from now on also where others want the processor: something had to wait for it."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):  # it has ended, or the system does not allow it
+                os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
 
     def _start(self) -> None:
         here, there = socket.socketpair()
@@ -66,7 +75,9 @@ class WriterProcess:
             self._process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
-        self._pipe = Connection(here.detach())
+        self._pipe, self._tasks = Connection(here.detach()), SimpleQueue()
+        self._sender = threading.Thread(target=_pass_on, args=(self._tasks, self._pipe), name="writer", daemon=True)
+        self._sender.start()
 
     def ask(self, task: Task) -> Answer:
         """Give it a task and wait for its end; for what takes no time.
@@ -95,9 +106,20 @@ class WriterProcess:
 
     def close(self) -> None:
         """End it, whatever it is doing."""
-        if self._pipe is not None:
-            self._pipe.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        if self._pipe is not None:
+            self._tasks.put(None)
+            self._sender.join()
+            self._pipe.close()
         self._process = self._pipe = None
+
+
+def _pass_on(tasks: SimpleQueue[Task | None], pipe: Connection) -> None:
+    """Send tasks, for which a rank would have to wait where the writer is busy and the pipe is full."""
+    while (task := tasks.get()) is not None:
+        try:
+            pipe.send(task)
+        except OSError:  # it has ended, which the answer tells
+            return

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megasdc.config.credentials import find_credentials
+from megasdc.config.fields import Section
 from megasdc.config.network import split_address
 from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
@@ -18,7 +19,7 @@ from megasdc.config.problems.optimizer_hooks import hook_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
 from megasdc.config.read import shown
-from megasdc.config.sections.megasdc import ArchiveSection, MegasdcSection, TrainingSection
+from megasdc.config.sections.megasdc import MegasdcSection, TrainingSection
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
@@ -54,11 +55,12 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             'got "async", but faults of phase checkpoint are injected right after the step, when the checkpoint is not '
             'written yet; set "sync".',
         )
-    if file.checkpoint.memory.partners and not file.checkpoint.memory.interval:
-        yield Problem(
-            ("megasdc.checkpoint.memory.partners", "megasdc.checkpoint.memory.interval"),
-            "got true, but nothing is kept in memory; set megasdc.checkpoint.memory.interval to 1 or more.",
-        )
+    if not file.checkpoint.memory.interval:
+        path, why = "megasdc.checkpoint.memory", "0, where nothing is kept in memory; set that to 1 or more"
+        yield from _without_effect(file.checkpoint.memory, path, ("partners", "linger_s"), "interval", why)
+    if file.checkpoint.writing == "sync":
+        why = '"sync", where no save is ever late; set that to "auto" or "async"'
+        yield from _without_effect(file.checkpoint, "megasdc.checkpoint", ("when_late",), "writing", why)
     local = file.checkpoint.storage == "node_local"
     if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
         yield Problem(
@@ -66,6 +68,14 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             f'got {str(not local).lower()}, but megasdc.checkpoint.storage is "{file.checkpoint.storage}"; remove the '
             "first.",
         )
+
+
+def _without_effect(section: Section, path: str, names: Sequence[str], other: str, why: str) -> Iterator[Problem]:
+    """Fields of a section that are set, but have no effect with what another field of it has, and why."""
+    for name in names:
+        if (value := getattr(section, name)) != type(section).model_fields[name].default:
+            problem = f"got {shown(value)}, which has no effect with {path}.{other} {why}."
+            yield Problem((f"{path}.{name}", f"{path}.{other}"), problem)
 
 
 def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
@@ -80,12 +90,8 @@ def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
 def _archive_problems(file: MegasdcSection) -> Iterator[Problem]:
     archive, path = file.checkpoint.archive, "megasdc.checkpoint.archive"
     if archive.address is None:
-        for name in ("every", "keep_last"):
-            if getattr(archive, name) != ArchiveSection.model_fields[name].default:
-                yield Problem(
-                    (f"{path}.{name}", f"{path}.address"),
-                    f"got {getattr(archive, name)} without {path}.address, where it has no effect; give an address.",
-                )
+        why = "null, where nothing is archived; give an address"
+        yield from _without_effect(archive, path, ("every", "keep_last"), "address", why)
         return
     if problem := find_credentials(archive.address):
         yield Problem((f"{path}.address",), f"is refused and not shown here: {problem}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.config.fields import NonNegativeFloat, PositiveInt, Section, setting
+from megasdc.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
 
 
 class SuperviseSection(Section):
@@ -21,3 +21,16 @@ class SuperviseSection(Section):
         5.0, "Seconds before an attempt is repeated where the one before got no further; doubled each time."
     )
     longest_pause_s: NonNegativeFloat = setting(300.0, "The longest such pause.")
+    returns: NonNegativeInt = setting(
+        1,
+        "Times that a host which was replaced becomes a spare again after it has passed a test by `megasdc stress`; 0: "
+        "replaced hosts are not tested.",
+    )
+    test_rounds: PositiveInt = setting(3, "Rounds of such a test.")
+    golden: str | None = setting(
+        None,
+        "Folder of golden values for the test; null: a host is compared with itself alone, so that what it always "
+        "computes wrong is not found.",
+        min_length=1,
+    )
+    retest_s: PositiveFloat = setting(300.0, "Seconds until a host that could not be tested is tested again.")

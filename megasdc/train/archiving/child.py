@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -47,12 +48,11 @@ class PushProcess:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         self._output.close()
-        try:
-            found = json.loads(lines[-1])
-            if isinstance(found, dict):
-                return found
-        except (IndexError, ValueError):
-            pass
+        for line in reversed(lines):  # libraries may write after it
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    return found
         return {"error": f"the push ended with code {code}: {lines[-1] if lines else 'no output'}", "exit_code": code}
 
     def wait(self, timeout_s: float) -> None:

@@ -187,10 +187,10 @@ class Saver(Hook):
         if self._background is not None:
             failed = self._background.failed
             self._report(run, self._background.advance())
-            if self._background.failed > failed:
-                self._count(run, "failed", self._background.failed)
             if self._background.step is not None and (run.is_last_step or due):
                 due = self._meet_late(run, self._background) and due
+            if self._background.failed > failed:
+                self._count(run, "failed", self._background.failed)
         if not due and not run.is_last_step:
             return
         run.enter("SAVE")

@@ -109,6 +109,13 @@ def problem(deepspeed=None, **sections):
             {"training": {"garbage_collection_interval": 5}},
             ["garbage_collection_interval: got 5", 'garbage_collection "python"', 'set "managed"'],
         ),
+        ({"checkpoint": {"memory": {"partners": True}}}, ["memory.partners: got true", "memory.interval 0"]),
+        ({"checkpoint": {"memory": {"linger_s": 5.0}}}, ["memory.linger_s: got 5.0", "memory.interval 0"]),
+        ({"checkpoint": {"writing": "sync", "when_late": "skip"}}, ['when_late: got "skip"', 'writing "sync"']),
+        (
+            {"checkpoint": {"archive": {"every": 2}}},
+            ["archive.every: got 2", "archive.address null"],
+        ),
         ({"logging": {"run_dir": ""}}, ["run_dir"]),
         ({"trace": {"algorithm": "crc32"}}, ['trace.algorithm: got "crc32"', "xxh3_64.v1", "mixed_sum_64.v1"]),
         ({"trace": {"layers": [2, 6]}}, ["trace.layers: got 6", "num_layers 2", "2 to 3"]),

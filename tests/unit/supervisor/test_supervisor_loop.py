@@ -16,12 +16,13 @@ import pytest
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.history import ENDED, Attempt, History, Process
+from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry, Journal
-from megasdc.supervisor.policy import Limits
+from megasdc.supervisor.policy import Limits, may_return
 from megasdc.supervisor.supervise import Supervisor
 
 STEPS = 50
-LIMITS = Limits(pause_s=0.01)
+LIMITS = Limits(pause_s=0.01, returns=0)
 SLOTS = {"z": 1, "b": 1, "c": 1, "a": 1}
 """Not in the order of the alphabet."""
 
@@ -94,7 +95,44 @@ class SmallProcesses:
         return Evidence(code, rank, host, ["it ended"], attempt.hosts, unreachable, reached=reached, steps=STEPS)
 
 
-def supervise(folder: Path, engine: SmallProcesses, on_write: Callable[[Journal, bool], None] | None = None) -> int:
+class SmallTests:
+    """Tests of hosts that end at once, as it is written down.
+
+    Args:
+        codes: exit codes of the tests of each host, in turn; a host without one is not tested to the end.
+    """
+
+    def __init__(self, codes: dict[str, list[int]] | None = None) -> None:
+        self.codes = {} if codes is None else codes
+        self.started: list[str] = []
+        self._running: list[str] = []
+
+    def runs(self, host: str) -> bool:
+        """See ``Tests``."""
+        return host in self._running
+
+    def start(self, host: str, slots: int) -> None:
+        """See ``Tests``."""
+        self.started.append(host)
+        self._running.append(host)
+
+    def take(self) -> list[HostTest]:
+        """See ``Tests``."""
+        running, self._running = self._running, []
+        return [HostTest(host, self.codes[host].pop(0) if self.codes.get(host) else 78, "said") for host in running]
+
+    def close(self) -> None:
+        """See ``Tests``."""
+        self._running = []
+
+
+def supervise(
+    folder: Path,
+    engine: SmallProcesses,
+    on_write: Callable[[Journal, bool], None] | None = None,
+    tests: SmallTests | None = None,
+    limits: Limits = LIMITS,
+) -> int:
     """Supervise two of four hosts; ``on_write`` is called before and after each entry."""
     with Journal(folder, lambda line: None) as journal:
         if on_write is not None:
@@ -111,7 +149,8 @@ def supervise(folder: Path, engine: SmallProcesses, on_write: Callable[[Journal,
             journal.write("hosts", slots=SLOTS, num_hosts=2)
         if len(journal.entries) < 2:
             journal.write("opened", config="c.json")
-        return Supervisor(journal, engine, LIMITS, Event(), lambda line: None).run()
+        tests = SmallTests() if tests is None else tests
+        return Supervisor(journal, engine, tests, limits, Event(), lambda line: None).run()
 
 
 ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, None, (), 25), (0, None, (), STEPS)]
@@ -180,5 +219,63 @@ def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) 
             if line.startswith("attempt 2 ended"):
                 stop.set()
 
-        assert Supervisor(journal, engine, Limits(pause_s=1000, longest_pause_s=1000), stop, say).run() == 79
+        limits = Limits(pause_s=1000, longest_pause_s=1000)
+        assert Supervisor(journal, engine, SmallTests(), limits, stop, say).run() == 79
     assert len(engine.started) == 2 and not engine.stopped
+
+
+def _history_in(folder: Path) -> History:
+    with Journal(folder, lambda line: None) as journal:
+        return History.of(journal.entries)
+
+
+def test_hosts_that_pass_their_test_come_back_after_all_others(tmp_path: Path) -> None:
+    """Once each: the first to be lost is used again when no other is left, and not a second time."""
+    ends = [(78, None, (host,), step) for step, host in enumerate("bca", 1)]
+    engine = SmallProcesses(tmp_path, [*ends, (78, None, ("b",), 9), (0, None, (), STEPS)])
+    tests = SmallTests({host: [0, 0] for host in SLOTS})
+    assert supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01, returns=1)) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,a", "z,b", "z,c"]
+    history = _history_in(tmp_path)
+    assert list(history.replaced) == ["b"] and history.given_back == {"b": 1, "c": 1, "a": 1}
+    assert tests.started == ["b", "c", "a"]
+
+
+def test_a_host_that_fails_its_test_stays_away_and_one_that_is_away_is_tested_again(tmp_path: Path) -> None:
+    """What failed is not tested again; what could not be tested is, after a while."""
+    ends = [(79, "b", (), 1), (79, "b", (), 2), (78, None, ("c",), 3)]
+    engine = SmallProcesses(tmp_path, [*ends, *((1, None, (), step) for step in range(4, 9)), (0, None, (), STEPS)])
+    tests = SmallTests({"b": [73], "c": [78, 78, 0]})
+    assert supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01, retest_s=0.05)) == 0
+    history = _history_in(tmp_path)
+    assert {host: one.kind for host, one in history.replaced.items()} == {"b": "rank_lost"}
+    assert tests.started.count("b") == 1 and tests.started.count("c") == 3
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_run_without_hosts_waits_for_tests_that_may_give_some_back(tmp_path: Path, passes: bool) -> None:
+    """One of two computes wrong results, then one of the other two: it goes on if both of the first pass."""
+    engine = SmallProcesses(tmp_path, [(1, None, (), 0), (1, None, (), 0), (0, None, (), STEPS)])
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots=SLOTS, num_hosts=2)
+        journal.write("opened", config="c.json")
+        for number, hosts in enumerate((["z", "b"], ["c", "a"]), 1):
+            said = {"kind": "corrupt_one_of", "hosts": hosts, "step": number, "text": "one is wrong", "incident": None}
+            journal.write("planned", attempt=number, slots=dict.fromkeys(hosts, 1), launch_id=f"launch{number}")
+            journal.write("started", pid=0, ticks=0)
+            journal.write("ended", exit_code=73, diagnosis=said)
+            if number == 1:
+                journal.write("decided", action="replace hosts", text="one is wrong", replaced=hosts, pause_s=0.0)
+    tests = SmallTests({"z": [0 if passes else 73], "b": [0], "c": [0], "a": [0]})
+    code = supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01))
+    if passes:
+        assert code == 0 and [one.split()[1] for one in engine.started] == ["z,b"]
+    else:
+        assert code == 73 and not engine.started, "one host is left, and two are needed"
+    assert "b" in _history_in(tmp_path).given_back
+
+
+def test_a_host_that_repeats_wrong_results_is_never_given_back() -> None:
+    """A test is short, and the evidence is not: the same wrong result of the same step."""
+    assert not may_return("corrupt_again", 0, Limits(returns=9)) and may_return("corrupt_one_of", 0, Limits())
+    assert not may_return("host_lost", 1, Limits()) and not may_return("host_lost", 0, Limits(returns=0))
