@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, unavailable_reason
 
 from megasdc.config import parse_config
 from megasdc.golden.record import record
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

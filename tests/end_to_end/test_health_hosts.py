@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, unavailable_reason
 from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
+
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, unavailable_reason
 
 from megasdc.launcher.records import collect
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, unavailable_reason
 from test_launch import ROOT, WORKER, write_small_config
 
 from megasdc.launcher import gather
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, unavailable_reason
 from test_launch_train import folder, tiny_config  # noqa: F401 - a fixture
 
 import megasdc
 from megasdc.study.log import read_study
 from megasdc.study.tables import summarize_study
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

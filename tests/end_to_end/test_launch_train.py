@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import Cluster, unavailable_reason
 from slow_link import limit_rate, slow_link
 
 from megasdc.config import parse_config
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, unavailable_reason
 from test_health_hosts import wait_until
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
 from megasdc.events import read_events
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, unavailable_reason
 from slow_link import limit_rate, slow_link
+
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import Cluster, unavailable_reason
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import Journal
+from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -91,7 +91,7 @@ class Cluster:
         private: Sequence[Path | str] = (),
     ) -> None:
         self.folder = Path(folder).resolve()
-        self.env = {"PYTHONPATH": str(Path(__file__).parents[2]), **(env or {})}
+        self.env = {"PYTHONPATH": str(Path(__file__).parents[1]), **(env or {})}
         self.names = [f"node{number}" for number in range(1, num_hosts + 1)]
         self.addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(self.names, 11)}
         self.private = [Path(path) for path in private]

@@ -1,0 +1,21 @@
+"""`python -m tools.bench ...` of supervised runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.bench.commands.app import app
+from tools.bench.options import Log, add_command
+from tools.bench.supervised.options import SupervisedOptions
+
+
+@add_command(app, "supervised", "--drills 15 --log supervised.jsonl --out supervised.json")
+def bench_supervising(on_progress: Any, options: SupervisedOptions, log: Log = None) -> Any:
+    """Bring faults about in supervised runs between test hosts; exit code 1 if one does not end right by itself.
+
+    All losses, the last checkpoint and the place in the data as without a fault, bit for bit; few attempts; no host
+    away whose test has passed. Needs root. A run with two faults takes a minute or two.
+    """
+    from tools.bench.supervised.campaign import bench_supervised
+
+    return bench_supervised(options, log, on_progress)

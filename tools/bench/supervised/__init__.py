@@ -1,0 +1,1 @@
+"""Campaigns of supervised runs between test hosts."""

@@ -1,0 +1,277 @@
+"""Supervised runs, ``python -m tools.bench supervised``: whether runs with faults end by themselves, as if there was none.
+
+Real ranks train a tiny model between test hosts, over real SSH, under ``megasdc supervise`` on a host of its own; there
+is one spare. Faults come at random moments, also while a start recovers from the one before. Nobody does anything, but
+for the command of a supervisor that was killed, and for hosts that get their power or their cable back. Each run must
+end with exit code 0, with the losses, the last checkpoint and the place in the data of a run without a fault, bit for
+bit, with few attempts, and with no healthy host away whose test has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import LaunchError
+from megasdc.supervisor.command import FOLDER
+from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import Journal
+from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
+from tools.bench.drills import Layout, tables
+from tools.bench.health.hangs import prepare_texts
+from tools.bench.log import RunLog
+from tools.bench.machine import describe_machine
+from tools.bench.rank import scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.supervised.faults import KINDS, Target
+from tools.bench.supervised.options import SupervisedOptions
+from tools.hosts import Cluster, unavailable_reason
+
+STEPS, STEP_S = 60, 0.1
+SPARES = 1
+PROGRESS = (3, 12)
+"""Steps between two faults, least and most; or the next one comes while a start recovers."""
+IN_RECOVERY = 0.3
+"""Share of faults that do not wait for a step."""
+GIVE_UP_S = 420.0
+MORE_ATTEMPTS = 3
+"""Than faults, which a run may take: a fault may end two of them."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A run.
+
+    Args:
+        kinds: of its faults, in turn.
+        layout: tensor, pipeline, data.
+        attempts: diagnosis and hosts of each.
+        problems: what was not right, a line each.
+        seconds: of the whole run.
+        away: hosts that were not used at the end.
+    """
+
+    kinds: tuple[str, ...]
+    layout: Layout
+    attempts: tuple[tuple[str, tuple[str, ...]], ...]
+    problems: tuple[str, ...]
+    seconds: float
+    away: tuple[str, ...]
+
+    @property
+    def right(self) -> bool:
+        """Whether all was."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class SupervisedResult(Result):
+    """All runs."""
+
+    drills: Sequence[Drill] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was right in all of them."""
+        return all(one.right for one in self.drills)
+
+    def report(self) -> Report:
+        """Counts by kind of fault and by layout, what was diagnosed, and what was not right."""
+        columns = ("runs", "right", "attempts, median and most", "seconds, median and longest")
+        _, by_layout = tables("runs", self.drills, lambda one: ", ".join(one.kinds), _row, columns)
+        yield by_layout
+        rows = [(KINDS[name].title, *_counts([one for one in self.drills if name in one.kinds])) for name in KINDS]
+        yield table("runs by a kind of fault that they had", ("kind", "runs", "right"), rows)
+        found: dict[str, int] = {}
+        for kind, _ in (attempt for one in self.drills for attempt in one.attempts):
+            found[kind] = found.get(kind, 0) + 1
+        rows = [(DIAGNOSES[kind].title, str(count)) for kind, count in sorted(found.items())]
+        yield table("attempts by how they ended", ("diagnosis", "attempts"), rows)
+        for number, one in enumerate(self.drills):
+            for problem in one.problems:
+                yield f"run {number}, {'x'.join(map(str, one.layout))}, {', '.join(one.kinds)}: {problem}"
+
+
+def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+    attempts, seconds = sorted(len(one.attempts) for one in drills), sorted(one.seconds for one in drills)
+    middle = len(drills) // 2
+    return (
+        name,
+        *_counts(drills),
+        f"{attempts[middle]}, {attempts[-1]}",
+        f"{seconds[middle]:.0f}, {seconds[-1]:.0f}",
+    )
+
+
+def _counts(drills: Sequence[Drill]) -> tuple[str, str]:
+    return str(len(drills)), str(sum(one.right for one in drills))
+
+
+def bench_supervised(
+    options: SupervisedOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+) -> SupervisedResult:
+    """Do the runs that are not in the log yet.
+
+    Args:
+        log: file that keeps finished runs; None: none does.
+
+    Raises:
+        LaunchError: this machine cannot make test hosts.
+        MegasdcError: the log cannot be used.
+    """
+    if (reason := unavailable_reason()) is not None:
+        raise LaunchError(f"supervised runs need test hosts: {reason}")
+    machine, kept, chance = describe_machine(), RunLog(log, options, Drill), random.Random(options.seed)
+    planned = _plan(options, chance)
+    with scratch_folder() as folder:
+        data, ends = prepare_texts(folder), dict[Layout, End]()
+        for number, (layout, kinds, seed) in enumerate(planned):
+            on_progress("runs", number, len(planned))
+            if number < len(kept.runs):
+                continue
+            if layout not in ends:
+                drill, end = _run(folder / f"plain_{len(ends)}", data, layout, (), 0, None)
+                if end is None:
+                    raise LaunchError(f"a run without a fault has failed: {'; '.join(drill.problems)}")
+                ends[layout] = end
+            kept.add(_run(folder / f"run_{number}", data, layout, kinds, seed, ends[layout])[0])
+        on_progress("runs", len(planned), len(planned))
+    return SupervisedResult(machine, options, kept.runs)
+
+
+def _plan(options: SupervisedOptions, chance: random.Random) -> list[tuple[Layout, tuple[str, ...], int]]:
+    """Kinds in turn, in another order each time."""
+    names: list[str] = []
+    while len(names) < options.drills * options.faults:
+        names += chance.sample(options.drawn, len(options.drawn))
+    found = []
+    for number in range(options.drills):
+        kinds = tuple(names[number * options.faults : (number + 1) * options.faults])
+        found.append((options.sizes[number % len(options.sizes)], kinds, chance.randrange(1 << 30)))
+    return found
+
+
+def _slots(layout: Layout) -> int:
+    """Ranks of a host: two where there are four, else one."""
+    return 2 if math.prod(layout) == 4 else 1
+
+
+def _config(path: Path, data: Path, layout: Layout, num_hosts: int) -> None:
+    tensor, pipeline, replicas = layout
+    raw = {
+        "train_batch_size": 2 * replicas,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megasdc": {
+            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
+            "data": {"path": str(data), "sequence_length": 32},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
+            "training": {"steps": STEPS},
+            "checkpoint": {
+                "interval": 10,
+                "keep_last": 2,
+                "writing": "async",
+                "memory": {"interval": 2, "partners": True, "linger_s": 120.0},
+            },
+            "logging": {"run_dir": str(path.parent / "run"), "interval": 1, "progress_bar": False},
+            "health": {"enabled": True, "hang_floor_s": 5.0, "slow_floor_s": 15.0},
+            "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
+            "supervise": {"num_hosts": num_hosts, "pause_s": 1.0, "test_rounds": 1, "retest_s": 5.0},
+        },
+    }
+    path.write_text(json.dumps(raw), encoding="utf-8")
+
+
+def _run(
+    folder: Path, data: Path, layout: Layout, kinds: Sequence[str], seed: int, right: End | None
+) -> tuple[Drill, End | None]:
+    """Run once, with faults; returns also how it has ended, None: it has not."""
+    started, chance = time.monotonic(), random.Random(seed)
+    num_hosts = math.prod(layout) // _slots(layout)
+    config, run = folder / "config.json", folder / "run"
+    folder.mkdir()
+    _config(config, data, layout, num_hosts)
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[Any]] = []
+    problems: list[str] = []
+    with Cluster(folder / "hosts", 1 + num_hosts + SPARES, env=env) as hosts:
+        head, *others = hosts.names
+        hostfile = hosts.hostfile(others, slots=_slots(layout))
+
+        def supervise() -> None:
+            words = ["-m", "megasdc", "supervise", "--hostfile", str(hostfile), "--config", str(config)]
+            with open(folder / "supervisor.log", "ab") as said:
+                processes.append(hosts.popen(head, [sys.executable, *words], cwd=str(folder), stdout=said, stderr=said))
+
+        target = Target(hosts, head, config, run, chance, supervise)
+        supervise()
+        until = time.monotonic() + GIVE_UP_S
+        for kind in kinds:
+            if _wait_for_moment(target, processes, until):
+                KINDS[kind].strike(target)
+        while processes[-1].poll() is None and time.monotonic() < until:
+            target.undo()
+            time.sleep(_POLL_S)
+        code = processes[-1].poll()
+        target.undo(all_of_it=True)
+        if code is None:
+            problems.append(f"it has not ended in {GIVE_UP_S:g} s")
+        elif code:
+            problems.append(f"it has ended with exit code {code}")
+    end = read_end(run, run / "checkpoints") if code == 0 else None
+    if end is not None and right is not None:
+        problems += why_different(end, right)
+    return _drill(kinds, layout, run, problems, time.monotonic() - started), end
+
+
+def _wait_for_moment(target: Target, processes: Sequence[subprocess.Popen[Any]], until: float) -> bool:
+    """Wait for the moment of the next fault; whether it may come: the run still goes on."""
+    chance = target.chance
+    steps, attempts = _last_step(target.run), len(target.entries("started"))
+    in_recovery = attempts > 0 and chance.random() < IN_RECOVERY
+    if in_recovery:
+        time.sleep(chance.uniform(0.0, 10.0))
+        return processes[-1].poll() is None
+    wanted = max(steps, 4) + chance.randint(*PROGRESS)
+    while _last_step(target.run) < min(wanted, STEPS - 5):
+        if processes[-1].poll() is not None or time.monotonic() > until:
+            return False
+        target.undo()
+        time.sleep(_POLL_S)
+    time.sleep(chance.uniform(0.0, 3 * STEP_S))
+    return processes[-1].poll() is None
+
+
+def _last_step(run: Path) -> int:
+    """Last step that is in the metrics; 0: none."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)[-3:] if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
+
+
+def _drill(kinds: Sequence[str], layout: Layout, run: Path, problems: list[str], seconds: float) -> Drill:
+    with Journal(run / FOLDER, lambda line: None) as journal:
+        history = History.of(journal.entries)
+    attempts = tuple((one.diagnosis.kind, one.used) for one in history.failures)
+    if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
+        problems.append(f"it took {len(attempts)} attempts")
+    away = tuple(history.replaced)
+    problems += [f"{host} is away, although its test has passed" for host in away if _has_passed(history, host)]
+    return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away)
+
+
+def _has_passed(history: History, host: str) -> bool:
+    test = history.replaced[host].test
+    return test is not None and test.exit_code == 0
