@@ -1,4 +1,4 @@
-"""Supervised runs, ``python -m tools.bench supervised``: whether runs with faults end by themselves, as if there was none.
+"""Supervised runs, ``python -m tools.bench supervised``: whether runs with faults end by themselves, as without them.
 
 Real ranks train a tiny model between test hosts, over real SSH, under ``megasdc supervise`` on a host of its own; there
 is one spare. Faults come at random moments, also while a start recovers from the one before. Nobody does anything, but
@@ -91,8 +91,9 @@ class SupervisedResult(Result):
         columns = ("runs", "right", "attempts, median and most", "seconds, median and longest")
         _, by_layout = tables("runs", self.drills, lambda one: ", ".join(one.kinds), _row, columns)
         yield by_layout
-        rows = [(KINDS[name].title, *_counts([one for one in self.drills if name in one.kinds])) for name in KINDS]
-        yield table("runs by a kind of fault that they had", ("kind", "runs", "right"), rows)
+        with_kind = {name: [one for one in self.drills if name in one.kinds] for name in KINDS}
+        counted = [(KINDS[name].title, *_counts(drills)) for name, drills in with_kind.items() if drills]
+        yield table("runs by a kind of fault that they had", ("kind", "runs", "right"), counted)
         found: dict[str, int] = {}
         for kind, _ in (attempt for one in self.drills for attempt in one.attempts):
             found[kind] = found.get(kind, 0) + 1
