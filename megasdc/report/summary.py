@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load
 from megasdc.report.run_pages.status import status_of
 from megasdc.sdc.incident import how_often, without_faults
 from megasdc.study.log import STUDY_FOLDER
+from megasdc.supervisor.goodput import Goodput, goodput_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class RunSummary:
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
-    what is in it and what failed, None: nothing was to be archived.
+    what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised.
     """
 
     run_dir: str
@@ -85,6 +87,7 @@ class RunSummary:
     failure: Failure | None = None
     hangs: tuple[Hang, ...] = ()
     archive: str | None = None
+    goodput: Goodput | None = None
 
     @property
     def finished(self) -> bool:
@@ -133,6 +136,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
         hangs=tuple(map(_hang, run.hangs)),
         archive=_archive(run),
+        goodput=goodput_of(folder, time.time()),
     )
 
 
@@ -259,6 +263,8 @@ def render(summary: RunSummary) -> str:
         )
     if summary.tokens_per_s is not None:
         lines.append(f"speed             {summary.tokens_per_s:,.0f} tokens/s, {summary.tokens:,} tokens in all")
+    if summary.goodput is not None:
+        lines.append(f"goodput           {summary.goodput}")
     if summary.resumed_from:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
     lines += [f"changed           {text}" for text in summary.changed_settings]

@@ -16,11 +16,9 @@ from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import HOSTS, History
 from megasdc.supervisor.host_tests import StressTests
-from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.supervisor.policy import Limits
 from megasdc.supervisor.supervise import Supervisor
-
-FOLDER = "supervise"
 
 
 def say(line: str) -> None:

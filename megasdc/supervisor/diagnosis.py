@@ -21,6 +21,7 @@ from megasdc.errors import (
 )
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incident import Incident
+from megasdc.supervisor.goodput import Trained
 
 USAGE = 2
 """Exit code of a wrong command line."""
@@ -94,6 +95,7 @@ class Evidence:
         corruption: that of silent data corruption; None: there was none.
         reached: last step that was reported; 0: none.
         steps: of the whole run.
+        trained: what it has reported; None: no step.
     """
 
     exit_code: int | None
@@ -106,6 +108,7 @@ class Evidence:
     corruption: Incident | None = None
     reached: int = 0
     steps: int = 0
+    trained: Trained | None = None
 
 
 @dataclass(frozen=True)

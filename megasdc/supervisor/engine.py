@@ -24,6 +24,7 @@ from megasdc.sdc.incident import load_incidents
 from megasdc.supervisor import front
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
+from megasdc.supervisor.goodput import trained_since
 from megasdc.supervisor.history import ENDED, Attempt, Process
 
 PROBE_S = 30.0
@@ -155,6 +156,7 @@ class FrontEngine:
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
             reached=max((row["step"] for row in rows if "train/loss" in row), default=0),
             steps=self._steps,
+            trained=trained_since(self._run_dir, attempt.planned_at),
         )
 
     def _file(self, attempt: Attempt, ending: str) -> Path:

@@ -20,7 +20,8 @@ import xxhash
 
 from megasdc.errors import LaunchError, StorageError
 
-JOURNAL_FILE = "journal.jsonl"
+FOLDER, JOURNAL_FILE = "supervise", "journal.jsonl"
+"""In the run folder, and in that one."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +111,42 @@ class Journal:
         if len(whole) < len(content):
             say(f"{self.path}: a line that was not written to its end is removed")
             os.ftruncate(self._file.fileno(), len(whole))
-        entries, checksum = [], ""
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                raw = json.loads(line)
-                claimed = raw.pop("checksum")
-                entry = Entry(**raw)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise StorageError(f"{self._where(number)} cannot be read: {error!r}; {self._remedy}") from error
-            checksum = _chained(checksum, raw)
-            if claimed != checksum or entry.number != number:
-                raise StorageError(f"{self._where(number)} was changed; {self._remedy}")
-            entries.append(entry)
-        return entries, checksum
+        return _parse(whole, self.path)
 
-    def _where(self, number: int) -> str:
-        return f"line {number} of the supervisor's journal {self.path}"
 
-    @property
-    def _remedy(self) -> str:
-        return "move the file away to supervise the run anew: its checkpoints stay"
+def read_journal(folder: Path) -> list[Entry]:
+    """Entries of the journal in a supervisor's folder, oldest first, also while one writes; none where there is none.
+
+    Raises:
+        StorageError: it was changed, or cannot be read.
+    """
+    path = folder / JOURNAL_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"the supervisor's journal {path} cannot be read: {error}") from error
+    return _parse(content[: content.rfind(b"\n") + 1], path)[0]
+
+
+def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
+    """Entries, and the checksum of all of them."""
+    entries, checksum = list[Entry](), ""
+    for number, line in enumerate(lines.splitlines(), 1):
+        where = f"line {number} of the supervisor's journal {path}"
+        remedy = "move the file away to supervise the run anew: its checkpoints stay"
+        try:
+            raw = json.loads(line)
+            claimed = raw.pop("checksum")
+            entry = Entry(**raw)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StorageError(f"{where} cannot be read: {error!r}; {remedy}") from error
+        checksum = _chained(checksum, raw)
+        if claimed != checksum or entry.number != number:
+            raise StorageError(f"{where} was changed; {remedy}")
+        entries.append(entry)
+    return entries, checksum
 
 
 def _chained(before: str, content: dict[str, Any]) -> str:

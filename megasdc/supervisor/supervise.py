@@ -98,7 +98,8 @@ class Supervisor:
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
-        self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis))
+        trained = None if evidence.trained is None else asdict(evidence.trained)
+        self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis), trained=trained)
 
     def _decide(self) -> None:
         history = self._history

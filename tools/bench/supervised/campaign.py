@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import LaunchError
-from megasdc.supervisor.command import FOLDER
 from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
+from megasdc.supervisor.goodput import PARTS, goodput
 from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.journal import FOLDER, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout, tables
 from tools.bench.health.hangs import prepare_texts
@@ -60,6 +60,7 @@ class Drill:
         problems: what was not right, a line each.
         seconds: of the whole run.
         away: hosts that were not used at the end.
+        parts: seconds of the run, see ``megasdc.supervisor.goodput``.
     """
 
     kinds: tuple[str, ...]
@@ -68,6 +69,7 @@ class Drill:
     problems: tuple[str, ...]
     seconds: float
     away: tuple[str, ...]
+    parts: dict[str, float]
 
     @property
     def right(self) -> bool:
@@ -99,6 +101,11 @@ class SupervisedResult(Result):
             found[kind] = found.get(kind, 0) + 1
         rows = [(DIAGNOSES[kind].title, str(count)) for kind, count in sorted(found.items())]
         yield table("attempts by how they ended", ("diagnosis", "attempts"), rows)
+        seconds = {part: sum(one.parts.get(part, 0.0) for one in self.drills) for part in PARTS}
+        shares = [
+            (part, f"{one:,.0f}", f"{one / max(sum(seconds.values()), 1e-9):.1%}") for part, one in seconds.items()
+        ]
+        yield table("where the time went", ("part", "seconds", "share"), shares)
         for number, one in enumerate(self.drills):
             for problem in one.problems:
                 yield f"run {number}, {'x'.join(map(str, one.layout))}, {', '.join(one.kinds)}: {problem}"
@@ -263,14 +270,16 @@ def _last_step(run: Path) -> int:
 
 
 def _drill(kinds: Sequence[str], layout: Layout, run: Path, problems: list[str], seconds: float) -> Drill:
-    with Journal(run / FOLDER, lambda line: None) as journal:
-        history = History.of(journal.entries)
+    entries = read_journal(run / FOLDER)
+    history = History.of(entries)
     attempts = tuple((one.diagnosis.kind, one.used) for one in history.failures)
     if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
         problems.append(f"it took {len(attempts)} attempts")
     away = tuple(history.replaced)
     problems += [f"{host} is away, although its test has passed" for host in away if _has_passed(history, host)]
-    return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away)
+    found = goodput(entries, time.time())
+    parts = {} if found is None else {part: round(one, 1) for part, one in found.parts.items()}
+    return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away, parts)
 
 
 def _has_passed(history: History, host: str) -> bool:

@@ -16,8 +16,7 @@ import psutil
 
 from megasdc.shared_memory import own_prefix
 from megasdc.supervisor import front
-from megasdc.supervisor.command import FOLDER
-from megasdc.supervisor.journal import JOURNAL_FILE
+from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
 from tools.hosts import Cluster
 
 BACK_S = (4.0, 15.0)
