@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from megasdc.checkpoint.fence import Fence
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
@@ -27,12 +28,14 @@ class Ranks:
         group: group of all ranks, on the host; None means the default group.
         events: log that rank 0 writes to; None: none.
         node: name of this rank's node; None means the host's name.
+        fence: checked before a save changes its folder; None: nothing is.
     """
 
     storage: Storage = "shared"
     group: dist.ProcessGroup | None = None
     events: EventLog | None = None
     node: str | None = None
+    fence: Fence | None = None
 
 
 @dataclass(frozen=True)

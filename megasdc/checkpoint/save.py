@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.fence import FencedError
 from megasdc.checkpoint.files import (
     LATEST_FILE,
     delete_folder,
@@ -194,9 +195,15 @@ class SaveJob:
         """Folder under its final name."""
         return self.folder / step_folder(self.step)
 
+    def check_fence(self) -> None:
+        """See ``Fence.check``."""
+        if self.place.among.fence is not None:
+            self.place.among.fence.check()
+
     def prepare(self) -> Problem | None:
         """Create the folder under its temporary name; the leader calls it."""
         try:
+            self.check_fence()
             shutil.rmtree(self.temporary, ignore_errors=True)
             self.temporary.mkdir(parents=True)
         except OSError as error:
@@ -231,7 +238,11 @@ class SaveJob:
         return {marked for steps in marks for marked in steps}
 
     def clean_up(self) -> None:
-        """Remove what a failed save has left in the leader's folder."""
+        """Remove what a failed save has left in the leader's folder, unless it is another launch's by now."""
+        try:
+            self.check_fence()
+        except FencedError:
+            return
         shutil.rmtree(self.temporary, ignore_errors=True)
         if not self.node_local:
             return
@@ -318,19 +329,20 @@ def _commit(job: SaveJob, records: list[FileRecord]) -> None:
         commit_folder(job.temporary, job.final)
 
     # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
-    job.agree(_attempt(rename) if leader else None)
+    job.agree(_attempt(job, rename) if leader else None)
     if job.node_local:
-        job.agree(_attempt(lambda: write_marker(job.final, manifest)) if leader else None)
-    job.agree(_attempt(lambda: _point(job)) if leader else None, saved=True)
+        job.agree(_attempt(job, lambda: write_marker(job.final, manifest)) if leader else None)
+    job.agree(_attempt(job, lambda: _point(job)) if leader else None, saved=True)
 
 
 def _point(job: SaveJob) -> None:
     write_durably(job.folder / LATEST_FILE, job.final.name + "\n")
 
 
-def _attempt(action: Callable[[], None]) -> Problem | None:
+def _attempt(job: SaveJob, action: Callable[[], None]) -> Problem | None:
     """Run an action on the disk and return its problem, if any."""
     try:
+        job.check_fence()
         action()
     except OSError as error:
         return describe_error(error, "commit the checkpoint")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
@@ -86,7 +87,10 @@ def build_run(
     clock.mark("groups")
     launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
     store = groups.default_store() if bridge is None else bridge.store
-    locks = hold_folders(_own_folders(place.whole), store, *launch, sections.parallel.timeout_s, held)
+    folders = _own_folders(place.whole)
+    locks = hold_folders(folders, store, *launch, sections.parallel.timeout_s, held)
+    assert held.token is not None, "the folders are held"
+    fence = Fence(folders[-1], held.token)
     held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
     events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
@@ -115,7 +119,7 @@ def build_run(
     if part is not None and bridge is not None:
         study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
     run.hooks = build_hooks(
-        HookParts(config, run, manifests[0], eval_loader, kept, split, clock, signals, study, drills, locks)
+        HookParts(config, run, manifests[0], eval_loader, kept, split, clock, signals, study, drills, locks, fence)
     )
     _load_hooks(run, hook_states)
     return run

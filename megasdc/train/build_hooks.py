@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megasdc.checkpoint.fence import Fence
 from megasdc.config import RunConfig, ffn_width
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
@@ -97,6 +98,7 @@ class HookParts:
     study: Study | None
     drills: Drills
     locks: Sequence[RunLock]
+    fence: Fence
 
 
 def build_hooks(parts: HookParts) -> list[Hook]:
@@ -261,7 +263,7 @@ def _savers(
     section, run, state = parts.config.megasdc.checkpoint.memory, parts.run, _run_state(parts)
     before_save = OnceAStep(None if detection is None else detection.before_save)
     memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None
-    return memory, Saver(parts.config, run, writer, state, before_save)
+    return memory, Saver(parts.config, run, writer, state, before_save, parts.fence)
 
 
 def _archiver(parts: HookParts, writer: MetricsWriter | None) -> Archiver | None:

@@ -223,7 +223,7 @@ class DiskSaver:
         save.answer = None if save.job.place.leader else Answer()
         if save.job.place.leader:
             try:
-                self._writer.send(act)
+                self._writer.send(replace(act, fence=save.job.place.among.fence))
             except OSError as error:
                 save.problem = describe_error(error, "reach the writer")
 

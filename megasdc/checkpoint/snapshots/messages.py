@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.snapshots.torch_file import Layout
 
 
@@ -73,11 +74,13 @@ class Act:
         texts: files to replace.
         rename: folder's temporary and final name; None: none.
         delete: folders to delete afterwards; one that cannot be deleted is reported, the others are.
+        fence: checked before; None: nothing is.
     """
 
     texts: dict[Path, str] = field(default_factory=dict)
     rename: tuple[Path, Path] | None = None
     delete: tuple[Path, ...] = ()
+    fence: Fence | None = None
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,10 @@ def act(task: Act) -> Answer:
 
     Raises:
         OSError: a text cannot be written, or the folder not be renamed; what follows was not done.
+        FencedError: another launch has taken the folder; nothing was done.
     """
+    if task.fence is not None:
+        task.fence.check()
     for path, text in task.texts.items():
         write_durably(path, text)
     if task.rename is not None:

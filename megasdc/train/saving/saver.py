@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
@@ -125,13 +126,14 @@ class Saver(Hook):
         writer: MetricsWriter | None,
         state: RunState,
         before_save: OnceAStep,
+        fence: Fence | None,
     ) -> None:
         self.state = state
         self.before_save = before_save
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
         self.writer = writer
-        self._ranks = Ranks(self.section.storage, run.host_group, run.events)
+        self._ranks = Ranks(self.section.storage, run.host_group, run.events, fence=fence)
         self._keep = Retention(self.section.keep_last, self.section.keep_every)
         self._skipped = 0
         self._has_looked = False
