@@ -17,6 +17,7 @@ with the larger n is whole, and has not changed while it was read if the other o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -205,15 +206,20 @@ class RecordWriter:
 class RecordReader:
     """The record of a rank of this host, as its agent sees it.
 
+    One that was cut off is not touched: that would kill who looks at it (SIGBUS).
+
     Raises:
         ValueError: the file is no whole record.
     """
 
     def __init__(self, path: Path) -> None:
-        with open(path, "r+b") as file:
-            if os.fstat(file.fileno()).st_size != SIZE:
-                raise ValueError(f"{path} is no progress record: {os.fstat(file.fileno()).st_size} bytes, not {SIZE}")
-            self._map = mmap.mmap(file.fileno(), SIZE)
+        self._file = open(path, "r+b")  # noqa: SIM115 - open as long as this lives
+        try:
+            self._check_size()
+        except ValueError:
+            self._file.close()
+            raise
+        self._map = mmap.mmap(self._file.fileno(), SIZE)
         try:
             self.identity = Identity(**json.loads(self._map[:_IDENTITY_BYTES].rstrip(b"\0")))
         except (ValueError, TypeError) as error:
@@ -221,8 +227,13 @@ class RecordReader:
         self._words = memoryview(self._map).cast("q")
         self._requests = self._words[_ASKED_AT // 8 :]
 
+    def _check_size(self) -> None:
+        if (size := os.fstat(self._file.fileno()).st_size) != SIZE:
+            raise ValueError(f"{self._file.name} is no progress record: {size:,} bytes, not {SIZE:,}")
+
     def read(self) -> Progress:
         """Where the rank is; ``ValueError`` where the record is damaged."""
+        self._check_size()
         for _ in range(_TRIES):
             number, other = sorted((self._words[at] for at in _NUMBER_WORDS), reverse=True)
             since, step, micro_batch, phase, group, sequence, last = _LINE.unpack_from(self._map, _LINES_AT[number & 1])
@@ -233,32 +244,40 @@ class RecordReader:
         raise ValueError(f"progress record of rank {self.identity.rank} is damaged: no whole line in {_TRIES} tries")
 
     def durations(self) -> dict[Phase, list[int]]:
-        """Counts of durations by phase, [bucket]."""
+        """Counts of durations by phase, [bucket]; ``ValueError`` where the record was cut off."""
+        self._check_size()
         size = 4 * BUCKETS
         return {
             phase: list(struct.unpack_from(f"<{BUCKETS}I", self._map, _COUNTS_AT + phase * size)) for phase in Phase
         }
 
     def ask(self) -> int:
-        """Ask the rank for its stacks; returns the number of the request."""
+        """Ask the rank for its stacks; returns the number of the request. ``ValueError`` as ``durations``."""
+        self._check_size()
         number = self._requests[_ASKED] + 1
         self._requests[_ASKED] = number
         return number
 
     @property
     def answered(self) -> int:
-        """Number of the last request that the rank has answered."""
-        return self._requests[_ANSWERED]
+        """Number of the last request that the rank has answered; 0 where the record was cut off."""
+        with contextlib.suppress(ValueError):
+            self._check_size()
+            return self._requests[_ANSWERED]
+        return 0
 
     def tell_to_leave(self) -> None:
-        """Tell the rank to end, after ``leave.json`` was written."""
-        self._requests[_LEAVE] = 1
+        """Tell the rank to end, after ``leave.json`` was written; one whose record was cut off is killed later."""
+        with contextlib.suppress(ValueError):
+            self._check_size()
+            self._requests[_LEAVE] = 1
 
     def close(self) -> None:
         """Release the mapping."""
         self._requests.release()
         self._words.release()
         self._map.close()
+        self._file.close()
 
 
 def leave_message(folder: Path) -> dict[str, Any]:

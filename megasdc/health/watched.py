@@ -130,8 +130,12 @@ class WatchedRanks:
             rank.look()
 
     def durations(self, kept: Mapping[Phase, Sequence[int]]) -> dict[Phase, list[int]]:
-        """Counts of durations by phase, with those of earlier starts."""
-        return merged([kept, *(rank.record.durations() for rank in self._ranks)])
+        """Counts of durations by phase, with those of earlier starts; none of a record that was cut off."""
+        found = []
+        for rank in self._ranks:
+            with contextlib.suppress(ValueError):
+                found.append(rank.record.durations())
+        return merged([kept, *found])
 
     def count_from_now(self) -> None:
         """What was before does not count: this whole host stood still."""
@@ -149,7 +153,11 @@ class WatchedRanks:
         None: one has moved meanwhile.
         """
         before = {rank.identity.rank: (rank.progress.number, rank.state) for rank in self._ranks}
-        asked = {rank.identity.rank: rank.record.ask() for rank in self._ranks if rank.state in (RUNNING, DISK)}
+        asked: dict[int, int] = {}
+        for rank in self._ranks:
+            if rank.state in (RUNNING, DISK):
+                with contextlib.suppress(ValueError):
+                    asked[rank.identity.rank] = rank.record.ask()
         now = time.monotonic()
         while time.monotonic() < now + (DISK_S if self._answered(asked) else ANSWER_S):
             time.sleep(0.05)

@@ -127,7 +127,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     path = record_path(tmp_path, 0)
     whole = path.read_bytes()
     path.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match="1000 bytes, not 4096"):
+    with pytest.raises(ValueError, match="1,000 bytes, not 4,096"):
         RecordReader(path)
     path.write_bytes(b"garbage".ljust(4096, b"\0"))
     with pytest.raises(ValueError, match="no progress record"):
@@ -139,6 +139,22 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         RecordReader(path).read()
     with pytest.raises(StorageError, match="1024 fit"):
         RecordWriter(tmp_path, identity(host="x" * 2000))
+
+
+def test_a_record_that_is_cut_off_while_it_is_read_is_told(tmp_path: Path) -> None:
+    """The agent sees an error, and goes on: nothing kills it."""
+    writer, path = RecordWriter(tmp_path, identity()), record_path(tmp_path, 0)
+    reader = RecordReader(path)
+    writer.enter(Phase.FORWARD, 5)
+    writer.close()
+    assert reader.read().step == 5
+    os.truncate(path, 1100)
+    for read in (reader.read, reader.durations, reader.ask):
+        with pytest.raises(ValueError, match="1,100 bytes, not 4,096"):
+            read()
+    assert reader.answered == 0
+    reader.tell_to_leave()
+    reader.close()
 
 
 def test_an_agent_that_cannot_read_a_record_tells_who_starts_it(tmp_path: Path) -> None:
