@@ -71,6 +71,7 @@ def supervise_run(
         tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden)
         limits = Limits(
             per_hour=section.failures_per_hour,
+            without_progress=section.without_progress,
             same_step=section.same_step,
             pause_s=section.pause_s,
             longest_pause_s=section.longest_pause_s,

@@ -1,12 +1,13 @@
 """What follows from a diagnosis: a table of rules, and limits that end what does not help; pure functions.
 
 =================  ==================================  =====================================================
-diagnosis          the first time                      again, with one of the same hosts
+diagnosis          the first time                      again: on one of the same hosts, or without progress
 =================  ==================================  =====================================================
 done, stopped      finish                              -
-input, checkpoint  stop: a person must change it       -
+input              stop: a person must change it       -
 non_finite         stop                                -
 memory, storage    start again                         stop
+checkpoint         start again                         stop
 corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
@@ -18,8 +19,8 @@ stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
 Before these rules come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
-stops; so it does after too many failures in an hour. Where no host is left for one that may recover, the attempt is
-repeated in place after a pause that doubles.
+stops; so it does after too many failures in an hour, or in succession without progress. Where no host is left for one
+that may recover, the attempt is repeated in place after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -55,7 +56,7 @@ class Rule:
 
     Args:
         first: the first time.
-        again: where one of its hosts, or the run if it names none, had it before; None: the same.
+        again: where one of its hosts had it before, or the run, if it names none, since it last got on; None: the same.
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
         returns: a host that it names may come back after a test: that weighs more than the evidence.
     """
@@ -70,7 +71,7 @@ RULES = {
     "done": Rule(Action.FINISH),
     "stopped": Rule(Action.FINISH),
     "input": Rule(Action.STOP),
-    "checkpoint": Rule(Action.STOP),
+    "checkpoint": Rule(Action.AGAIN, Action.STOP),
     "non_finite": Rule(Action.STOP),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
@@ -94,6 +95,7 @@ class Limits:
 
     Args:
         per_hour: failures within an hour.
+        without_progress: failures in succession, none of which got further than the first of them.
         same_step: failures in succession at the same step, on more than one set of hosts.
         pause_s: seconds before an attempt is repeated where the one before got no further; doubled each time.
         longest_pause_s: most of it.
@@ -102,6 +104,7 @@ class Limits:
     """
 
     per_hour: int = 20
+    without_progress: int = 50
     same_step: int = 3
     pause_s: float = 5.0
     longest_pause_s: float = 300.0
@@ -157,7 +160,8 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Deci
         return Decision(rule.first, found.text)
     if (limit := _limit_of(failures, limits)) is not None:
         return Decision(Action.STOP, limit)
-    had = [one for one in before if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
+    recent = before if found.hosts else _since_progress(failures)
+    had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
     pause_s = _pause_s(failures, limits)
     if action is Action.STOP:
@@ -184,6 +188,8 @@ def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
     recent = [one for one in failures if one.time > last.time - HOUR_S]
     if len(recent) > limits.per_hour:
         return f"{len(recent)} failures within an hour; the last: {last.diagnosis.text}"
+    if len(_since_progress(failures)) >= limits.without_progress:
+        return f"{limits.without_progress + 1} attempts got no further; the last: {last.diagnosis.text}"
     same = failures[-limits.same_step :]
     alike = len({one.diagnosis.step for one in same}) == 1 and len({frozenset(one.used) for one in same}) > 1
     if len(same) == limits.same_step and alike:
@@ -199,12 +205,13 @@ def _shares_host(one: Diagnosis, other: Diagnosis) -> bool:
     return bool(set(one.hosts) & set(other.hosts)) or not (one.hosts or other.hosts)
 
 
+def _since_progress(failures: Sequence[Failure]) -> Sequence[Failure]:
+    """Failures before the last one, from the first that had reached the furthest step of all."""
+    steps = [one.diagnosis.step for one in failures]
+    return failures[steps.index(max(steps)) : -1]
+
+
 def _pause_s(failures: Sequence[Failure], limits: Limits) -> float:
-    """None after progress; else doubled with each attempt in succession that ended at the same step."""
-    last = failures[-1].diagnosis.step
-    idle = 0
-    for one in reversed(failures[:-1]):
-        if one.diagnosis.step != last:
-            break
-        idle += 1
+    """None after progress; else doubled with each attempt in succession that got no further."""
+    idle = len(_since_progress(failures))
     return min(limits.longest_pause_s, limits.pause_s * 2.0 ** (idle - 1)) if idle else 0.0

@@ -64,7 +64,7 @@ RUN_ELSEWHERE = {
         f"{HOSTS}/test_launch.py::test_dry_run_checks_and_starts_nothing"
     ),
     "megasdc launch --hostfile": f"{HOSTS}/test_launch.py::test_success_needs_and_finds_every_record",
-    "megasdc supervise --hostfile": f"{HOSTS}/test_supervise.py::test_a_lost_host_is_replaced_and_the_run_ends",
+    "megasdc supervise --hostfile": f"{HOSTS}/test_supervise.py::test_lost_hosts_are_replaced_and_the_run_ends",
     "launch/compare_nodes.sh": f"{HOSTS}/test_compare_nodes.py::test_the_odd_host_is_named_and_a_dead_one_too",
     "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",
     "megasdc stress --hostfile hosts --minutes": f"{HOSTS}/test_stress_hosts.py::test_a_healthy_pair_passes",

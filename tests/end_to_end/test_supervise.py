@@ -67,9 +67,9 @@ def wait_until(there: Callable[[], bool], process: subprocess.Popen[str], log: P
         time.sleep(0.05)
 
 
-def ended_as_without_faults(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+def ended_as_without_faults(hosts: Cluster, folder: Path, **sections: Any) -> None:  # noqa: F811
     """Losses and the last checkpoint of ``run`` are those of a run that nothing happens to, bit for bit."""
-    fresh = supervise(hosts, write(folder, "plain"))
+    fresh = supervise(hosts, write(folder, "plain", **sections))
     assert fresh.wait(timeout=200) == 0, (folder / "plain.log").read_text()
     ends = [str(folder / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("run", "plain")]
     compare = [sys.executable, str(TOOLS / "compare_checkpoints.py"), *ends]
@@ -130,3 +130,28 @@ def test_the_supervisor_is_killed_and_goes_on(hosts: Cluster, folder: Path) -> N
     history = history_of(folder)
     assert [one.diagnosis.kind for one in history.failures] == ["rank_lost", "done"] and not history.replaced
     ended_as_without_faults(hosts, folder)
+
+
+@pytest.mark.full
+def test_a_host_that_computes_wrong_results_is_replaced(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+    """An audit names it, the run goes on from a checkpoint that was verified before, and the host never comes back."""
+    sections = {
+        "determinism": {"enabled": True},
+        "audit": {"enabled": True, "interval": 10, "verify_checkpoints": True},
+        "checkpoint": {"interval": 10, "memory": {"interval": 2, "partners": True, "linger_s": 120}},
+        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1},
+    }
+    harm = {"host": "node3", "submodule": "*.linear_fc2", "kind": "scale", "factor": 1.5, "elements": 3}
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 4, env=env) as hosts:
+        config = write(folder, "run", **sections, faults=[{**harm, "same_elements": True, "steps": [25, None]}])
+        assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
+        history = history_of(folder)
+        assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
+            ("corrupt_again", ("node1", "node2", "node3")),
+            ("done", ("node1", "node2", "node4")),
+        ]
+        assert {host: (one.kind, one.test) for host, one in history.replaced.items()} == {
+            "node3": ("corrupt_again", None)
+        }
+        ended_as_without_faults(hosts, folder, **sections)

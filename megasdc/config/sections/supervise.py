@@ -14,6 +14,9 @@ class SuperviseSection(Section):
         None, "Hosts that the run uses, the first of the hostfile; the others are spares. null: all, and no spare."
     )
     failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
+    without_progress: PositiveInt = setting(
+        50, "So many failures after the first one that got no further than that end the run."
+    )
     same_step: PositiveInt = setting(
         3, "So many failures in succession at the same step, not all on the same hosts, end the run: it is no hardware."
     )
