@@ -4,15 +4,16 @@ The record outlives the rank, and a rank that writes it never waits. Layout of i
 
 ======  ==========================================================================================================
 0       identity: JSON, padded with zeros; written before the file gets its name
-1024    two progress lines, line n at 1024 + 56 (n mod 2): monotonic seconds (f64), step, micro-batch, phase (i64), name
-        of a group (8 bytes, padded with zeros), number of the last collective in it (i64), n (i64)
-1152    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
-1168    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
-1184    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
+1024    four progress lines, line n at 1024 + 56 (n mod 4): monotonic seconds (f64), step, micro-batch, phase (i64),
+        name of a group (8 bytes, padded with zeros), number of the last collective in it (i64), n (i64)
+1248    number of the agent's last request (u64), and of the last one that the rank has answered (u64)
+1264    1: the rank must leave, as the file ``leave.json`` beside the record says (u64)
+1280    durations: for each of 16 phases 44 counts (u32), a count for each factor of sqrt(2) from 1 ms on
 ======  ==========================================================================================================
 
-Each number is written by one store, and n as the last of its line, while the other line is not touched. So the line
-with the larger n is whole, and has not changed while it was read if the other one is still n - 1 after that.
+Each number is written by one store, and n as the last of its line, while the other lines are not touched. So line n is
+whole where its n is the largest, and has not changed while it was read if line n + 3 is not whole after that: the next
+one would be written over it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ FIRST_BUCKET_S = 1e-3
 _LINE = struct.Struct("<dqqq8sqq")
 _MOST = 2**32 - 1
 """Where a count stays."""
-_LINES_AT, _ASKED_AT, _COUNTS_AT = (1024, 1080), 1152, 1184
+_LINES = 4
+_LINES_AT, _ASKED_AT, _COUNTS_AT = tuple(1024 + _LINE.size * line for line in range(_LINES)), 1248, 1280
 _ASKED, _ANSWERED, _LEAVE = range(3)
 _NUMBER_WORDS = tuple((at + _LINE.size) // 8 - 1 for at in _LINES_AT)
 """Words of the record with the number of a line."""
@@ -159,7 +161,7 @@ class RecordWriter:
 
         def enter(step: int, micro_batch: int = -1, sequence: int = -1) -> None:
             number, since = next_number(), now()
-            line, times = lines[number & 1]
+            line, times = lines[number % _LINES]
             times[0] = since
             line[1], line[2], line[3], line[4], line[5] = step, micro_batch, phase, name, sequence
             line[6] = number
@@ -235,13 +237,17 @@ class RecordReader:
         """Where the rank is; ``ValueError`` where the record is damaged."""
         self._check_size()
         for _ in range(_TRIES):
-            number, other = sorted((self._words[at] for at in _NUMBER_WORDS), reverse=True)
-            since, step, micro_batch, phase, group, sequence, last = _LINE.unpack_from(self._map, _LINES_AT[number & 1])
-            unchanged = self._words[_NUMBER_WORDS[(number & 1) ^ 1]] == other
-            if unchanged and last == number and other == max(number - 1, 0):
+            number, *before = sorted(self._numbers(), reverse=True)
+            line = _LINE.unpack_from(self._map, _LINES_AT[number % _LINES])
+            since, step, micro_batch, phase, group, sequence, last = line
+            is_whole = last == number and before == [max(number - one, 0) for one in range(1, _LINES)]
+            if is_whole and max(self._numbers()) < number + _LINES - 1:
                 name = group.rstrip(b"\0").decode("ascii", "replace")
                 return Progress(number, since, step, micro_batch, Phase(phase), name, sequence)
         raise ValueError(f"progress record of rank {self.identity.rank} is damaged: no whole line in {_TRIES} tries")
+
+    def _numbers(self) -> list[int]:
+        return [self._words[at] for at in _NUMBER_WORDS]
 
     def durations(self) -> dict[Phase, list[int]]:
         """Counts of durations by phase, [bucket]; ``ValueError`` where the record was cut off."""
