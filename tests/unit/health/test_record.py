@@ -48,6 +48,8 @@ def test_a_record_is_never_torn_and_outlives_a_killed_writer(tmp_path: Path) -> 
     while not record_path(tmp_path, 0).exists():
         time.sleep(0.01)
     reader = RecordReader(record_path(tmp_path, 0))
+    while not reader.read().number:
+        time.sleep(0.01)
     numbers, until = set(), time.monotonic() + 60
     while len(numbers) < 1000 and time.monotonic() < until:
         for _ in range(50):
