@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -65,11 +66,12 @@ def test_a_library_that_is_not_the_function_is_compiled_again(monkeypatch: pytes
     compiler.chmod(0o755)
     compiled.find_compiler.cache_clear()
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(compiler)))
+    refused = pytest.raises(LaunchError, match=rf"(?s)tripled was not compiled.*delete the folder {tmp_path}/cache")
     try:
-        with pytest.raises(
-            LaunchError, match=rf"(?s)tripled was not compiled.*delete the folder {tmp_path}/cache"
-        ) as error:
+        with (
+            importlib.import_module("torch._inductor.config").patch({"cpp.cxx": (None, str(compiler))}),
+            refused as error,
+        ):
             _tripled()(torch.arange(6.0))
     finally:
         compiled.find_compiler.cache_clear()

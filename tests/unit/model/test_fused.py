@@ -6,6 +6,7 @@ The formulas are PyTorch's own operators in fp64.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -256,9 +257,12 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     broken.chmod(0o755)
     compiled.find_compiler.cache_clear()
     monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(broken)))
+    refused = pytest.raises(LaunchError, match=r"(?s)halved was not compiled.*no space left")
     try:
-        with pytest.raises(LaunchError, match=r"(?s)halved was not compiled.*no space left") as error:
+        with (
+            importlib.import_module("torch._inductor.config").patch({"cpp.cxx": (None, str(broken))}),
+            refused as error,
+        ):
             fused.Fused(halved)(_normal(3, 5))
     finally:
         compiled.find_compiler.cache_clear()
