@@ -16,7 +16,7 @@ from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.places import Ranks, find_place
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots import held
-from megasdc.checkpoint.snapshots.held import HELD_FILE, find_held, forget, mark_verified_up_to, rank_folder
+from megasdc.checkpoint.snapshots.held import HELD_FILE, Line, find_held, forget, mark_verified_up_to, rank_folder, write_line
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import find_in_memory, restore
 from megasdc.checkpoint.snapshots.room import why_not
@@ -65,14 +65,16 @@ def _harm(what: str, folder: Path, rank: int) -> None:
         _flip(folder, 1, 2, guest=True)
     if what == "verified":
         mark_verified_up_to(folder, 1)
+    if what == "later" and rank == 1:  # rank 0's host was not used by start 2
+        write_line(folder, Line(start=2, from_start=1, from_step=1))
 
 
-def _recover(base: str, what: str, pipeline: int) -> tuple[int, str, dict[int, str], bool]:
+def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str, dict[int, str], bool]:
     rank = torch.distributed.get_rank()
     folder, ranks = Path(base) / f"host{rank}", Ranks("node_local", node=f"host{rank}")
     folder.mkdir()
-    run = Run(pipeline=pipeline)
-    saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
+    run = Run(pipeline=pipeline, dtype=dtype)
+    saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)
     assert saver.join_partners("127.0.0.1") is None
     digests = {}
     for step in (1, 2):
@@ -82,7 +84,7 @@ def _recover(base: str, what: str, pipeline: int) -> tuple[int, str, dict[int, s
     torch.distributed.barrier()
     _harm(what, folder, rank)
     torch.distributed.barrier()
-    again = Run(pipeline=pipeline, seed=9)
+    again = Run(pipeline=pipeline, dtype=dtype, seed=9)
     verified_only = what == "verified"
     found = find_in_memory(folder, RUN, again.dims, ranks, newer_than=0, verified_only=verified_only)
     assert found is not None
@@ -95,21 +97,22 @@ def _recover(base: str, what: str, pipeline: int) -> tuple[int, str, dict[int, s
 
 
 @pytest.mark.parametrize(
-    ("what", "pipeline", "step", "origin", "skipped"),
+    ("what", "pipeline", "dtype", "step", "origin", "skipped"),
     [
-        ("nothing", 1, 2, "memory", {}),
-        ("lost", 1, 2, "memory, ranks 1 from their partners", {}),
-        ("lost", 2, 2, "memory, ranks 1 from their partners", {}),
-        ("own", 1, 2, "memory, ranks 1 from their partners", {}),
-        ("both", 1, 1, "memory", {2: "files of rank 1 were changed"}),
-        ("verified", 1, 1, "memory", {2: "no audit has agreed after it"}),
+        ("nothing", 1, "bf16", 2, "memory", {}),
+        ("lost", 1, "bf16", 2, "memory, ranks 1 from their partners", {}),
+        ("lost", 2, "fp32", 2, "memory, ranks 1 from their partners", {}),
+        ("own", 1, "fp32", 2, "memory, ranks 1 from their partners", {}),
+        ("both", 1, "fp32", 1, "memory", {2: "files of rank 1 were changed"}),
+        ("verified", 1, "fp32", 1, "memory", {2: "no audit has agreed after it"}),
+        ("later", 1, "fp32", 1, "memory", {2: "start 2 of the run went on without it"}),
     ],
 )
 def test_the_newest_right_step_is_restored(
-    tmp_path: Path, what: str, pipeline: int, step: int, origin: str, skipped: dict[int, str]
+    tmp_path: Path, what: str, pipeline: int, dtype: str, step: int, origin: str, skipped: dict[int, str]
 ) -> None:
     """From the host's own memory, or its partner's where that is lost or changed; else an older step; bit for bit."""
-    for found in run_distributed(_recover, 2, str(tmp_path), what, pipeline):
+    for found in run_distributed(_recover, 2, str(tmp_path), what, pipeline, dtype):
         assert found == (step, origin, skipped, True)
 
 
@@ -120,7 +123,7 @@ def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
     folder, ranks = Path(base) / host, Ranks("node_local", node=host)
     folder.mkdir(exist_ok=True)
     run = Run()
-    saver = MemorySaver(folder, RUN, run.dims, find_place(ranks), torch.device("cpu"), 2)
+    saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)
     assert saver.join_partners("127.0.0.1") is None
     run.train(1)
     _keep(run, saver)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,19 +20,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record
+from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError
 from megasdc.shared_memory import own_prefix, shared_folder
 
+logger = logging.getLogger(__name__)
+
 HELD_FILE = "held.json"
-VERIFIED_FILE = "verified_step"
+LINE_FILE = "line.json"
 GUESTS = "guests"
 """Folder of the slots of other hosts' ranks."""
 OWNER_FILE = "owner"
 RESTORE = "restore"
 """Folder in which a restart puts the files of a step together."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LEAST_S = 600.0
 """A folder that nobody uses is removed by a later run once it is so old."""
 _LOOK_S = 1.0
@@ -51,7 +54,7 @@ class HeldRecord(Record):
 
     Attributes:
         run: id of the run.
-        save: common to all ranks' records of one step in one start of the run.
+        start: number of the start of the run that made it, the first is 1.
         step: optimizer step, first is 1.
         time: when the state was taken, in seconds since the epoch.
         host: where the rank ran.
@@ -63,7 +66,7 @@ class HeldRecord(Record):
 
     format_version: int
     run: str
-    save: str
+    start: Count
     step: Count
     time: Time
     rank: Count
@@ -72,6 +75,29 @@ class HeldRecord(Record):
     engine: dict[str, Any]
     versions: dict[str, str]
     files: list[HeldFile]
+
+
+class Line(Record):
+    """Content of ``line.json``: what counts of what hosts hold, as the newest start that used a host knows it.
+
+    A host that a start did without may hold steps that it took again, or that were wrong: those do not count when the
+    host comes back.
+
+    Attributes:
+        start: number of that start.
+        from_start, from_step: start and step of the snapshot that it went on from; 0: it went on from none.
+        verified: last step of that line after which an audit has agreed; 0: of none.
+    """
+
+    format_version: int = FORMAT_VERSION
+    start: Count = 0
+    from_start: Count = 0
+    from_step: Count = 0
+    verified: Count = 0
+
+    def has(self, record: HeldRecord) -> bool:
+        """Whether a slot's step is of this line: made by its start, or what that went on from."""
+        return record.start >= self.start or (record.start, record.step) == (self.from_start, self.from_step)
 
 
 @dataclass(frozen=True)
@@ -206,18 +232,29 @@ def _lives(found: Owner | None) -> bool:
     return found is not None and Path(f"/proc/{found.pid}").exists()
 
 
-def mark_verified_up_to(folder: Path, step: int) -> None:
-    """Write that an audit has agreed after a step; 0: after none of those that follow.
+def write_line(folder: Path, line: Line) -> None:
+    """Write what counts from now on.
 
     Raises:
         OSError: shared memory cannot be written.
     """
-    write_durably(folder / VERIFIED_FILE, str(step))
+    write_record(folder / LINE_FILE, line)
 
 
-def verified_up_to(folder: Path) -> int:
-    """Last step of which an audit has said that it is right; 0: of none."""
+def read_line(folder: Path) -> Line:
+    """What counts as this host knows it; where nothing is known, all does, and nothing is verified."""
     try:
-        return int((folder / VERIFIED_FILE).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+        return read_record(folder / LINE_FILE, Line, FORMAT_VERSION)
+    except CheckpointError as error:
+        if (folder / LINE_FILE).exists():
+            logger.warning("memory: %s", error)
+        return Line()
+
+
+def mark_verified_up_to(folder: Path, step: int) -> None:
+    """Write that an audit has agreed after a step of the start that uses the folder.
+
+    Raises:
+        OSError: shared memory cannot be written.
+    """
+    write_line(folder, read_line(folder).model_copy(update={"verified": step}))

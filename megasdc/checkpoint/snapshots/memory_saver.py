@@ -56,6 +56,7 @@ class MemorySaver:
     Args:
         folder: of the run, in shared memory.
         run: its id.
+        start: number of this start of the run, the first is 1.
         place: of this rank, among ranks with node-local storage.
         interval: steps between snapshots.
 
@@ -67,9 +68,16 @@ class MemorySaver:
     """
 
     def __init__(
-        self, folder: Path, run: str | None, dims: ParallelDims, place: Place, device: torch.device, interval: int
+        self,
+        folder: Path,
+        run: str | None,
+        start: int,
+        dims: ParallelDims,
+        place: Place,
+        device: torch.device,
+        interval: int,
     ) -> None:
-        self._folder, self._run, self._dims, self._place = folder, run, dims, place
+        self._folder, self._run, self._start, self._dims, self._place = folder, run, start, dims, place
         self._address: str | None = None
         own = rank_folder(folder, dims.rank)
         self._slots = [_Slot(own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
@@ -191,7 +199,7 @@ class MemorySaver:
         return {
             "format_version": FORMAT_VERSION,
             "run": self._run,
-            "save": self._place.save_id,
+            "start": self._start,
             "step": slot.step,
             "time": self._taken_at,
             "rank": dims.rank,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, find_held, verified_up_to
+from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, Line, find_held, read_line
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,16 @@ class Found:
     """A step that can be restored.
 
     Attributes:
+        start: of the run, that made it.
         sources: of each rank, one that was found to be right.
+        verified: an audit has agreed after it.
         skipped: newer steps, each with the reason.
     """
 
     step: int
-    save: str
+    start: int
     sources: dict[int, Source]
+    verified: bool
     skipped: dict[int, str]
 
     @property
@@ -83,23 +87,25 @@ def find_in_memory(
     """
     place = find_place(ranks)
     held, problems = find_held(folder, run) if place.leader else ([], [])
-    answers = place.gather((held, problems, verified_up_to(folder) if place.leader else 0))
+    answers = place.gather((held, problems, read_line(folder) if place.leader else Line()))
     for line in (line for _, lines, _ in answers for line in lines):
         logger.warning("memory: %s", line)
-    at_most = max(step for _, _, step in answers) if verified_only else None
+    line = max((one for _, _, one in answers), key=lambda one: (one.start, one.verified))
     sources = [Source(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
     skipped: dict[int, str] = {}
-    for (step, save), those in sorted(_by_step(sources).items(), reverse=True):
+    for (step, start), those in sorted(_by_step(sources).items(), reverse=True):
         if step <= newer_than:
             break
         problem = _why_not(those, dims)
-        if problem is None and at_most is not None and step > at_most:
+        if not line.has(those[0].held.record):
+            problem = f"start {line.start} of the run went on without it"
+        elif problem is None and verified_only and step > line.verified:
             problem = "no audit has agreed after it"
         if problem is None:
             whole = _check(those, place)
             chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
             if len(chosen) == dims.world_size:
-                return Found(step, save, chosen, skipped)
+                return Found(step, start, chosen, step <= line.verified, skipped)
             lacking = sorted(set(range(dims.world_size)) - chosen.keys())
             problem = f"files of rank {lacking[0]} were changed"
         skipped[step] = problem
@@ -109,10 +115,10 @@ def find_in_memory(
     return None
 
 
-def _by_step(sources: Sequence[Source]) -> dict[tuple[int, str], list[Source]]:
-    found: dict[tuple[int, str], list[Source]] = {}
+def _by_step(sources: Sequence[Source]) -> dict[tuple[int, int], list[Source]]:
+    found: dict[tuple[int, int], list[Source]] = {}
     for one in sources:
-        found.setdefault((one.held.record.step, one.held.record.save), []).append(one)
+        found.setdefault((one.held.record.step, one.held.record.start), []).append(one)
     return found
 
 
@@ -317,7 +323,7 @@ def _manifest(found: Found, plan: _Plan, dims: ParallelDims, place: Place) -> Ma
         format_version=FORMAT_VERSION,
         state="complete",
         step=found.step,
-        save_id=found.save,
+        save_id=uuid.uuid5(uuid.NAMESPACE_OID, f"{record.run} {found.start} {found.step}").hex,
         time=record.time,
         layout=Layout(tensor=dims.tensor, pipeline=dims.pipeline, data=dims.data),
         world_size=dims.world_size,

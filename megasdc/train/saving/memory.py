@@ -13,11 +13,13 @@ from megasdc.checkpoint.marks import find_corruption
 from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
+    Line,
     claim,
     forget,
     mark_verified_up_to,
     memory_folder,
     remove_forgotten,
+    write_line,
 )
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
@@ -49,10 +51,16 @@ class MemoryCheckpoints(Hook):
         self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None, before_save: OnceAStep
     ) -> None:
         self._interval, self._state, self._writer, self._before_save = section.interval, state, writer, before_save
-        self._folder = memory_folder(run.events.origin.run)
+        self._folder, self._start = memory_folder(run.events.origin.run), _number_of_start(run)
         self._place = find_place(Ranks("node_local", run.host_group, run.events))
         self._saver = MemorySaver(
-            self._folder, run.events.origin.run, run.dims, self._place, run.engine.device, self._interval
+            self._folder,
+            run.events.origin.run,
+            self._start,
+            run.dims,
+            self._place,
+            run.engine.device,
+            self._interval,
         )
         self._partners = section.partners
         self._first = run.step
@@ -129,7 +137,7 @@ class MemoryCheckpoints(Hook):
         """
         if self._place.leader:
             try:
-                forget(self._folder, lambda record: record.save == self._place.save_id)
+                forget(self._folder, lambda record: record.start == self._start)
             except OSError as error:
                 logger.warning("memory: what is older cannot be removed: %s", error)
                 run.events.emit("warning", "memory_not_removed", step=run.step, message=str(error))
@@ -169,6 +177,12 @@ def _own_address(run: Run) -> str:
     return own
 
 
+def _number_of_start(run: Run) -> int:
+    number = run.events.origin.attempt
+    assert number is not None, "the start was counted"
+    return number
+
+
 def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     """The newest step that the hosts of this start hold; from now on it is this start's memory.
 
@@ -196,14 +210,19 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
 
 
 def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
-    """Remove from this host's memory all but the step that the run goes on from; None: nothing stays."""
+    """Remove from this host's memory all but the step that the run goes on from; None: nothing stays.
+
+    Other hosts may hold more: from now on that does not count.
+    """
     folder = memory_folder(run.events.origin.run)
     if not find_place(Ranks("node_local", run.host_group)).leader:
         return
     shutil.rmtree(folder / RESTORE, ignore_errors=True)
     try:
-        mark_verified_up_to(folder, 0)
-        forget(folder, lambda record: found is not None and (record.save, record.step) == (found.save, found.step))
+        origin = (0, 0) if found is None else (found.start, found.step)
+        verified = found.step if found is not None and found.verified else 0
+        write_line(folder, Line(start=_number_of_start(run), from_start=origin[0], from_step=origin[1], verified=verified))
+        forget(folder, lambda record: (record.start, record.step) == origin)
     except OSError as error:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)
 
