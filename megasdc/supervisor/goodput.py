@@ -29,7 +29,10 @@ from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 
 PARTS = ("productive", "recomputed", "paused", "starting", "detecting", "ending", "deciding")
 _STOOD_STILL = ("time/eval_s", "checkpoint/save_s")
-_WELL = ("done", "stopped")
+RUNS = ""
+"""In place of a diagnosis, where an attempt has not ended."""
+WELL = ("done", "stopped", RUNS)
+"""Diagnoses of attempts that are no failures."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,23 @@ class Goodput:
         return f"{self.share:.1%} of {self.wall_s:,.0f} s in {attempts}: {parts}"
 
 
+@dataclass(frozen=True)
+class AttemptTime:
+    """Seconds of one attempt by part, with the decision after it.
+
+    Args:
+        diagnosis: kind of it, ``RUNS`` where it has not ended.
+        steps: that it reported.
+        began: whether there was one.
+        parts: by the names in ``PARTS``.
+    """
+
+    diagnosis: str
+    steps: int
+    began: bool
+    parts: dict[str, float]
+
+
 def trained_since(run_dir: Path, since: float) -> Trained | None:
     """What was reported in a run's folder since a time, in seconds since the epoch; None: no step."""
     rows = [row for row in read_metrics(run_dir) if row["time"] >= since] if run_dir.is_dir() else []
@@ -105,38 +125,43 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
 
 
 def goodput(entries: Sequence[Entry], now: float, running: Trained | None = None) -> Goodput | None:
-    """Divide the time of a run.
+    """Divide the time of a run; arguments as of ``attempt_times``.
+
+    Returns:
+        None: no attempt was planned.
+    """
+    attempts = attempt_times(entries, now, running)
+    parts = {part: sum(one.parts[part] for one in attempts) for part in PARTS}
+    return Goodput(parts, len(attempts)) if attempts else None
+
+
+def attempt_times(entries: Sequence[Entry], now: float, running: Trained | None = None) -> list[AttemptTime]:
+    """Divide the time of each attempt.
 
     Args:
         entries: of its journal, oldest first.
         now: seconds since the epoch, where the last attempt has not ended.
         running: what that has reported.
-
-    Returns:
-        None: no attempt was planned.
     """
     attempts = _attempts(entries, now, running)
-    if not attempts:
-        return None
-    parts = dict.fromkeys(PARTS, 0.0)
+    found = []
     for number, one in enumerate(attempts):
-        resumed = [later.trained.resumed for later in attempts[number + 1 :] if later.trained is not None]
-        parts["deciding"] += one.next_s
+        parts = dict.fromkeys(PARTS, 0.0) | {"deciding": one.next_s}
+        steps = 0
         if one.trained is None:
-            parts["starting"] += one.ended_at - one.planned_at
-            continue
-        trained = one.trained
-        parts["starting"] += trained.began_at - one.planned_at
-        parts["ending" if one.ended_well else "detecting"] += one.ended_at - trained.last_at
-        window_s = trained.last_at - trained.began_at
-        paused_s = min(trained.paused_s, window_s)
-        done = trained.last - trained.resumed
-        again = trained.last - min([trained.last, *resumed])
-        recomputed_s = (window_s - paused_s) * min(again, done) / max(done, 1)
-        parts["paused"] += paused_s
-        parts["recomputed"] += recomputed_s
-        parts["productive"] += window_s - paused_s - recomputed_s
-    return Goodput(parts, len(attempts))
+            parts["starting"] = one.ended_at - one.planned_at
+        else:
+            resumed = [later.trained.resumed for later in attempts[number + 1 :] if later.trained is not None]
+            trained, steps = one.trained, one.trained.last - one.trained.resumed
+            parts["starting"] = trained.began_at - one.planned_at
+            parts["ending" if one.ended_well else "detecting"] = one.ended_at - trained.last_at
+            window_s = trained.last_at - trained.began_at
+            again = trained.last - min([trained.last, *resumed])
+            parts["paused"] = min(trained.paused_s, window_s)
+            parts["recomputed"] = (window_s - parts["paused"]) * min(again, steps) / max(steps, 1)
+            parts["productive"] = window_s - parts["paused"] - parts["recomputed"]
+        found.append(AttemptTime(one.diagnosis, steps, one.trained is not None, parts))
+    return found
 
 
 @dataclass(frozen=True)
@@ -144,8 +169,13 @@ class _Attempt:
     planned_at: float
     ended_at: float
     next_s: float
-    ended_well: bool
+    diagnosis: str
     trained: Trained | None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it was done, or still runs."""
+        return self.diagnosis in WELL
 
 
 def _attempts(entries: Sequence[Entry], now: float, running: Trained | None) -> list[_Attempt]:
@@ -156,11 +186,10 @@ def _attempts(entries: Sequence[Entry], now: float, running: Trained | None) -> 
             continue
         end = turns[number + 1] if number + 1 < len(turns) else None
         if end is None or end.kind != "ended":
-            found.append(_Attempt(entry.time, max(entry.time, now), 0.0, True, running))
+            found.append(_Attempt(entry.time, max(entry.time, now), 0.0, RUNS, running))
             continue
         said: dict[str, Any] | None = end.fields.get("trained")
         after = turns[number + 2].time if number + 2 < len(turns) else end.time
-        well = end.fields["diagnosis"]["kind"] in _WELL
         trained = None if said is None else Trained(**said)
-        found.append(_Attempt(entry.time, end.time, after - end.time, well, trained))
+        found.append(_Attempt(entry.time, end.time, after - end.time, end.fields["diagnosis"]["kind"], trained))
     return found
