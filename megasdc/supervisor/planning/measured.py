@@ -1,0 +1,291 @@
+"""The pieces of supervised runs: how long starts, detection and decisions took; and what the model makes of them.
+
+A prediction is of a run with so many failures by cause, so many of which met a start, of so many seconds of training
+that count, with its steps and the intervals of its saves. When failures come and what is computed again follow from the
+model: predicted is the mean of simulated runs with as many failures, or nearly. Pieces of other runs make it one of a
+run that nothing but its failures is known of.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megasdc.checkpoint.planning.formulas import Intervals
+from megasdc.checkpoint.planning.job import Costs
+from megasdc.checkpoint.planning.rates import CORRUPTION, HANG, HOST, NETWORK, SOFTWARE, STORAGE
+from megasdc.config import MegasdcSection
+from megasdc.errors import DataError
+from megasdc.events import read_events
+from megasdc.supervisor.goodput import PARTS, WELL, AttemptTime, attempt_times, trained_since
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from megasdc.supervisor.planning.fleet import HOUR_S, Audits, Cause, Fleet
+from megasdc.supervisor.planning.simulation import LOST, Runs, simulate_runs
+
+CAUSE_OF = {
+    "host_lost": HOST,
+    "link": NETWORK,
+    "hang": HANG,
+    "stuck": HANG,
+    "storage": STORAGE,
+    "checkpoint": STORAGE,
+    "corrupt_again": CORRUPTION,
+    "corrupt_once": CORRUPTION,
+    "corrupt_one_of": CORRUPTION,
+}
+"""Cause of each kind of diagnosis; of the others it is ``SOFTWARE``."""
+_TRIALS, _KEPT = 20_000, 200
+"""Simulated runs of a prediction, and those of them, nearest in the number of failures, that it is the mean of."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What attempts took.
+
+    Args:
+        attempts: of one run or several.
+    """
+
+    attempts: Sequence[AttemptTime]
+
+    @property
+    def failed(self) -> Sequence[AttemptTime]:
+        """Attempts that failed."""
+        return [one for one in self.attempts if one.diagnosis not in WELL]
+
+    @property
+    def early(self) -> int:
+        """Of these, that had not taken a step."""
+        return sum(not one.began for one in self.failed)
+
+    @property
+    def start_s(self) -> float:
+        """Mean time of a start that reached its first step."""
+        return statistics.mean(one.parts["starting"] for one in self.attempts if one.began)
+
+    @property
+    def deciding_s(self) -> float | None:
+        """Mean time from the end of an attempt that failed to the next plan; None: none failed."""
+        return statistics.mean(one.parts["deciding"] for one in self.failed) if self.failed else None
+
+    @property
+    def detection_s(self) -> dict[str, float]:
+        """Mean time of detection by cause, of attempts that had taken a step."""
+        found: dict[str, list[float]] = {}
+        for one in self.failed:
+            if one.began:
+                found.setdefault(cause_of(one), []).append(one.parts["detecting"])
+        return {cause: statistics.mean(seconds) for cause, seconds in found.items()}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A supervised run.
+
+    Args:
+        path: of its folder.
+        pieces: its attempts.
+        replaced: attempts by cause after which hosts were replaced.
+        devices: ranks of its last attempt.
+        hosts: of that.
+        write_s: until a checkpoint was on the disk, from the begin of its save; None: none was measured.
+    """
+
+    path: Path
+    pieces: Pieces
+    replaced: dict[str, int]
+    devices: int
+    hosts: int
+    write_s: float | None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by the names in ``megasdc.supervisor.goodput.PARTS``."""
+        return {part: sum(one.parts[part] for one in self.pieces.attempts) for part in PARTS}
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which it started and trained, so that failures could come."""
+        parts = self.parts
+        return sum(parts[part] for part in ("productive", "recomputed", "paused", "starting"))
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Attempts that failed, by cause."""
+        return dict(Counter(map(cause_of, self.pieces.failed)))
+
+    @property
+    def steps(self) -> int:
+        """Of all attempts together, also those that were taken again."""
+        return sum(one.steps for one in self.pieces.attempts)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a run, and what the run was.
+
+    Args:
+        path: of its folder.
+        others: whether starts, detection and decisions are those of other runs.
+        failures: of the run, by cause.
+        early: of these, that met a start.
+        predicted: seconds by the names in ``megasdc.supervisor.goodput.PARTS``.
+        measured: the same of the run.
+        low: share of productive time that 5 % of the simulated runs are below: when failures come is chance.
+        high: that 5 % are above.
+    """
+
+    path: str
+    others: bool
+    failures: dict[str, int]
+    early: int
+    predicted: dict[str, float]
+    measured: dict[str, float]
+    low: float
+    high: float
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Predicted and measured share of the time that is productive."""
+        predicted, measured = (one["productive"] / sum(one.values()) for one in (self.predicted, self.measured))
+        return predicted, measured
+
+
+def cause_of(attempt: AttemptTime) -> str:
+    """Cause of an attempt that failed."""
+    return CAUSE_OF.get(attempt.diagnosis, SOFTWARE)
+
+
+def measure_run(run_dir: Path, now: float) -> Measured:
+    """The pieces of a supervised run, also while it runs.
+
+    Args:
+        now: seconds since the epoch.
+
+    Raises:
+        DataError: it was not supervised, or its journal tells of no step that it kept.
+        StorageError: its journal was changed, or cannot be read.
+    """
+    entries = read_journal(run_dir / FOLDER)
+    planned = [one for one in entries if one.kind == "planned"]
+    if not planned:
+        raise DataError(f"{run_dir} has no journal of `megasdc supervise`; give the folder of a supervised run")
+    attempts = attempt_times(entries, now, trained_since(run_dir, planned[-1].time))
+    if not any(one.parts["productive"] for one in attempts):
+        raise DataError(
+            f"{run_dir}: its journal tells of no step that it kept, so that there is nothing to measure; give a run "
+            "that has trained under `megasdc supervise` of this version"
+        )
+    slots = planned[-1].fields["slots"]
+    written = [one.fields["duration_s"] for one in read_events(run_dir, kind="save") if "duration_s" in one.fields]
+    return Measured(
+        path=run_dir,
+        pieces=Pieces(attempts),
+        replaced=_replaced(entries),
+        devices=sum(slots.values()),
+        hosts=len(slots),
+        write_s=statistics.median(written) if written else None,
+    )
+
+
+def _replaced(entries: Sequence[Entry]) -> dict[str, int]:
+    """Attempts by cause after which hosts were replaced."""
+    history, found = History(), Counter[str]()
+    for entry in entries:
+        history.add(entry)
+        if entry.kind == "decided" and entry.fields["replaced"]:
+            found[CAUSE_OF.get(history.failures[-1].diagnosis.kind, SOFTWARE)] += 1
+    return dict(found)
+
+
+def pieces_for(run: Measured, runs: Sequence[Measured]) -> tuple[Pieces, bool]:
+    """Those of all other runs, where they tell what the run needs, else its own; and whether they are of others."""
+    others = Pieces([attempt for one in runs if one is not run for attempt in one.pieces.attempts])
+    tells = any(one.began for one in others.attempts) and run.failures.keys() <= others.detection_s.keys()
+    return (others, True) if tells else (run.pieces, False)
+
+
+def predict_run(run: Measured, pieces: Pieces, others: bool, sections: MegasdcSection, seed: int) -> Prediction:
+    """What the model makes of a run.
+
+    Args:
+        pieces: starts, detection and decisions to count with.
+        others: whether they are of other runs.
+        sections: its configuration: intervals of saves and audits.
+        seed: of all draws.
+
+    Raises:
+        ValueError: the model can make no progress with them.
+    """
+    runs = simulate_runs(_fleet(run, pieces, sections), _TRIALS, seed, training_s=run.parts["productive"])
+    kept = _nearest(runs, run.pieces)
+    lost = runs.lost_s[kept].sum(axis=1).mean(axis=0)
+    ending_s = run.parts["ending"]
+    found = {
+        **dict(zip(LOST, lost.tolist(), strict=True)),
+        "productive": run.parts["productive"],
+        "paused": float(runs.paused_s[kept].mean()),
+        "ending": ending_s,
+    }
+    low, high = np.quantile(run.parts["productive"] / (runs.wall_s[kept] + ending_s), (0.05, 0.95))
+    return Prediction(
+        path=str(run.path),
+        others=others,
+        failures=run.failures,
+        early=run.pieces.early,
+        predicted={part: found[part] for part in PARTS},
+        measured=run.parts,
+        low=float(low),
+        high=float(high),
+    )
+
+
+def _nearest(runs: Runs, pieces: Pieces) -> np.ndarray:
+    """Places of the simulated runs whose numbers of failures, in starts and later, are nearest."""
+    late = len(pieces.failed) - pieces.early
+    apart = abs(runs.early - pieces.early) + abs(runs.failures.sum(axis=1) - runs.early - late)
+    return np.argsort(apart, kind="stable")[:_KEPT]
+
+
+def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
+    """The hosts of a run, as they were measured."""
+    memory, disk = sections.checkpoint.memory.interval, sections.checkpoint.interval
+    if not (memory or disk):
+        disk = sections.training.steps  # saved at the end
+    parts, audits, detection_s = run.parts, sections.audit, pieces.detection_s
+    stall_s = parts["paused"] / run.steps * (disk or memory)
+    device_hours = run.devices * run.exposed_s / HOUR_S
+    causes = [
+        Cause(name, count / device_hours, detection_s.get(name, 0.0), run.replaced.get(name, 0) / count)
+        for name, count in run.failures.items()
+    ]
+    costs = Costs(
+        step_s=(parts["productive"] + parts["recomputed"]) / run.steps,
+        memory_stall_s=(0.0 if disk else stall_s) if memory else None,
+        partners=bool(memory) and sections.checkpoint.memory.partners,
+        disk_stall_s=stall_s if disk else 0.0,
+        disk_duration_s=max(stall_s, run.write_s or 0.0) if disk else 0.0,
+        verification_s=0.0,
+        detection_s=0.0,
+        restart_memory_s=pieces.start_s,
+        restart_partner_s=pieces.start_s,
+        restart_disk_s=pieces.start_s,
+    )
+    return Fleet(
+        devices=run.devices,
+        hosts=run.hosts,
+        causes=tuple(causes),
+        costs=costs,
+        start_per_host_s=0.0,
+        deciding_s=pieces.deciding_s or 0.0,
+        audits=Audits(audits.interval, 1.0, 0.0, 0.0) if audits.enabled else Audits(0, 0.0, 1.0, 0.0),
+        spares=0,
+        repair_s=0.0,  # what it has waited for hosts is in the time of its decisions
+        fixed=Intervals(memory or None, disk or None),
+    )
