@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -14,9 +15,10 @@ from megasdc.errors import LaunchError
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.history import HOSTS, History
+from megasdc.supervisor.history import HOSTS, SUSPECTED, History
 from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.supervisor.ledger import Ledger, judge
 from megasdc.supervisor.policy import Limits
 from megasdc.supervisor.supervise import Supervisor
 
@@ -67,7 +69,11 @@ def supervise_run(
         _open(journal, request.config_path, slots, num_hosts)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
-        engine = FrontEngine(run_dir / FOLDER, run_dir, config.megasdc.training.steps, request)
+        steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
+        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request)
+        ledger = None if section.ledger is None else Ledger(Path(section.ledger))
+        if ledger is not None:
+            _suspect(journal, ledger, section.ledger_days)
         tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden)
         limits = Limits(
             per_hour=section.failures_per_hour,
@@ -77,8 +83,40 @@ def supervise_run(
             longest_pause_s=section.longest_pause_s,
             returns=section.returns,
             retest_s=section.retest_s,
+            rewinds=section.rewinds,
+            spare_test_s=section.spare_test_s,
         )
-        return Supervisor(journal, engine, tests, limits, stop, say).run()
+        return Supervisor(journal, engine, tests, limits, stop, say, ledger).run()
+
+
+def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
+    """Write which hosts are not used before they have passed a test, since they failed often in other runs.
+
+    The worst first, and never more than the run has spares. Only at the beginning of a run: later its own journal says
+    what became of them.
+
+    Raises:
+        LaunchError: the ledger is that of other hosts.
+        StorageError: it cannot be read.
+    """
+    history = History.of(journal.entries)
+    if history.attempt is not None:
+        return
+    uses = ledger.read()
+    if uses and not {host for one in uses for host in one.hosts} & history.slots.keys():
+        raise LaunchError(
+            f"the ledger {ledger.path} knows none of the hosts {', '.join(history.slots)}, but {uses[-1].hosts[0]} and "
+            "others: it is of another cluster, or hosts have new names; name another file in megasdc.supervise.ledger"
+        )
+    found = {host: judge(uses, host, time.time(), days) for host in history.slots}
+    worst = sorted(found, key=lambda host: -found[host].probability)
+    suspects = {host: str(found[host]) for host in worst if found[host].is_suspect}
+    for host, text in suspects.items():
+        say(f"{host}: {text}")
+    kept = dict(list(suspects.items())[: history.num_spares])
+    if kept:
+        say(f"not used before they have passed a test: {', '.join(kept)}")
+        journal.write(SUSPECTED, hosts=kept)
 
 
 def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int) -> None:

@@ -81,6 +81,23 @@ NO_MEMORY = "could not get the memory it asked for"
 
 
 @dataclass(frozen=True)
+class Back:
+    """Where a run can go back to.
+
+    Args:
+        at_most: newest step to go on from.
+        skip: samples that are not trained on then, [first, end) of the training stream; None: none.
+    """
+
+    at_most: int
+    skip: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        skip = "" if self.skip is None else f", without samples {self.skip[0]} to {self.skip[1] - 1} of the stream"
+        return f"on from step {self.at_most} at most{skip}"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """How an attempt ended.
 
@@ -96,6 +113,7 @@ class Evidence:
         reached: last step that was reported; 0: none.
         steps: of the whole run.
         trained: what it has reported; None: no step.
+        back: where the run can go back to; None: not known.
     """
 
     exit_code: int | None
@@ -109,6 +127,7 @@ class Evidence:
     reached: int = 0
     steps: int = 0
     trained: Trained | None = None
+    back: Back | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,7 @@ class Diagnosis:
         step: that was reached.
         text: the evidence in a sentence.
         incident: file of the evidence; None: there is none.
+        back: where the run can go back to; None: not known, or it would not help.
     """
 
     kind: str
@@ -128,6 +148,7 @@ class Diagnosis:
     step: int
     text: str
     incident: str | None = None
+    back: Back | None = None
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -140,7 +161,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
         said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
         named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()
-        return Diagnosis(kind, named, evidence.reached, said, incident)
+        back = evidence.back if kind in ("checkpoint", "non_finite") else None
+        return Diagnosis(kind, named, evidence.reached, said, incident, back)
 
     code = evidence.exit_code
     if code == 0:

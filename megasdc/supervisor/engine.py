@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -22,6 +23,7 @@ from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
 from megasdc.sdc.incident import load_incidents
 from megasdc.supervisor import front
+from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.goodput import trained_since
@@ -63,11 +65,22 @@ class FrontEngine:
         folder: of the supervisor, for hostfiles and what fronts say.
         run_dir: of the run.
         steps: of the run.
+        skip: samples that the configuration skips, ranges [first, end).
+        rewind_steps: see ``megasdc.supervisor.back.find_back``.
         request: what is launched, but for hosts and launch id.
     """
 
-    def __init__(self, folder: Path, run_dir: Path, steps: int, request: LaunchRequest) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_dir: Path,
+        steps: int,
+        skip: Sequence[Sequence[int]],
+        rewind_steps: int,
+        request: LaunchRequest,
+    ) -> None:
         self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
+        self._skip, self._rewind_steps = skip, rewind_steps
         self._shown: dict[Path, int] = {}
 
     def was_started(self, attempt: Attempt) -> bool:
@@ -99,7 +112,8 @@ class FrontEngine:
         hostfile.write_text(
             "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()), encoding="utf-8"
         )
-        launch = asdict(replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id))
+        overrides = (*self._request.overrides, *overrides_of(attempt, self._skip))
+        launch = asdict(replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id, overrides=overrides))
         request = {"launch": launch, "result": self._file(attempt, "json")}
         path = self._file(attempt, "log")
         with open(path, "ab") as log:
@@ -157,6 +171,7 @@ class FrontEngine:
             reached=max((row["step"] for row in rows if "train/loss" in row), default=0),
             steps=self._steps,
             trained=trained_since(self._run_dir, attempt.planned_at),
+            back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
 
     def _file(self, attempt: Attempt, ending: str) -> Path:

@@ -31,6 +31,11 @@ class HostTest:
     text: str
 
     @property
+    def passed(self) -> bool:
+        """Whether the host is healthy."""
+        return self.exit_code == 0
+
+    @property
     def is_conclusive(self) -> bool:
         """Whether the host was tested to the end."""
         return self.exit_code != LaunchError.exit_code

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from threading import Event
 
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.plan import new_launch_id
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
 from megasdc.supervisor.history import TESTED, History
 from megasdc.supervisor.host_tests import Tests
 from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
 
 POLL_S = 0.2
@@ -30,13 +31,23 @@ class Supervisor:
 
     Args:
         journal: of the run, with its first entry at least.
+        ledger: of the cluster; None: nothing is kept over runs.
         stop: set where the run is to be stopped; from a signal handler too.
         say: receives what happens, a line each.
     """
 
-    def __init__(self, journal: Journal, engine: Engine, tests: Tests, limits: Limits, stop: Event, say: Say) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        engine: Engine,
+        tests: Tests,
+        limits: Limits,
+        stop: Event,
+        say: Say,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
-        self._stop, self._say = stop, say
+        self._stop, self._say, self._ledger = stop, say, ledger
         self._history = History.of(journal.entries)
 
     def run(self) -> int:
@@ -69,7 +80,14 @@ class Supervisor:
             text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} are left"
             self._finish(LaunchError.exit_code, text)
             return
-        self._write("planned", attempt=number, slots=history.chosen, launch_id=new_launch_id())
+        self._write(
+            "planned",
+            attempt=number,
+            slots=history.chosen,
+            launch_id=new_launch_id(),
+            at_most=history.at_most,
+            skip=history.skip,
+        )
 
     def _start(self) -> None:
         attempt = self._history.attempt
@@ -98,14 +116,17 @@ class Supervisor:
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
+        hours = (time.time() - attempt.planned_at) / HOUR_S
+        failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 else None
+        self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
         self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis), trained=trained)
 
     def _decide(self) -> None:
         history = self._history
-        decision = decide(history.failures, history.num_spares, self._limits)
+        decision = decide(history.failures, history.num_spares, self._limits, history.went_back)
         while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
-            decision = decide(history.failures, history.num_spares, self._limits)
+            decision = decide(history.failures, history.num_spares, self._limits, history.went_back)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
 
@@ -127,19 +148,34 @@ class Supervisor:
         self._plan()
 
     def _test_hosts(self) -> bool:
-        """Go on with the tests of hosts that were replaced; returns whether one is under way or has just ended."""
+        """Go on with tests of hosts that wait or were replaced; whether one of these is under way or has just ended."""
         history, limits = self._history, self._limits
         ended = self._tests.take()
         for test in ended:
-            self._write(TESTED, **asdict(test), given_back=test.exit_code == 0)
-            is_spare = "; it is a spare again" if test.exit_code == 0 else ""
-            self._say(f"{test.host} was tested: {test.text}{is_spare}")
+            again = "; it is a spare again" if test.passed and test.host in history.replaced else ""
+            failed = None if test.passed or not test.is_conclusive else test.host
+            self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
+            self._write(TESTED, **asdict(test))
+            self._say(f"{test.host} was tested: {test.text}{again}")
         for host, one in history.replaced.items():
             is_due = one.test is None or (not one.test.is_conclusive and time.time() - one.tested_at >= limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
             if is_due and worth and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host])
+        for host in history.waiting if limits.spare_test_s else ():
+            is_due = time.time() - history.passed_at.get(host, 0.0) >= limits.spare_test_s
+            if is_due and not self._tests.runs(host):
+                self._tests.start(host, history.slots[host])
         return bool(ended) or any(self._tests.runs(host) for host in history.replaced)
+
+    def _add_use(self, use: Use) -> None:
+        """Add a use of hosts to the ledger; where that fails, the run goes on."""
+        if self._ledger is None:
+            return
+        try:
+            self._ledger.add(use)
+        except StorageError as error:
+            self._say(str(error))
 
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")

@@ -18,6 +18,7 @@ from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.history import ENDED, Attempt, History, Process
 from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry, Journal
+from megasdc.supervisor.ledger import Ledger
 from megasdc.supervisor.policy import Limits, may_return
 from megasdc.supervisor.supervise import Supervisor
 
@@ -132,6 +133,7 @@ def supervise(
     on_write: Callable[[Journal, bool], None] | None = None,
     tests: SmallTests | None = None,
     limits: Limits = LIMITS,
+    ledger: Ledger | None = None,
 ) -> int:
     """Supervise two of four hosts; ``on_write`` is called before and after each entry."""
     with Journal(folder, lambda line: None) as journal:
@@ -150,7 +152,7 @@ def supervise(
         if len(journal.entries) < 2:
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
-        return Supervisor(journal, engine, tests, limits, Event(), lambda line: None).run()
+        return Supervisor(journal, engine, tests, limits, Event(), lambda line: None, ledger).run()
 
 
 ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, None, (), 25), (0, None, (), STEPS)]
@@ -279,3 +281,32 @@ def test_a_host_that_repeats_wrong_results_is_never_given_back() -> None:
     """A test is short, and the evidence is not: the same wrong result of the same step."""
     assert not may_return("corrupt_again", 0, Limits(returns=9)) and may_return("corrupt_one_of", 0, Limits())
     assert not may_return("host_lost", 1, Limits()) and not may_return("host_lost", 0, Limits(returns=0))
+
+
+def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
+    """One that fails is never used; one that cannot be reached may come back; those of the attempt are left alone."""
+    ends = [(78, None, ("z",), 1), (78, None, ("b",), 2), (0, None, (), STEPS)]
+    engine = SmallProcesses(tmp_path, ends)
+    tests = SmallTests({"c": [73], "a": [78, 0], "z": [0]})
+    limits = Limits(pause_s=0.01, returns=1, retest_s=0.05, spare_test_s=60.0)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,b", "b,a", "a,z"]
+    history = _history_in(tmp_path)
+    assert {host: one.text for host, one in history.replaced.items() if one.kind is None} == {"c": "as a spare: said"}
+    assert tests.started[:2] == ["c", "a"] and tests.started.count("c") == 1
+
+
+def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
+    """Once each, with the host that was the cause; not of several of which one is; a ledger that fails ends no run."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    engine = SmallProcesses(tmp_path, [(78, None, ("b",), 1), (78, None, ("z", "c"), 2), (0, None, (), STEPS)])
+    tests = SmallTests({"b": [73], "c": [0], "z": [0]})
+    limits = Limits(pause_s=0.01, returns=1)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits, ledger=ledger) == 0
+    uses = ledger.read()
+    assert [(one.hosts, one.failed) for one in uses if len(one.hosts) == 2][:2] == [
+        (("z", "b"), "b"),
+        (("z", "c"), None),
+    ]
+    assert {one.hosts[0]: one.failed for one in uses if len(one.hosts) == 1} == {"b": "b", "c": None, "z": None}
+    assert all(0 < one.hours < 0.01 for one in uses if len(one.hosts) == 2)
