@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ def test_going_back_and_skipping_is_as_never_having_trained_on_them(tmp_path: Pa
     name = f"checkpoints/step_{STEPS:08d}"
     assert state_of(run_dir / name) == state_of(tmp_path / "straight" / name)
     assert metrics_of(run_dir) == metrics_of(tmp_path / "straight")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ends = {row["step"]: row["data/stream_end"] for row in rows if "data/stream_end" in row}
+    assert ends[4] == 16 and ends[STEPS] == 42, "samples 0 to 40, of 2 replicas in turn, without 9 of them"
     (moved,) = events_of(run_dir, "move", "checkpoint")
     assert (moved["step"], moved["reason"]) == (6, "megasdc.checkpoint.resume_at_most is 4")
     assert [one["ranges"] for one in events_of(run_dir, "skip", "samples")][-1] == SKIP

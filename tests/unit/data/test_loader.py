@@ -251,7 +251,7 @@ def test_wrong_arguments():
 @pytest.mark.parametrize("ranges", [[range(24, 48)], [range(3, 4), range(17, 30)], [range(0, 13)]])
 def test_ranges_that_are_never_taken(dp_size, micro_batch_size, ranges):
     """Whatever they cut, all replicas together take the others once, also through a restart in the middle."""
-    left = [one for one in range(200) if not any(one in skipped for skipped in ranges)]
+    left = [one for one in range(400) if not any(one in skipped for skipped in ranges)]
     taken = []
     for rank in range(dp_size):
         loader = MicroBatchLoader(Numbers(400), micro_batch_size, rank, dp_size, skip=ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def skip(log: EventLog, *steps: int) -> None:
 
 def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
     """The newest reported step that is far enough before, and all samples from there to the last skipped step."""
-    with EventLog(run_dir, 0) as log:
+    with closing(EventLog(run_dir, 0)) as log:
         skip(log, 7, 15, 16)
         since = time.time()
         skip(log, 17, 18)
@@ -46,7 +47,7 @@ def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
 
 def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
     """Whether data may be skipped or not; none are."""
-    with EventLog(run_dir, 0) as log:
+    with closing(EventLog(run_dir, 0)) as log:
         log.emit("resume", "not_loaded", step=12)
     assert find_back(run_dir, 0.0, 0) == find_back(run_dir, 0.0, 5) == Back(11)
     assert find_back(run_dir, time.time() + 1, 0) is None

@@ -94,8 +94,10 @@ def test_suspects_wait_for_a_test_as_far_as_there_are_others(tmp_path: Path) -> 
     """The worst first, and never so many that the run lacks hosts."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
     assert suspected(tmp_path / "empty", ledger, 1) == []
-    for number in range(9):
-        ledger.add(use(number, "a", "b", "c", "d", "e", failed="ab"[number % 5 > 1], time=2e9))
+    others = [f"h{number}" for number in range(40)]
+    for number in range(24):
+        ledger.add(use(number, "a", "b", "c", *others, failed="ab"[number % 3 > 0], time=2e9))
+    assert suspected(tmp_path, ledger, 1) == ["b", "a"]
     assert suspected(tmp_path, ledger, 2) == ["b"]
     assert suspected(tmp_path, ledger, 3) == []
 
