@@ -15,7 +15,7 @@ from megasdc.errors import LaunchError
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.history import HOSTS, SUSPECTED, History
+from megasdc.supervisor.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.supervisor.ledger import Ledger, judge
@@ -120,7 +120,7 @@ def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
 
 
 def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int) -> None:
-    """Write what begins the journal, or goes on with it: the run, and hosts where they have changed.
+    """Write what begins the journal, or goes on with it: the run, or that it is taken over, and changed hosts.
 
     Raises:
         LaunchError: it is the journal of another run.
@@ -135,3 +135,5 @@ def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int)
         journal.write(HOSTS, slots=slots, num_hosts=num_hosts)
     if not history.stage or history.exit_code is not None:
         journal.write("opened", config=str(config))
+    else:
+        journal.write(TAKEN_OVER)

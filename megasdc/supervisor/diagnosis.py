@@ -21,7 +21,7 @@ from megasdc.errors import (
 )
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incident import Incident
-from megasdc.supervisor.goodput import Trained
+from megasdc.supervisor.trained import Trained
 
 USAGE = 2
 """Exit code of a wrong command line."""

@@ -26,8 +26,8 @@ from megasdc.supervisor import front
 from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.goodput import trained_since
 from megasdc.supervisor.history import ENDED, Attempt, Process
+from megasdc.supervisor.trained import trained_since
 
 PROBE_S = 30.0
 FIND_S = 2.0
@@ -175,7 +175,7 @@ class FrontEngine:
         )
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
-        return self._folder / f"attempt_{attempt.number:04d}_{attempt.launch_id}.{ending}"
+        return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)
 
     def _unreachable(self, attempt: Attempt) -> tuple[str, ...]:
         request = {"launch_id": attempt.launch_id}

@@ -219,15 +219,20 @@ def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
-HOSTS, SUSPECTED, TESTED = "hosts", "suspected", "tested"
-NO_TURNS = (HOSTS, SUSPECTED, TESTED)
+def _taken_over(history: History, entry: Entry) -> None:
+    """The run is as it was."""
+
+
+HOSTS, SUSPECTED, TESTED, TAKEN_OVER = "hosts", "suspected", "tested", "taken_over"
+NO_TURNS = (HOSTS, SUSPECTED, TESTED, TAKEN_OVER)
 """Kinds of entries that are no turns: what the hostfile has, at the start and where it was changed; hosts that failed
-often in other runs; ends of tests."""
+often in other runs; ends of tests; a supervisor goes on where an earlier one has stopped."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
     SUSPECTED: _suspected,
     TESTED: _tested,
+    TAKEN_OVER: _taken_over,
     "planned": _planned,
     "started": _started,
     "ended": _ended,

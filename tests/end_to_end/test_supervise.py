@@ -15,6 +15,7 @@ import psutil
 import pytest
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
+from megasdc.supervisor.goodput import goodput_of
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import Journal
 from tools.hosts import Cluster, unavailable_reason
@@ -89,11 +90,14 @@ def history_of(folder: Path) -> History:  # noqa: F811
 
 
 def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
-    """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then."""
+    """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then.
+
+    All of the time is in one part or another: twice in detecting, and more than the injected delays in steps.
+    """
     once = {"num_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0, "spare_test_s": 0}
     slow = [{"kind": "normal", "mean_s": 0.5, "std_s": 0.0, "steps": [25, STEPS - 5]}]
     config = write(folder, "run", supervise=once, delay=slow)
-    process, log = supervise(hosts, config), config.with_suffix(".log")
+    began, process, log = time.time(), supervise(hosts, config), config.with_suffix(".log")
     wait_until(lambda: len(steps_done(folder)) > 15, process, log)
     hosts.power_off("node2")
     wait_until(lambda: "attempt 2 on node1, node3" in log.read_text(), process, log)
@@ -101,6 +105,11 @@ def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) 
     wait_until(lambda: "node2 was tested: healthy; it is a spare again" in log.read_text(), process, log)
     hosts.power_off("node3")
     assert process.wait(timeout=300) == 0, log.read_text()
+    goodput = goodput_of(folder / "run", time.time())
+    assert goodput is not None and goodput.wall_s == pytest.approx(time.time() - began, abs=15)
+    assert [one.parts["detecting"] > 0 for one in goodput.attempts] == [True, True, False]
+    assert all(one.parts["starting"] > one.parts["loading"] > 0 for one in goodput.attempts)
+    assert sum(goodput.parts[part] for part in ("productive", "recomputed", "stalled")) > 2 * 30 * 0.5
     history = history_of(folder)
     assert list(history.replaced) == ["node3"] and history.given_back == {"node2": 1}
     assert [(one.diagnosis.kind, one.used) for one in history.failures] == [

@@ -23,7 +23,7 @@ from typing import Any
 
 from megasdc.errors import LaunchError
 from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
-from megasdc.supervisor.goodput import PARTS, goodput
+from megasdc.supervisor.goodput import PARTS, goodput_of
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
@@ -314,7 +314,7 @@ def _drill(kinds: Sequence[str], layout: Layout, run: Path, problems: list[str],
         problems.append(f"it took {len(attempts)} attempts")
     away = tuple(history.replaced)
     problems += [f"{host} is away, although its test has passed" for host in away if _has_passed(history, host)]
-    found = goodput(entries, time.time())
+    found = goodput_of(run, time.time())
     parts = {} if found is None else {part: round(one, 1) for part, one in found.parts.items()}
     recoveries = _recoveries(entries)
     return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away, parts, recoveries)
