@@ -11,6 +11,7 @@ starting      from the plan of an attempt to its first step: processes, imports,
 detecting     from the last step that was reported to the end of an attempt that failed
 ending        the same of one that was done: its last save
 deciding      from the end of an attempt to the next plan, with its pause
+queued        from where the allocation was left to the next plan: the scheduler's queue
 ============  =======================================================================================================
 
 Steps after the last line of metrics are not seen (``logging.interval``): their time counts as detecting.
@@ -27,9 +28,9 @@ from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 
-PARTS = ("productive", "recomputed", "paused", "starting", "detecting", "ending", "deciding")
+PARTS = ("productive", "recomputed", "paused", "starting", "detecting", "ending", "deciding", "queued")
 _STOOD_STILL = ("time/eval_s", "checkpoint/save_s")
-_WELL = ("done", "stopped")
+_WELL = ("done", "stopped", "preempted")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def goodput(entries: Sequence[Entry], now: float, running: Trained | None = None
     for number, one in enumerate(attempts):
         resumed = [later.trained.resumed for later in attempts[number + 1 :] if later.trained is not None]
         parts["deciding"] += one.next_s
+        parts["queued"] += one.queued_s
         if one.trained is None:
             parts["starting"] += one.ended_at - one.planned_at
             continue
@@ -144,23 +146,27 @@ class _Attempt:
     planned_at: float
     ended_at: float
     next_s: float
+    queued_s: float
     ended_well: bool
     trained: Trained | None
 
 
 def _attempts(entries: Sequence[Entry], now: float, running: Trained | None) -> list[_Attempt]:
     found: list[_Attempt] = []
-    turns = [one for one in entries if one.kind in ("planned", "ended", "finished")]
+    turns = [one for one in entries if one.kind in ("planned", "ended", "left", "finished")]
     for number, entry in enumerate(turns):
         if entry.kind != "planned":
             continue
         end = turns[number + 1] if number + 1 < len(turns) else None
         if end is None or end.kind != "ended":
-            found.append(_Attempt(entry.time, max(entry.time, now), 0.0, True, running))
+            found.append(_Attempt(entry.time, max(entry.time, now), 0.0, 0.0, True, running))
             continue
         said: dict[str, Any] | None = end.fields.get("trained")
-        after = turns[number + 2].time if number + 2 < len(turns) else end.time
+        later = turns[number + 2 :]
+        after = later[0].time if later else end.time
+        again = next((one.time for one in later if one.kind != "left"), max(after, now))
+        queued_s = again - after if later and later[0].kind == "left" else 0.0
         well = end.fields["diagnosis"]["kind"] in _WELL
         trained = None if said is None else Trained(**said)
-        found.append(_Attempt(entry.time, end.time, after - end.time, well, trained))
+        found.append(_Attempt(entry.time, end.time, after - end.time, queued_s, well, trained))
     return found

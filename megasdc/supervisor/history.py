@@ -37,6 +37,7 @@ class Attempt:
         slots: ranks of each host that it uses, in order of ranks.
         launch_id: of the launch, which its processes can be found by.
         planned_at: seconds since the epoch.
+        job: of a scheduler, that its hosts belong to; empty: none.
         process: None: not known to be started.
     """
 
@@ -44,6 +45,7 @@ class Attempt:
     slots: dict[str, int]
     launch_id: str
     planned_at: float
+    job: str = ""
     process: Process | None = None
 
     @property
@@ -82,6 +84,7 @@ class History:
         attempt: the last one that was planned.
         failures: attempts that have ended, oldest first, the last one too where it is no failure.
         decision: the last one, and when it was made.
+        left: the last job that was left for another allocation; empty: none was.
         exit_code: of the run, once it is finished.
     """
 
@@ -95,6 +98,7 @@ class History:
     failures: list[Failure] = field(default_factory=list)
     decision: Decision | None = None
     decided_at: float = 0.0
+    left: str = ""
     exit_code: int | None = None
 
     @classmethod
@@ -142,7 +146,7 @@ def _hosts(history: History, entry: Entry) -> None:
 
 def _planned(history: History, entry: Entry) -> None:
     said = entry.fields
-    history.attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time)
+    history.attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
 
 
 def _started(history: History, entry: Entry) -> None:
@@ -176,13 +180,17 @@ def _tested(history: History, entry: Entry) -> None:
         history.replaced[test.host] = replace(before, tested_at=entry.time, test=test)
 
 
+def _left(history: History, entry: Entry) -> None:
+    history.left = entry.fields["job"]
+
+
 def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
 HOSTS, TESTED = "hosts", "tested"
 NO_TURNS = (HOSTS, TESTED)
-"""Kinds of entries that are no turns: what the hostfile has, at the start and where it was changed; ends of tests."""
+"""Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; ends of tests."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
@@ -191,6 +199,7 @@ CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "started": _started,
     "ended": _ended,
     "decided": _decided,
+    "left": _left,
     "finished": _finished,
 }
 """What each kind of entry changes."""

@@ -13,9 +13,10 @@ from threading import Event
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.plan import new_launch_id
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
-from megasdc.supervisor.history import TESTED, History
+from megasdc.supervisor.history import ENDED, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
@@ -30,19 +31,31 @@ class Supervisor:
 
     Args:
         journal: of the run, with its first entry at least.
+        allocation: of the hosts; where it is ending, ``stop`` is set too.
         stop: set where the run is to be stopped; from a signal handler too.
         say: receives what happens, a line each.
     """
 
-    def __init__(self, journal: Journal, engine: Engine, tests: Tests, limits: Limits, stop: Event, say: Say) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        engine: Engine,
+        tests: Tests,
+        limits: Limits,
+        allocation: Allocation,
+        stop: Event,
+        say: Say,
+    ) -> None:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
-        self._stop, self._say = stop, say
+        self._allocation, self._stop, self._say = allocation, stop, say
+        self._has_left = False
         self._history = History.of(journal.entries)
 
     def run(self) -> int:
-        """Run to the end; returns the exit code.
+        """Run to the end, or until the allocation was left for another one; returns the exit code.
 
         Raises:
+            LaunchError: the scheduler does not answer.
             StorageError: the journal cannot be written.
         """
         turns = {
@@ -51,13 +64,14 @@ class Supervisor:
             "started": self._wait,
             "ended": self._decide,
             "decided": self._follow,
+            "left": self._leave,
         }
         try:
-            while self._history.exit_code is None:
+            while self._history.exit_code is None and not self._has_left:
                 turns[self._history.stage]()
         finally:
             self._tests.close()
-        return self._history.exit_code
+        return 0 if self._history.exit_code is None else self._history.exit_code
 
     def _write(self, kind: str, **fields: object) -> None:
         self._history.add(self._journal.write(kind, **fields))
@@ -65,16 +79,36 @@ class Supervisor:
     def _plan(self) -> None:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
-        if len(history.chosen) < history.num_hosts:
-            text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} are left"
+        are_lacking = len(history.chosen) < history.num_hosts
+        text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
+        is_new = history.stage == "left"
+        if self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
+            text = f"{self._allocation.name} is about to end" if self._allocation.is_ending else text
+            self._write("left", job=self._allocation.job, away=list(history.replaced), text=text)
+        elif are_lacking:
             self._finish(LaunchError.exit_code, text)
+        else:
+            launch_id, job = new_launch_id(), self._allocation.job
+            self._write("planned", attempt=number, slots=history.chosen, launch_id=launch_id, job=job)
+
+    def _leave(self) -> None:
+        if self._history.left != self._allocation.job:
+            self._plan()
             return
-        self._write("planned", attempt=number, slots=history.chosen, launch_id=new_launch_id())
+        away = list(self._history.replaced)
+        without = f", without {', '.join(away)}" if away else ""
+        self._say(f"the run goes on in another allocation{without}")
+        if problem := self._allocation.leave(away):
+            self._finish(LaunchError.exit_code, problem)
+        else:
+            self._has_left = True
 
     def _start(self) -> None:
         attempt = self._history.attempt
         assert attempt is not None, "it is planned"
-        if self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
+        if attempt.job != self._allocation.job:  # of a supervisor that has ended with its job, as all that it started
+            process = ENDED
+        elif self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
             process = self._engine.find(attempt)
         else:
             self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}")
@@ -85,7 +119,7 @@ class Supervisor:
         attempt = self._history.attempt
         assert attempt is not None and attempt.process is not None, "it is started"
         stopped = False
-        while self._engine.lives(attempt.process):
+        while self._runs(attempt):
             self._engine.show(attempt)
             if self._stop.is_set() and not stopped:
                 stopped = True
@@ -103,9 +137,9 @@ class Supervisor:
 
     def _decide(self) -> None:
         history = self._history
-        decision = decide(history.failures, history.num_spares, self._limits)
+        decision = decide(history.failures, self._num_others, self._limits)
         while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
-            decision = decide(history.failures, history.num_spares, self._limits)
+            decision = decide(history.failures, self._num_others, self._limits)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
 
@@ -122,9 +156,22 @@ class Supervisor:
         while time.monotonic() < end:
             self._test_hosts()
             if self._stop.wait(min(POLL_S, max(0.0, end - time.monotonic()))):
+                if self._allocation.is_ending:
+                    break
                 self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
                 return
         self._plan()
+
+    @property
+    def _num_others(self) -> int:
+        """Hosts that could be used instead of others: spares, and those of another allocation."""
+        history = self._history
+        return history.num_spares + (history.num_hosts if self._allocation.can_be_left else 0)
+
+    def _runs(self, attempt: Attempt) -> bool:
+        if attempt.process is None or attempt.job != self._allocation.job:
+            return False
+        return self._engine.lives(attempt.process)
 
     def _test_hosts(self) -> bool:
         """Go on with the tests of hosts that were replaced; returns whether one is under way or has just ended."""

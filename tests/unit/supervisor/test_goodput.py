@@ -54,6 +54,7 @@ def test_every_second_is_in_one_part() -> None:
             "detecting": 16.0 + 20.0,
             "ending": 10.0,
             "deciding": 5.0 + 5.0 + 1.0 + 1.0,
+            "queued": 0.0,
         }
     )
     assert found.wall_s == pytest.approx(301.0 - 100.0) and found.share == pytest.approx(60.0 / 201.0)
@@ -68,3 +69,19 @@ def test_a_run_that_goes_on_is_counted_until_now() -> None:
     first = goodput(running, 30.0)
     assert first is not None and first.parts["starting"] == 20.0
     assert goodput(entries(("opened", 0.0, {})), 30.0) is None
+
+
+def test_the_time_between_two_jobs_is_queued() -> None:
+    """From where the first is left; also while the second waits."""
+    turns = [("planned", 0.0, {}), ("ended", 50.0, ended("preempted", 0, 10.0, 20, 40.0, 0.0)), ("left", 51.0, {})]
+    waiting = goodput(entries(*turns), 71.0)
+    assert waiting is not None and waiting.parts["queued"] == 20.0 and waiting.wall_s == pytest.approx(71.0)
+    back = [("planned", 151.0, {}), ("ended", 200.0, ended("done", 20, 160.0, 60, 190.0, 0.0)), ("finished", 200.0, {})]
+    found = goodput(entries(*turns, *back), 1e9)
+    assert found is not None and found.wall_s == pytest.approx(200.0)
+    assert {part: found.parts[part] for part in ("queued", "deciding", "ending", "detecting")} == {
+        "queued": 100.0,
+        "deciding": 1.0,
+        "ending": 20.0,
+        "detecting": 0.0,
+    }

@@ -47,7 +47,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
         *((kind, STOP, STOP) for kind in ("input", "non_finite")),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint")),
-        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch")),
+        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
     ],
 )
@@ -108,3 +108,11 @@ def test_pauses_double_until_there_is_progress() -> None:
     pauses = [decided(*idle[:count]).pause_s for count in range(1, 13)]
     assert pauses[:5] == [0, 5, 10, 20, 40] and pauses[-1] == LIMITS.longest_pause_s
     assert decided(*idle, failure("stuck", step=8, time=1e6)).pause_s == 0
+
+
+def test_what_was_preempted_counts_for_no_limit() -> None:
+    """However often, and at the same step on other hosts; a failure between is judged as without them."""
+    often = [failure("preempted", used=(host, "c")) for host in "abdefgh" * 10]
+    assert decided(*often).action is AGAIN
+    lost = failure("rank_lost", "b", step=7)
+    assert decided(*often, lost).action is AGAIN and decided(lost, *often, lost).replaced == ("b",)
