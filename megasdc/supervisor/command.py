@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -14,12 +15,14 @@ from megasdc.config import load_config
 from megasdc.errors import LaunchError
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.supervisor.ledger import Ledger, judge
 from megasdc.supervisor.policy import Limits
+from megasdc.supervisor.slurm import SlurmJob
 from megasdc.supervisor.supervise import Supervisor
 
 
@@ -36,22 +39,24 @@ def supervise_run(
     overrides: Sequence[str] = (),
     allow_changed: Sequence[str] = (),
 ) -> int:
-    """Supervise a run to its end; returns the exit code of its last attempt.
+    """Supervise a run to its end; returns the exit code of its last attempt, 0 where another job goes on with it.
+
+    Args:
+        hostfile: None: the hosts are the nodes of the SLURM job that this process runs in.
 
     Raises:
         ConfigError: the configuration is wrong.
-        LaunchError: there is no hostfile, it is wrong, or has too few hosts; or another supervisor has the run.
+        LaunchError: there is neither a hostfile nor a SLURM job, or it is wrong, or has too few hosts; or another
+            supervisor has the run.
         StorageError: the journal is damaged, or cannot be written.
     """
-    if hostfile is None:
-        raise LaunchError(
-            "--hostfile is missing: a supervisor chooses hosts from it; for this host alone, name it there"
-        )
     config = load_config(config_path, overrides, allow_changed)
-    section, slots = config.megasdc.supervise, read_hostfile(hostfile)
-    num_hosts = section.num_hosts or len(slots)
-    if num_hosts > len(slots):
-        raise LaunchError(f"megasdc.supervise.num_hosts is {num_hosts}, and {hostfile} has {len(slots)} hosts")
+    allocation = _allocation(hostfile, launcher_args)
+    section, num_hosts = config.megasdc.supervise, config.megasdc.supervise.num_hosts or len(allocation.slots)
+    if num_hosts > len(allocation.slots):
+        raise LaunchError(
+            f"megasdc.supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
+        )
     run_dir = Path.cwd() / config.megasdc.logging.run_dir
     request = LaunchRequest(
         config_path.absolute(),
@@ -63,18 +68,21 @@ def supervise_run(
     stop = Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        # SLURM announces the end of a job by one of the others.
+        if number != signal.SIGINT and allocation.can_be_left and not stop.is_set():
+            allocation.is_ending = True
         stop.set()
 
     with Journal(run_dir / FOLDER, say) as journal:
-        _open(journal, request.config_path, slots, num_hosts)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        _open(journal, request.config_path, allocation.slots, num_hosts)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
         steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
-        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request)
+        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation)
         ledger = None if section.ledger is None else Ledger(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
-        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden)
+        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden, allocation.prefix)
         limits = Limits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,
@@ -86,7 +94,18 @@ def supervise_run(
             rewinds=section.rewinds,
             spare_test_s=section.spare_test_s,
         )
-        return Supervisor(journal, engine, tests, limits, stop, say, ledger).run()
+        return Supervisor(journal, engine, tests, limits, allocation, stop, say, ledger).run()
+
+
+def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
+    if hostfile is not None:
+        return Allocation(str(hostfile), read_hostfile(hostfile))
+    if any(word.partition("=")[0] == "--launcher_args" for word in launcher_args):
+        raise LaunchError(
+            "launcher option --launcher_args: under SLURM the supervisor sets it; give options of srun by the "
+            "environment variables that it reads, such as SRUN_CPUS_PER_TASK"
+        )
+    return SlurmJob(os.environ)
 
 
 def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:

@@ -45,6 +45,7 @@ class Kind:
 KINDS = {
     "done": Kind("all steps are done"),
     "stopped": Kind("stopped on request"),
+    "preempted": Kind("ended from outside: by a scheduler, or with its job"),
     "input": Kind("configuration, data or command line are wrong"),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
@@ -108,6 +109,7 @@ class Evidence:
         lines: what the front said of the end, the cause first.
         host_of_rank: as in the hostfile.
         unreachable: hosts that could not be reached afterwards.
+        interrupted: how it was ended from outside, in a sentence; empty: it was not.
         hang: the incident of a standstill in this attempt; None: there was none.
         corruption: that of silent data corruption; None: there was none.
         reached: last step that was reported; 0: none.
@@ -122,6 +124,7 @@ class Evidence:
     lines: Sequence[str]
     host_of_rank: Sequence[str]
     unreachable: Sequence[str] = ()
+    interrupted: str = ""
     hang: HangIncident | None = None
     corruption: Incident | None = None
     reached: int = 0
@@ -155,7 +158,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Say what went wrong.
 
     What is wrong before any host is asked comes first; then a host that is gone, which explains all that follows from
-    it; then what was detected and named; then the exit code.
+    it; then what was detected and named; then what came from outside; then the exit code.
     """
 
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
@@ -165,8 +168,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(kind, named, evidence.reached, said, incident, back)
 
     code = evidence.exit_code
-    if code == 0:
-        return found("done" if evidence.reached >= evidence.steps else "stopped")
+    if code == 0 and evidence.reached >= evidence.steps:
+        return found("done")
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
     if evidence.unreachable:
@@ -176,13 +179,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return found(OF_VERDICT[one.verdict], _hosts_of(evidence, [rank.rank for rank in one.suspects]))
     if evidence.hang is not None and not evidence.hang.kind.endswith("/gone"):
         return _of_hang(evidence, evidence.hang)
-    if code is None:
-        return found("launch", text="the front of the launch was killed")
     if code in BY_CODE:
         return found(BY_CODE[code])
+    if evidence.interrupted:
+        return found("preempted", text=evidence.interrupted)
+    if code is None:
+        return found("launch", text="the front of the launch was killed")
     if code == HangError.exit_code:
         return found("stuck")
-    if code > SIGNALS:
+    if code == 0 or code > SIGNALS:
         return found("stopped")
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
     if code == 1:

@@ -38,6 +38,7 @@ class FrontResult:
     failed_host: str | None
     lines: list[str]
     ended_at: float = field(default_factory=time.time)
+    stopped_by: int | None = None
 
 
 def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
@@ -51,7 +52,7 @@ def run(launch: dict[str, Any]) -> FrontResult:
     words = {name: tuple(value) for name, value in launch.items() if isinstance(value, list)}
     try:
         found = launch_run(LaunchRequest(**{**launch, **paths, **words}))
-        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines)
+        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines, found.stopped_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

@@ -18,6 +18,7 @@ ending        the same of one that ended well
 deciding      from the end of an attempt to the next plan, with its pause
 idle          nobody went on: from the last entry of a supervisor that was killed to the next one, but while the attempt
               ran on; from the end of a run to the command that began it anew
+queued        from where the allocation was left to the next plan: the scheduler's queue
 ============  =======================================================================================================
 
 Steps after the last line of metrics are not seen (``logging.interval``): their time counts as detecting. Of an attempt
@@ -48,11 +49,12 @@ PARTS = (
     "detecting",
     "ending",
     "deciding",
+    "queued",
     "idle",
 )
 SILENT_S, SILENT_LINES = 120.0, 5
 """A running attempt is silent after so many seconds without a line of metrics, or so many times the usual."""
-_WELL = ("done", "stopped")
+_WELL = ("done", "stopped", "preempted")
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class _Turn:
         trained: what the attempt reported.
         front_at: when its front ended; None: it runs, or was killed.
         idle: spans in which there was no supervisor.
+        left_at: when the job that the attempt ran in was left for another.
         is_reopened: the run was finished, and begun anew.
     """
 
@@ -198,6 +201,7 @@ class _Turn:
     decided: Entry | None = None
     finished_at: float | None = None
     idle: list[tuple[float, float]] = field(default_factory=list)
+    left_at: float | None = None
     is_reopened: bool = False
 
     def add(self, entry: Entry, before: Entry) -> None:
@@ -208,6 +212,8 @@ class _Turn:
                 self.trained = None if said is None else Trained(**said)
             case "decided":
                 self.decided = entry
+            case "left":
+                self.left_at = entry.time
             case "finished":
                 self.finished_at = entry.time
             case "opened" if self.finished_at is not None:
@@ -266,9 +272,10 @@ def _divide(turn: _Turn, until: float, later: Sequence[int]) -> AttemptTime:
         else:
             clock.spend(tail, end)
             clock.spend("deciding", since)
-        clock.spend("idle", to)
+        clock.spend("idle" if turn.left_at is None or to <= turn.left_at else "queued", to)
     clock.spend(tail, end)
-    clock.spend("deciding", until)
+    clock.spend("deciding", until if turn.left_at is None else turn.left_at)
+    clock.spend("queued", until)
     diagnosis: dict[str, Any] = {"kind": None, "text": ""} if ended is None else ended.fields["diagnosis"]
     return AttemptTime(
         turn.plan.fields["attempt"],

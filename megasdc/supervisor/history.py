@@ -37,6 +37,7 @@ class Attempt:
         slots: ranks of each host that it uses, in order of ranks.
         launch_id: of the launch, which its processes can be found by.
         planned_at: seconds since the epoch.
+        job: of a scheduler, that its hosts belong to; empty: none.
         process: None: not known to be started.
         at_most: newest step to go on from; None: the newest of all.
         skip: samples that are not trained on, ranges [first, end), besides those of the configuration.
@@ -46,6 +47,7 @@ class Attempt:
     slots: dict[str, int]
     launch_id: str
     planned_at: float
+    job: str = ""
     process: Process | None = None
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
@@ -87,6 +89,7 @@ class History:
         attempt: the last one that was planned.
         failures: attempts that have ended, oldest first, the last one too where it is no failure.
         decision: the last one, and when it was made.
+        left: the last job that was left for another allocation; empty: none was.
         exit_code: of the run, once it is finished.
         went_back: how often the run went back to an earlier checkpoint.
         at_most: newest step to go on from, until an attempt has done so; None: the newest of all.
@@ -104,6 +107,7 @@ class History:
     failures: list[Failure] = field(default_factory=list)
     decision: Decision | None = None
     decided_at: float = 0.0
+    left: str = ""
     exit_code: int | None = None
     went_back: int = 0
     at_most: int | None = None
@@ -161,7 +165,7 @@ def _hosts(history: History, entry: Entry) -> None:
 def _planned(history: History, entry: Entry) -> None:
     said = entry.fields
     skip = tuple((first, end) for first, end in said.get("skip", ()))
-    attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time)
+    attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
     history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip)
 
 
@@ -215,6 +219,10 @@ def _suspected(history: History, entry: Entry) -> None:
     history.replaced |= {host: Replaced(text, None) for host, text in entry.fields["hosts"].items()}
 
 
+def _left(history: History, entry: Entry) -> None:
+    history.left = entry.fields["job"]
+
+
 def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
@@ -225,7 +233,7 @@ def _taken_over(history: History, entry: Entry) -> None:
 
 HOSTS, SUSPECTED, TESTED, TAKEN_OVER = "hosts", "suspected", "tested", "taken_over"
 NO_TURNS = (HOSTS, SUSPECTED, TESTED, TAKEN_OVER)
-"""Kinds of entries that are no turns: what the hostfile has, at the start and where it was changed; hosts that failed
+"""Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; hosts that failed
 often in other runs; ends of tests; a supervisor goes on where an earlier one has stopped."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
@@ -237,6 +245,7 @@ CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "started": _started,
     "ended": _ended,
     "decided": _decided,
+    "left": _left,
     "finished": _finished,
 }
 """What each kind of entry changes."""

@@ -4,6 +4,7 @@
 diagnosis          the first time                      again: on one of the same hosts, or without progress
 =================  ==================================  =====================================================
 done, stopped      finish                              -
+preempted          start again                         start again
 input              stop: a person must change it       -
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
@@ -18,9 +19,10 @@ link               start again                         replace both hosts
 stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
-Before these rules come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
-stops; so it does after too many failures in an hour, or in succession without progress. Where no host is left for one
-that may recover, the attempt is repeated in place after a pause that doubles.
+An attempt that was preempted is no failure, and counts for no limit. Before the rules of the others come limits: where
+attempts on different hosts end at the same step, it is no hardware, and the run stops; so it does after too many
+failures in an hour, or in succession without progress. Where no host is left for one that may recover, the attempt is
+repeated in place after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -61,17 +63,20 @@ class Rule:
         again: where one of its hosts had it before, or the run, if it names none, since it last got on; None: the same.
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
         returns: a host that it names may come back after a test: that weighs more than the evidence.
+        fails: the attempt has failed, which counts for limits.
     """
 
     first: Action
     again: Action | None = None
     certain: bool = False
     returns: bool = True
+    fails: bool = True
 
 
 RULES = {
     "done": Rule(Action.FINISH),
     "stopped": Rule(Action.FINISH),
+    "preempted": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),
@@ -158,18 +163,20 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     """Decide what follows from the last attempt.
 
     Args:
-        failures: of the run, oldest first; the last one is what is decided on, also where it is no failure.
+        failures: attempts of the run, oldest first; the last one is what is decided on, also where it is no failure.
         num_spares: hosts that could be used instead of others.
         went_back: how often the run has gone back.
     """
-    *before, last = failures
-    found = last.diagnosis
+    found = failures[-1].diagnosis
     rule = RULES[found.kind]
     if rule.first in (Action.FINISH, Action.STOP):
         return Decision(rule.first, found.text)
+    if not rule.fails:
+        return Decision(rule.first, found.text, pause_s=_pause_s(failures, limits))
+    failures = [one for one in failures if RULES[one.diagnosis.kind].fails]
     if (limit := _limit_of(failures, limits)) is not None:
         return Decision(Action.STOP, limit)
-    recent = before if found.hosts else _since_progress(failures)
+    recent = failures[:-1] if found.hosts else _since_progress(failures)
     had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
     pause_s = _pause_s(failures, limits)

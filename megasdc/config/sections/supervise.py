@@ -11,7 +11,9 @@ class SuperviseSection(Section):
     at_resume = "-"
 
     num_hosts: PositiveInt | None = setting(
-        None, "Hosts that the run uses, the first of the hostfile; the others are spares. null: all, and no spare."
+        None,
+        "Hosts that the run uses, the first of the hostfile or of the SLURM job; the others are spares. null: all, and "
+        "no spare.",
     )
     failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
     without_progress: PositiveInt = setting(

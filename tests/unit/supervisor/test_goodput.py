@@ -75,6 +75,7 @@ def test_every_second_is_in_one_part() -> None:
             "detecting": 16.0 + 20.0,
             "ending": 5.0,
             "deciding": 5.0 + 5.0 + 1.0 + 1.0,
+            "queued": 0.0,
         }
     )
     assert found is not None and found.effective_ratio == pytest.approx(60.0 / 201.0)
@@ -178,3 +179,12 @@ def test_clocks_that_differ_change_no_sum() -> None:
             planned(1, 0.0), ended(60.0, "hang", 0, began, 40, last, **wrong), planned(2, 70.0), ended(80.0, "launch")
         )
         assert sum(parts(goodput(skewed, 80.0), 80.0).values()) == pytest.approx(80.0)
+
+
+def test_the_time_between_two_jobs_is_queued() -> None:
+    """From where the first is left; also while the second waits."""
+    turns = [planned(1, 0.0), ended(50.0, "preempted", 0, 10.0, 20, 40.0), ("left", 51.0, {})]
+    assert parts(goodput(entries(*turns), 71.0), 71.0)["queued"] == 20.0
+    back = [("taken_over", 150.0, {}), planned(2, 151.0), ended(200.0, "done", 20, 160.0, 60, 190.0)]
+    found = parts(goodput(entries(*turns, *back, ("finished", 200.0, {})), 1e9), 200.0)
+    assert found == {"productive": 60.0, "starting": 19.0, "ending": 20.0, "deciding": 1.0, "queued": 100.0}

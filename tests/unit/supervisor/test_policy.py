@@ -48,7 +48,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
         ("input", STOP, STOP),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
-        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch")),
+        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
     ],
 )
@@ -125,3 +125,11 @@ def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
     often = decide([found, again], 2, LIMITS, 3)
     assert often.action is STOP and often.text.endswith("it has gone back 3 times")
     assert decided(failure("launch"), again).action is AGAIN
+
+
+def test_what_was_preempted_counts_for_no_limit() -> None:
+    """However often, and at the same step on other hosts; a failure between is judged as without them."""
+    often = [failure("preempted", used=(host, "c")) for host in "abdefgh" * 10]
+    assert decided(*often).action is AGAIN
+    lost = failure("rank_lost", "b", step=7)
+    assert decided(*often, lost).action is AGAIN and decided(lost, *often, lost).replaced == ("b",)
