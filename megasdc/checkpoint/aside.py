@@ -1,7 +1,7 @@
-"""Moving aside unverified checkpoints that a resume passed over, so that no later resume or audit uses them.
+"""Moving aside checkpoints that a resume passed over and that are not of the run's past any more.
 
-They may be corrupt. Left in place, a later resume or audit would take them for the run's own. They are kept for an
-investigation until someone deletes them.
+They are not verified after corruption, or newer than the run goes back to. Left in place, a later resume or audit would
+take them for the run's own. They are kept for an investigation until someone deletes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def leave_behind(folder: Path | str, chosen: Chosen | NoneUsableError | None, ra
     answers = place.gather((moved, cleared))
     where = dict(chain.from_iterable(names for names, _ in answers))
     if place.rank == 0:
-        _tell(path, where, any(gone for _, gone in answers), place)
+        _tell(path, where, {} if chosen is None else chosen.skipped, any(gone for _, gone in answers), place)
     return sorted(where)
 
 
@@ -84,11 +84,11 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     return [(step, f"{target.name}/{step_folder(step)}") for step in there]
 
 
-def _tell(path: Path, moved: dict[int, str], cleared: bool, place: Place) -> None:
+def _tell(path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: Place) -> None:
     """Log and events of rank 0."""
     for step, name in sorted(moved.items()):
-        logger.warning("the candidate of step %d is now %s; delete it when you no longer need it", step, path / name)
-        place.emit("move", "checkpoint", step=step, path=str(path / name), reason="not verified")
+        logger.warning("the checkpoint of step %d is now %s; delete it when you no longer need it", step, path / name)
+        place.emit("move", "checkpoint", step=step, path=str(path / name), reason="; ".join(why[step]))
     if cleared:
         logger.info("the corruption mark in %s is removed: no candidate from before is left", path)
         place.emit("clear", "corruption_mark", path=str(path))

@@ -40,8 +40,8 @@ _CANDIDATE = "it is a candidate: no audit has agreed after it"
 class Chosen:
     """The checkpoint to resume from, as this rank sees it.
 
-    ``skipped``: newer checkpoints by step, each with the reasons; ``candidates``: those of them that are not verified,
-    if only verified ones counted (``verified_only``).
+    ``skipped``: newer checkpoints by step, each with the reasons; ``candidates``: those of them that no later resume
+    may take either: not verified, where only verified ones counted (``verified_only``), or newer than asked for.
     """
 
     path: Path
@@ -53,11 +53,21 @@ class Chosen:
 
 
 class NoneUsableError(CheckpointError):
-    """There are checkpoints, and none of them can be used; attributes as of ``Chosen``."""
+    """There are checkpoints, and none of them can be used; attributes as of ``Chosen``.
 
-    def __init__(self, message: str, skipped: dict[int, list[str]], candidates: list[int], verified_only: bool) -> None:
+    ``too_new``: all of them are newer than asked for.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        skipped: dict[int, list[str]],
+        candidates: list[int],
+        verified_only: bool,
+        too_new: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.skipped, self.candidates, self.verified_only = skipped, candidates, verified_only
+        self.skipped, self.candidates, self.verified_only, self.too_new = skipped, candidates, verified_only, too_new
 
 
 def find_checkpoint(
@@ -69,6 +79,7 @@ def find_checkpoint(
     resume: Literal["auto", "never", "must"] = "auto",
     require_verified: RequireVerified = "auto",
     at_most: int | None = None,
+    newest: int | None = None,
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
@@ -80,6 +91,7 @@ def find_checkpoint(
         resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
         at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
+        newest: newer ones are passed over, and no later resume may take them; None: none.
 
     Returns:
         The same choice on all ranks; None if there is no checkpoint at all.
@@ -106,7 +118,10 @@ def find_checkpoint(
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
     for step in found.steps:
-        if at_most is not None and step > at_most:
+        if newest is not None and step > newest:
+            manifest, problems = None, [too_new(newest)]
+            candidates.append(step)
+        elif at_most is not None and step > at_most:
             manifest, problems = None, [_NOT_COMMON]
         elif verified_only and step not in found.verified:
             manifest, problems = None, [_CANDIDATE]
@@ -122,10 +137,16 @@ def find_checkpoint(
             place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
     if skipped and at_most != 0:
         text = _explain_none(path, skipped, candidates, found.corruption if verified_only else None)
-        raise NoneUsableError(text, skipped, candidates, verified_only)
+        all_too_new = newest is not None and min(skipped) > newest
+        raise NoneUsableError(text, skipped, candidates, verified_only, all_too_new)
     if resume == "must" and at_most != 0:
         raise CheckpointError(f"there is no checkpoint in {path} but megasdc.checkpoint.resume is must")
     return None
+
+
+def too_new(newest: int) -> str:
+    """Why a step is passed over that is newer than asked for."""
+    return f"megasdc.checkpoint.resume_at_most is {newest}"
 
 
 def _tell_corruption(found: _Found, require_verified: RequireVerified, place: Place) -> None:

@@ -258,7 +258,7 @@ def _by_cause(name: str, given: Sequence[str]) -> Mapping[str, float]:
 def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, origins: Origins) -> Costs:
     from megasdc.checkpoint.planning.job import Costs
 
-    started = sum(one.began for one in pieces.attempts)
+    started = len(pieces.starts)
     of_runs = (pieces.start_s, f"mean of {started} starts of the runs") if started else (None, "")
     restarts = {name: origins.choose(name, given, of_runs) for name, given in vars(options).items()}
     return Costs(**saves, **restarts, verification_s=0.0, detection_s=0.0)  # both: see Fleet

@@ -22,7 +22,10 @@ class SuperviseOptions:
         tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
     ] = ()
     hostfile: Path | None = option(
-        None, "Lines `NAME slots=N`, spares too: see megasdc.supervise.num_hosts.", make=input_option, reads=LaunchError
+        None,
+        "Lines `NAME slots=N`, spares too: see megasdc.supervise.num_hosts; without: the nodes of this SLURM job.",
+        make=input_option,
+        reads=LaunchError,
     )
     script: Path | None = option(
         None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
@@ -42,7 +45,8 @@ def supervise(options: SuperviseOptions) -> None:
     """Launch a run and start it again after failures, on other hosts where some are the cause, until it is done.
 
     What it plans and does is in supervise/journal.jsonl of the run folder: where this command is killed, the same one
-    goes on from there. Ctrl-C, or SIGTERM, lets the run save and end. Exit code: of the last attempt.
+    goes on from there. Ctrl-C, or SIGTERM, lets the run save and end; a SLURM job is requeued then, after SIGTERM. Exit
+    code: of the last attempt.
     """
     from megasdc.supervisor.command import supervise_run
 

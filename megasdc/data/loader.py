@@ -41,6 +41,7 @@ class MicroBatchLoader:
         position: start position of this replica.
         samples_per_epoch: of the stream, to use samples that were passed over before their epoch ends; None: it has no
             common epochs.
+        skip: positions of the stream that are never taken.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MicroBatchLoader:
         dp_size: int,
         position: Position = Position(),
         samples_per_epoch: int | None = None,
+        skip: Sequence[range] = (),
     ) -> None:
         _check_place(micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
@@ -59,6 +61,9 @@ class MicroBatchLoader:
         self.dp_size = dp_size
         self.position = position
         self.samples_per_epoch = samples_per_epoch
+        self.skip = skip
+        if skip:
+            self.prolong(len(dataset) // dp_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -108,8 +113,18 @@ class MicroBatchLoader:
             raise ValueError("samples_per_epoch is None, needed to take samples again before their epoch ends")
         epoch = self.samples_per_epoch if again else None
         self.position = self.position.pass_over(
-            micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch
+            micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch, self.skip
         )
+
+    def prolong(self, samples: int) -> None:
+        """Extend the stream so that every replica at this position can take so many more samples."""
+        count = samples + sum(len(one) for one in self.skip)
+        self.dataset.prolong(self.position.end_after(count, self.dp_size))
+
+    @property
+    def stream_end(self) -> int:
+        """Position in the stream after those that replicas which have consumed as much as this one are past."""
+        return max(self.position.order.start, self.position.end_after(0, self.dp_size))
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's position as JSON-compatible values."""
@@ -139,7 +154,7 @@ class MicroBatchLoader:
         self.position = position_for(merge_positions([state], partial=True), self.dp_rank, self.dp_size, self.dataset)
 
     def _take(self) -> tuple[list[int], Position]:
-        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch)
+        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch, self.skip)
 
 
 class EvalLoader:

@@ -44,19 +44,24 @@ class Position:
         if self.consumed < 0:
             raise ValueError(f"consumed is {self.consumed}, must not be negative")
 
-    def take(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> tuple[list[int], Position]:
+    def take(
+        self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
+    ) -> tuple[list[int], Position]:
         """The next samples, and the position after them.
 
         Args:
             count: of samples.
             epoch: samples per epoch; needed if ``again`` is not empty.
+            skip: positions of the stream that are never taken.
 
         Returns:
             Positions in the stream, [count], and the new position.
         """
-        taken, consumed, again = [], self.consumed, list(self.again)
+        taken, consumed = [], self.consumed
+        again = [position for position in self.again if not _in(skip, position)]
         for _ in range(count):
-            position = self.order[consumed * dp_size + dp_rank]
+            while _in(skip, position := self.order[consumed * dp_size + dp_rank]):
+                consumed += 1
             if again and epoch is not None and position // epoch > again[0] // epoch:
                 taken.append(again.pop(0))
             else:
@@ -64,20 +69,27 @@ class Position:
                 consumed += 1
         return taken, Position(consumed, self.order, tuple(again))
 
-    def pass_over(self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None) -> Position:
+    def pass_over(
+        self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
+    ) -> Position:
         """The position after skipping the next samples.
 
         Args:
             count: of samples.
             epoch: samples per epoch; if given, the samples are used before their epoch ends.
+            skip: positions of the stream that are never taken.
         """
-        positions, after = self.take(count, dp_rank, dp_size, epoch)
+        positions, after = self.take(count, dp_rank, dp_size, epoch, skip)
         again = after.again if epoch is None else tuple(sorted((*after.again, *positions)))
         return Position(after.consumed, self.order, again)
 
     def end_after(self, count: int, dp_size: int) -> int:
         """Length of the stream with which every replica at this position can take ``count`` more samples."""
         return self.order[(self.consumed + count) * dp_size - 1] + 1 if self.consumed + count else 0
+
+
+def _in(ranges: Sequence[range], position: int) -> bool:
+    return any(position in one for one in ranges)
 
 
 def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) -> dict[str, Any]:
@@ -149,6 +161,17 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: 
     if not rest.left_over and rest.start % dp_size == 0:  # exactly the beginning of the stream is consumed
         return Position(rest.start // dp_size, Order(), tuple(again[dp_rank::dp_size]))
     return Position(0, rest, tuple(again[dp_rank::dp_size]))
+
+
+def stream_end(merged: Mapping[str, Any]) -> int:
+    """Position of the stream after the last one that any replica has consumed.
+
+    Args:
+        merged: from `merge_positions`.
+    """
+    order, size = Order(tuple(merged["order"]["left_over"]), merged["order"]["start"]), merged["dp_size"]
+    last = [order[(count - 1) * size + int(rank)] for rank, count in merged["consumed"].items() if count]
+    return max(order.start, max(last, default=-1) + 1)
 
 
 def _rest(order: Order, consumed: Sequence[int]) -> Order:

@@ -144,8 +144,18 @@ def master_address(first_host: str, addresses: Sequence[str]) -> str | None:
     DeepSpeed uses the first address of ``hostname -I``, which may be that of a container bridge. None: leave it to
     DeepSpeed. ``addresses``: the host's own, as the probe reports them.
     """
+    address = _resolved(first_host)
+    return address if address in addresses else None
+
+
+def address_from_here(host: str) -> str | None:
+    """The address that a host's name resolves to on this one; None: to none that another host can reach."""
+    address = _resolved(host)
+    return None if address is None or address.startswith(LOOPBACK) else address
+
+
+def _resolved(host: str) -> str | None:
     try:
-        address = socket.gethostbyname(first_host.rpartition("@")[2])
+        return socket.gethostbyname(host.rpartition("@")[2])
     except OSError:
         return None
-    return address if address in addresses else None

@@ -167,6 +167,10 @@ def runner_command(
         command += ["--force_multi"] if len(placement.hosts) == 1 else []
     command += ["--master_addr", master_addr] if master_addr else []
     command += ["--master_port", str(master_port)] if master_port else []
-    # DeepSpeed's slurm backend has no --module; no shell reads its command, so a path is safe.
-    module = [str(Path(__file__).with_name("rank.py"))] if request.backend == "slurm" else ["--module", RANK_MODULE]
-    return [*command, *request.launcher_args, *module, launch_id, rank.encode()]
+    if request.backend == "slurm":
+        # srun needs no SSH, which nodes often refuse. The backend has no --module; no shell reads its command, so a
+        # path is safe.
+        words = ["--no_ssh_check", *request.launcher_args, str(Path(__file__).with_name("rank.py"))]
+    else:
+        words = [*request.launcher_args, "--module", RANK_MODULE]
+    return [*command, *words, launch_id, rank.encode()]

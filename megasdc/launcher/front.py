@@ -18,7 +18,7 @@ from pathlib import Path
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import environment, host_failed, own_lines
-from megasdc.launcher.checks import HostReport, inspect_hosts, master_address
+from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, master_address
 from megasdc.launcher.health import listening_for_agents
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.plan import LaunchPlan, make_plan
@@ -43,6 +43,7 @@ class LaunchResult:
     failed_rank: int | None
     failed_host: str | None
     lines: list[str]
+    stopped_by: int | None
 
 
 def launch(
@@ -144,6 +145,9 @@ def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
         return replace(plan, master_addr=None)
     first = plan.placement.hosts[0]
     address = plan.master_addr or master_address(first, report.facts[first]["addresses"])
+    if address is None and plan.request.backend == "slurm":
+        # The facts are this host's. DeepSpeed would ask the first one over SSH, which nodes often refuse.
+        address = address_from_here(first)
     fallback = {**plan.rank.fallback, "MASTER_ADDR": address or first.rpartition("@")[2]}
     return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
 
@@ -201,6 +205,7 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
         failed_rank=verdict.rank,
         failed_host=verdict.host,
         lines=verdict.lines,
+        stopped_by=verdict.stopped_by,
     )
 
 

@@ -37,12 +37,14 @@ class Verdict:
         rank: the rank that failed first; None if there is none or it is not known.
         host: its host, as in the hostfile; also set for a launcher that was killed.
         lines: the explanation, the cause first.
+        stopped_by: number of the signal that the front received, where that ended the launch; None: none did.
     """
 
     exit_code: int
     rank: int | None
     host: str | None
     lines: list[str]
+    stopped_by: int | None = None
 
 
 def judge(
@@ -181,8 +183,9 @@ def _stopped(
         line = f"stopped by {name}"
         line += f"; without a done record: {_ranks(missing, host_of_rank)}" if missing else ""
         line += f"; interrupted before it could save: {_ranks(interrupted, host_of_rank)}" if interrupted else ""
-        return Verdict(128 + number, None, None, [line, *notes])
-    return Verdict(0, None, None, [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes])
+        return Verdict(128 + number, None, None, [line, *notes], number)
+    lines = [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes]
+    return Verdict(0, None, None, lines, number)
 
 
 def _abandoned(host_of_rank: Sequence[str], records: LaunchRecords, launcher_code: int, notes: list[str]) -> Verdict:

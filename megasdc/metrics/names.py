@@ -10,6 +10,7 @@ METRICS: dict[str, str] = {
     "train/loss_scale": "loss scale of fp16 training",
     "train/tokens": "tokens used since the run began",
     "train/samples": "samples consumed since the run began",
+    "data/stream_end": "position in the training stream after the samples consumed and skipped so far",
     "train/skipped_steps": "steps that the optimizer did not take since the run began",
     "bounds/share": "share of gradient elements that were bounded since the last line",
     "bounds/removed_share": "share of the sum of gradient magnitudes that bounds removed since the last line",

@@ -8,7 +8,7 @@ from megasdc.report.checkpoint_plan_page import duration
 from megasdc.report.result.figure import COLOURS, Figure, bars, layout, named_axis, scatter
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Table, number
-from megasdc.supervisor.goodput import PARTS as PARTS_OF_RUN
+from megasdc.supervisor.planning.measured import PARTS as PARTS_OF_RUN
 from megasdc.supervisor.planning.measured import Prediction
 from megasdc.supervisor.planning.run_plan import DAY_S, RunPlan
 from megasdc.supervisor.planning.simulation import FIRST_START, LOST

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -13,11 +15,14 @@ from megasdc.config import load_config
 from megasdc.errors import LaunchError
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.history import HOSTS, History
+from megasdc.supervisor.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.supervisor.ledger import Ledger, judge
 from megasdc.supervisor.policy import Limits
+from megasdc.supervisor.slurm import SlurmJob
 from megasdc.supervisor.supervise import Supervisor
 
 
@@ -34,22 +39,24 @@ def supervise_run(
     overrides: Sequence[str] = (),
     allow_changed: Sequence[str] = (),
 ) -> int:
-    """Supervise a run to its end; returns the exit code of its last attempt.
+    """Supervise a run to its end; returns the exit code of its last attempt, 0 where another job goes on with it.
+
+    Args:
+        hostfile: None: the hosts are the nodes of the SLURM job that this process runs in.
 
     Raises:
         ConfigError: the configuration is wrong.
-        LaunchError: there is no hostfile, it is wrong, or has too few hosts; or another supervisor has the run.
+        LaunchError: there is neither a hostfile nor a SLURM job, or it is wrong, or has too few hosts; or another
+            supervisor has the run.
         StorageError: the journal is damaged, or cannot be written.
     """
-    if hostfile is None:
-        raise LaunchError(
-            "--hostfile is missing: a supervisor chooses hosts from it; for this host alone, name it there"
-        )
     config = load_config(config_path, overrides, allow_changed)
-    section, slots = config.megasdc.supervise, read_hostfile(hostfile)
-    num_hosts = section.num_hosts or len(slots)
-    if num_hosts > len(slots):
-        raise LaunchError(f"megasdc.supervise.num_hosts is {num_hosts}, and {hostfile} has {len(slots)} hosts")
+    allocation = _allocation(hostfile, launcher_args)
+    section, num_hosts = config.megasdc.supervise, config.megasdc.supervise.num_hosts or len(allocation.slots)
+    if num_hosts > len(allocation.slots):
+        raise LaunchError(
+            f"megasdc.supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
+        )
     run_dir = Path.cwd() / config.megasdc.logging.run_dir
     request = LaunchRequest(
         config_path.absolute(),
@@ -61,14 +68,21 @@ def supervise_run(
     stop = Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
+        # SLURM announces the end of a job by one of the others.
+        if number != signal.SIGINT and allocation.can_be_left and not stop.is_set():
+            allocation.is_ending = True
         stop.set()
 
     with Journal(run_dir / FOLDER, say) as journal:
-        _open(journal, request.config_path, slots, num_hosts)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        _open(journal, request.config_path, allocation.slots, num_hosts)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
-        engine = FrontEngine(run_dir / FOLDER, run_dir, config.megasdc.training.steps, request)
-        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden)
+        steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
+        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation)
+        ledger = None if section.ledger is None else Ledger(Path(section.ledger))
+        if ledger is not None:
+            _suspect(journal, ledger, section.ledger_days)
+        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden, allocation.prefix)
         limits = Limits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,
@@ -77,12 +91,55 @@ def supervise_run(
             longest_pause_s=section.longest_pause_s,
             returns=section.returns,
             retest_s=section.retest_s,
+            rewinds=section.rewinds,
+            spare_test_s=section.spare_test_s,
         )
-        return Supervisor(journal, engine, tests, limits, stop, say).run()
+        return Supervisor(journal, engine, tests, limits, allocation, stop, say, ledger).run()
+
+
+def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
+    if hostfile is not None:
+        return Allocation(str(hostfile), read_hostfile(hostfile))
+    if any(word.partition("=")[0] == "--launcher_args" for word in launcher_args):
+        raise LaunchError(
+            "launcher option --launcher_args: under SLURM the supervisor sets it; give options of srun by the "
+            "environment variables that it reads, such as SRUN_CPUS_PER_TASK"
+        )
+    return SlurmJob(os.environ)
+
+
+def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
+    """Write which hosts are not used before they have passed a test, since they failed often in other runs.
+
+    The worst first, and never more than the run has spares. Only at the beginning of a run: later its own journal says
+    what became of them.
+
+    Raises:
+        LaunchError: the ledger is that of other hosts.
+        StorageError: it cannot be read.
+    """
+    history = History.of(journal.entries)
+    if history.attempt is not None:
+        return
+    uses = ledger.read()
+    if uses and not {host for one in uses for host in one.hosts} & history.slots.keys():
+        raise LaunchError(
+            f"the ledger {ledger.path} knows none of the hosts {', '.join(history.slots)}, but {uses[-1].hosts[0]} and "
+            "others: it is of another cluster, or hosts have new names; name another file in megasdc.supervise.ledger"
+        )
+    found = {host: judge(uses, host, time.time(), days) for host in history.slots}
+    worst = sorted(found, key=lambda host: -found[host].probability)
+    suspects = {host: str(found[host]) for host in worst if found[host].is_suspect}
+    for host, text in suspects.items():
+        say(f"{host}: {text}")
+    kept = dict(list(suspects.items())[: history.num_spares])
+    if kept:
+        say(f"not used before they have passed a test: {', '.join(kept)}")
+        journal.write(SUSPECTED, hosts=kept)
 
 
 def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int) -> None:
-    """Write what begins the journal, or goes on with it: the run, and hosts where they have changed.
+    """Write what begins the journal, or goes on with it: the run, or that it is taken over, and changed hosts.
 
     Raises:
         LaunchError: it is the journal of another run.
@@ -97,3 +154,5 @@ def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int)
         journal.write(HOSTS, slots=slots, num_hosts=num_hosts)
     if not history.stage or history.exit_code is not None:
         journal.write("opened", config=str(config))
+    else:
+        journal.write(TAKEN_OVER)

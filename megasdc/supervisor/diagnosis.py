@@ -21,7 +21,7 @@ from megasdc.errors import (
 )
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incident import Incident
-from megasdc.supervisor.goodput import Trained
+from megasdc.supervisor.trained import Trained
 
 USAGE = 2
 """Exit code of a wrong command line."""
@@ -45,6 +45,7 @@ class Kind:
 KINDS = {
     "done": Kind("all steps are done"),
     "stopped": Kind("stopped on request"),
+    "preempted": Kind("ended from outside: by a scheduler, or with its job"),
     "input": Kind("configuration, data or command line are wrong"),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
@@ -81,6 +82,23 @@ NO_MEMORY = "could not get the memory it asked for"
 
 
 @dataclass(frozen=True)
+class Back:
+    """Where a run can go back to.
+
+    Args:
+        at_most: newest step to go on from.
+        skip: samples that are not trained on then, [first, end) of the training stream; None: none.
+    """
+
+    at_most: int
+    skip: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        skip = "" if self.skip is None else f", without samples {self.skip[0]} to {self.skip[1] - 1} of the stream"
+        return f"on from step {self.at_most} at most{skip}"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """How an attempt ended.
 
@@ -91,11 +109,13 @@ class Evidence:
         lines: what the front said of the end, the cause first.
         host_of_rank: as in the hostfile.
         unreachable: hosts that could not be reached afterwards.
+        interrupted: how it was ended from outside, in a sentence; empty: it was not.
         hang: the incident of a standstill in this attempt; None: there was none.
         corruption: that of silent data corruption; None: there was none.
         reached: last step that was reported; 0: none.
         steps: of the whole run.
         trained: what it has reported; None: no step.
+        back: where the run can go back to; None: not known.
     """
 
     exit_code: int | None
@@ -104,11 +124,13 @@ class Evidence:
     lines: Sequence[str]
     host_of_rank: Sequence[str]
     unreachable: Sequence[str] = ()
+    interrupted: str = ""
     hang: HangIncident | None = None
     corruption: Incident | None = None
     reached: int = 0
     steps: int = 0
     trained: Trained | None = None
+    back: Back | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,7 @@ class Diagnosis:
         step: that was reached.
         text: the evidence in a sentence.
         incident: file of the evidence; None: there is none.
+        back: where the run can go back to; None: not known, or it would not help.
     """
 
     kind: str
@@ -128,23 +151,25 @@ class Diagnosis:
     step: int
     text: str
     incident: str | None = None
+    back: Back | None = None
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Say what went wrong.
 
     What is wrong before any host is asked comes first; then a host that is gone, which explains all that follows from
-    it; then what was detected and named; then the exit code.
+    it; then what was detected and named; then what came from outside; then the exit code.
     """
 
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
         said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
         named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()
-        return Diagnosis(kind, named, evidence.reached, said, incident)
+        back = evidence.back if kind in ("checkpoint", "non_finite") else None
+        return Diagnosis(kind, named, evidence.reached, said, incident, back)
 
     code = evidence.exit_code
-    if code == 0:
-        return found("done" if evidence.reached >= evidence.steps else "stopped")
+    if code == 0 and evidence.reached >= evidence.steps:
+        return found("done")
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
     if evidence.unreachable:
@@ -154,13 +179,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return found(OF_VERDICT[one.verdict], _hosts_of(evidence, [rank.rank for rank in one.suspects]))
     if evidence.hang is not None and not evidence.hang.kind.endswith("/gone"):
         return _of_hang(evidence, evidence.hang)
-    if code is None:
-        return found("launch", text="the front of the launch was killed")
     if code in BY_CODE:
         return found(BY_CODE[code])
+    if evidence.interrupted:
+        return found("preempted", text=evidence.interrupted)
+    if code is None:
+        return found("launch", text="the front of the launch was killed")
     if code == HangError.exit_code:
         return found("stuck")
-    if code > SIGNALS:
+    if code == 0 or code > SIGNALS:
         return found("stopped")
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
     if code == 1:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -15,19 +16,21 @@ from pathlib import Path
 from typing import Protocol
 
 from megasdc import run_lock
+from megasdc.errors import PeerError
+from megasdc.events import read_events
 from megasdc.health.incident_file import load_hangs
-from megasdc.launcher import running_on_host
-from megasdc.launcher.remote import Transport
+from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
 from megasdc.sdc.incident import load_incidents
 from megasdc.supervisor import front
+from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.goodput import trained_since
 from megasdc.supervisor.history import ENDED, Attempt, Process
+from megasdc.supervisor.trained import trained_since
 
-PROBE_S = 30.0
 FIND_S = 2.0
 
 
@@ -63,11 +66,24 @@ class FrontEngine:
         folder: of the supervisor, for hostfiles and what fronts say.
         run_dir: of the run.
         steps: of the run.
+        skip: samples that the configuration skips, ranges [first, end).
+        rewind_steps: see ``megasdc.supervisor.back.find_back``.
         request: what is launched, but for hosts and launch id.
+        allocation: of the hosts.
     """
 
-    def __init__(self, folder: Path, run_dir: Path, steps: int, request: LaunchRequest) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_dir: Path,
+        steps: int,
+        skip: Sequence[Sequence[int]],
+        rewind_steps: int,
+        request: LaunchRequest,
+        allocation: Allocation,
+    ) -> None:
         self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
+        self._skip, self._rewind_steps, self._allocation = skip, rewind_steps, allocation
         self._shown: dict[Path, int] = {}
 
     def was_started(self, attempt: Attempt) -> bool:
@@ -99,13 +115,15 @@ class FrontEngine:
         hostfile.write_text(
             "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()), encoding="utf-8"
         )
-        launch = asdict(replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id))
-        request = {"launch": launch, "result": self._file(attempt, "json")}
+        overrides = (*self._request.overrides, *overrides_of(attempt, self._skip))
+        request = replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id, overrides=overrides)
+        launch = asdict(self._allocation.request(request, attempt))
+        words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
         path = self._file(attempt, "log")
         with open(path, "ab") as log:
             self._shown[path] = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", front.MODULE, json.dumps(request, default=str)],
+                [sys.executable, "-m", front.MODULE, words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -151,19 +169,33 @@ class FrontEngine:
             failed_host=None if result is None else result.failed_host,
             lines=() if result is None else tuple(result.lines),
             host_of_rank=tuple(host for host, slots in attempt.slots.items() for _ in range(slots)),
-            unreachable=() if code == 0 else self._unreachable(attempt),
+            unreachable=() if code == 0 else self._allocation.unreachable(attempt),
+            interrupted=self._interrupted(attempt, result),
             hang=hangs[-1] if hangs else None,
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
             reached=max((row["step"] for row in rows if "train/loss" in row), default=0),
             steps=self._steps,
             trained=trained_since(self._run_dir, attempt.planned_at),
+            back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
-        return self._folder / f"attempt_{attempt.number:04d}_{attempt.launch_id}.{ending}"
+        return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)
 
-    def _unreachable(self, attempt: Attempt) -> tuple[str, ...]:
-        request = {"launch_id": attempt.launch_id}
-        program = Path(running_on_host.__file__)
-        answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
-        return tuple(one.host for one in answers if one.problem)
+    def _interrupted(self, attempt: Attempt, result: FrontResult | None) -> str:
+        """How it was ended from outside; empty: it was not."""
+        if attempt.job != self._allocation.job:
+            return "its job has ended"
+        if self._allocation.is_ending:
+            return f"{self._allocation.name} is about to end"
+        log = self._file(attempt, "log")
+        said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        ends = {done.exit_code for done in collect(self._run_dir, attempt.launch_id).done.values()}
+        # A front that ends the rest after a failure has the step cancelled, too.
+        if ends <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
+            return "its job step was cancelled"
+        if result is None or result.exit_code or result.stopped_by is not None or not self._run_dir.is_dir():
+            return ""
+        stops = [one for one in read_events(self._run_dir, kind="stop", rank=0) if one.time >= attempt.planned_at]
+        by_signal = any(str(one.fields["reason"]).startswith("signal") for one in stops)
+        return "its ranks got a signal to save and end, which was not the supervisor's" if by_signal else ""

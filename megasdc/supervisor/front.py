@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,23 @@ MODULE = "megasdc.supervisor.front"
 
 @dataclass(frozen=True)
 class FrontResult:
-    """How a launch ended, or why it was refused; fields as of ``megasdc.launcher.front.LaunchResult``."""
+    """How a launch ended, or why it was refused; fields as of ``megasdc.launcher.front.LaunchResult``.
+
+    Args:
+        ended_at: when it did, seconds since the epoch.
+    """
 
     exit_code: int
     failed_rank: int | None
     failed_host: str | None
     lines: list[str]
+    ended_at: float = field(default_factory=time.time)
+    stopped_by: int | None = None
+
+
+def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
+    """A file of an attempt in the folder of a supervisor, by its ending: ``log``, ``hosts``, ``json`` (the result)."""
+    return folder / f"attempt_{attempt:04d}_{launch_id}.{ending}"
 
 
 def run(launch: dict[str, Any]) -> FrontResult:
@@ -40,7 +52,7 @@ def run(launch: dict[str, Any]) -> FrontResult:
     words = {name: tuple(value) for name, value in launch.items() if isinstance(value, list)}
     try:
         found = launch_run(LaunchRequest(**{**launch, **paths, **words}))
-        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines)
+        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines, found.stopped_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megasdc.supervisor.diagnosis import Diagnosis
+from megasdc.supervisor.diagnosis import Back, Diagnosis
 from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry
 from megasdc.supervisor.policy import Action, Decision, Failure
@@ -37,14 +37,20 @@ class Attempt:
         slots: ranks of each host that it uses, in order of ranks.
         launch_id: of the launch, which its processes can be found by.
         planned_at: seconds since the epoch.
+        job: of a scheduler, that its hosts belong to; empty: none.
         process: None: not known to be started.
+        at_most: newest step to go on from; None: the newest of all.
+        skip: samples that are not trained on, ranges [first, end), besides those of the configuration.
     """
 
     number: int
     slots: dict[str, int]
     launch_id: str
     planned_at: float
+    job: str = ""
     process: Process | None = None
+    at_most: int | None = None
+    skip: tuple[tuple[int, int], ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -58,13 +64,13 @@ class Replaced:
 
     Args:
         text: why, in a sentence.
-        kind: of the diagnosis that it was replaced for.
+        kind: of the diagnosis that it was replaced for; None: of its use as a spare, or in other runs.
         tested_at: when its last test ended, seconds since the epoch; 0: it was not tested.
         test: how that ended; None: there was none.
     """
 
     text: str
-    kind: str
+    kind: str | None
     tested_at: float = 0.0
     test: HostTest | None = None
 
@@ -79,10 +85,15 @@ class History:
         slots: ranks of each host of the hostfile, in its order.
         replaced: hosts that are not used.
         given_back: how often a host was, after a test.
+        passed_at: when a spare has last passed a test, seconds since the epoch.
         attempt: the last one that was planned.
         failures: attempts that have ended, oldest first, the last one too where it is no failure.
         decision: the last one, and when it was made.
+        left: the last job that was left for another allocation; empty: none was.
         exit_code: of the run, once it is finished.
+        went_back: how often the run went back to an earlier checkpoint.
+        at_most: newest step to go on from, until an attempt has done so; None: the newest of all.
+        skip: samples that are not trained on from now on.
     """
 
     stage: str = ""
@@ -91,11 +102,16 @@ class History:
     num_hosts: int = 0
     replaced: dict[str, Replaced] = field(default_factory=dict)
     given_back: dict[str, int] = field(default_factory=dict)
+    passed_at: dict[str, float] = field(default_factory=dict)
     attempt: Attempt | None = None
     failures: list[Failure] = field(default_factory=list)
     decision: Decision | None = None
     decided_at: float = 0.0
+    left: str = ""
     exit_code: int | None = None
+    went_back: int = 0
+    at_most: int | None = None
+    skip: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> History:
@@ -120,6 +136,12 @@ class History:
         return {host: self.slots[host] for host in hosts}
 
     @property
+    def waiting(self) -> list[str]:
+        """Hosts that may be used, and that the last attempt does not use."""
+        used = () if self.attempt is None else self.attempt.hosts
+        return [host for host in self.usable if host not in used]
+
+    @property
     def num_spares(self) -> int:
         """Hosts that may be used and are not."""
         return max(0, len(self.usable) - self.num_hosts)
@@ -142,7 +164,9 @@ def _hosts(history: History, entry: Entry) -> None:
 
 def _planned(history: History, entry: Entry) -> None:
     said = entry.fields
-    history.attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time)
+    skip = tuple((first, end) for first, end in said.get("skip", ()))
+    attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
+    history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip)
 
 
 def _started(history: History, entry: Entry) -> None:
@@ -154,43 +178,74 @@ def _started(history: History, entry: Entry) -> None:
 def _ended(history: History, entry: Entry) -> None:
     assert history.attempt is not None, "an attempt is planned before it ends"
     said: dict[str, Any] = entry.fields["diagnosis"]
-    diagnosis = Diagnosis(**{**said, "hosts": tuple(said["hosts"])})
+    diagnosis = Diagnosis(**{**said, "hosts": tuple(said["hosts"]), "back": _back(said)})
+    trained = entry.fields.get("trained")
+    if trained is not None and history.at_most is not None and trained["resumed"] <= history.at_most:
+        history.at_most = None  # what is newer was moved away
     history.failures.append(Failure(entry.time, history.attempt.hosts, entry.fields["exit_code"], diagnosis))
 
 
 def _decided(history: History, entry: Entry) -> None:
     said = entry.fields
     hosts = tuple(said["replaced"])
-    history.decision = Decision(Action(said["action"]), said["text"], hosts, said["pause_s"])
+    back = _back(said)
+    history.decision = Decision(Action(said["action"]), said["text"], hosts, said["pause_s"], back=back)
+    if back is not None:
+        history.went_back, history.at_most = history.went_back + 1, back.at_most
+        history.skip += () if back.skip is None else (back.skip,)
     history.decided_at = entry.time
     kind = history.failures[-1].diagnosis.kind
     history.replaced |= dict.fromkeys(hosts, Replaced(said["text"], kind))
 
 
+def _back(said: dict[str, Any]) -> Back | None:
+    raw = said.get("back")
+    return None if raw is None else Back(raw["at_most"], None if raw["skip"] is None else tuple(raw["skip"]))
+
+
 def _tested(history: History, entry: Entry) -> None:
     test = HostTest(**{name: entry.fields[name] for name in ("host", "exit_code", "text")})
-    before = history.replaced.pop(test.host)
-    if entry.fields["given_back"]:
+    before = history.replaced.pop(test.host, None)
+    if not test.passed:
+        first = Replaced(f"as a spare: {test.text}", None)
+        history.replaced[test.host] = replace(before or first, tested_at=entry.time, test=test)
+        return
+    history.passed_at[test.host] = entry.time
+    if before is not None:
         history.given_back[test.host] = history.given_back.get(test.host, 0) + 1
-    else:
-        history.replaced[test.host] = replace(before, tested_at=entry.time, test=test)
+
+
+def _suspected(history: History, entry: Entry) -> None:
+    history.replaced |= {host: Replaced(text, None) for host, text in entry.fields["hosts"].items()}
+
+
+def _left(history: History, entry: Entry) -> None:
+    history.left = entry.fields["job"]
 
 
 def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
-HOSTS, TESTED = "hosts", "tested"
-NO_TURNS = (HOSTS, TESTED)
-"""Kinds of entries that are no turns: what the hostfile has, at the start and where it was changed; ends of tests."""
+def _taken_over(history: History, entry: Entry) -> None:
+    """The run is as it was."""
+
+
+HOSTS, SUSPECTED, TESTED, TAKEN_OVER = "hosts", "suspected", "tested", "taken_over"
+NO_TURNS = (HOSTS, SUSPECTED, TESTED, TAKEN_OVER)
+"""Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; hosts that failed
+often in other runs; ends of tests; a supervisor goes on where an earlier one has stopped."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
+    SUSPECTED: _suspected,
     TESTED: _tested,
+    TAKEN_OVER: _taken_over,
     "planned": _planned,
     "started": _started,
     "ended": _ended,
     "decided": _decided,
+    "left": _left,
     "finished": _finished,
 }
 """What each kind of entry changes."""

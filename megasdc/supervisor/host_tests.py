@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +30,11 @@ class HostTest:
     host: str
     exit_code: int
     text: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the host is healthy."""
+        return self.exit_code == 0
 
     @property
     def is_conclusive(self) -> bool:
@@ -59,10 +65,11 @@ class StressTests:
         folder: of the supervisor, for the files ``test_HOST.*``.
         rounds: of a test.
         golden: folder of golden values; None: a host is compared with itself.
+        prefix: words that make a command run on a host; none: the test reaches it by a hostfile.
     """
 
-    def __init__(self, folder: Path, rounds: int, golden: str | None) -> None:
-        self._folder, self._arguments = folder, ["--rounds", str(rounds)]
+    def __init__(self, folder: Path, rounds: int, golden: str | None, prefix: Callable[[str], Sequence[str]]) -> None:
+        self._folder, self._prefix, self._arguments = folder, prefix, ["--rounds", str(rounds)]
         self._arguments += ["--only", "collectives,gemm,training", *([] if golden is None else ["--golden", golden])]
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -72,17 +79,20 @@ class StressTests:
 
     def start(self, host: str, slots: int) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
-        self._file(host, "hosts").write_text(f"{host} slots={slots}\n", encoding="utf-8")
         self._file(host, "json").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "megasdc", "stress", "--hostfile", str(self._file(host, "hosts"))]
+        command = [*self._prefix(host), sys.executable, "-m", "megasdc", "stress"]
         command += [*self._arguments, "--out", str(self._file(host, "json"))]
+        if not self._prefix(host):
+            hostfile = self._file(host, "hosts")
+            hostfile.write_text(f"{host} slots={slots}\n", encoding="utf-8")
+            command += ["--hostfile", str(hostfile)]
         with open(self._file(host, "log"), "ab") as log:
             self._running[host] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - there are no threads
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads
             )
 
     def take(self) -> list[HostTest]:
@@ -117,5 +127,6 @@ class StressTests:
         return self._folder / f"test_{host}.{ending}"
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """In a new process, before its program: it is interrupted where the process that started it has ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

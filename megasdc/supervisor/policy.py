@@ -4,10 +4,11 @@
 diagnosis          the first time                      again: on one of the same hosts, or without progress
 =================  ==================================  =====================================================
 done, stopped      finish                              -
+preempted          start again                         start again
 input              stop: a person must change it       -
-non_finite         stop                                -
+non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
-checkpoint         start again                         stop
+checkpoint         start again                         go back to an earlier one; stop if none could be used
 corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
@@ -18,9 +19,10 @@ link               start again                         replace both hosts
 stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
-Before these rules come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
-stops; so it does after too many failures in an hour, or in succession without progress. Where no host is left for one
-that may recover, the attempt is repeated in place after a pause that doubles.
+An attempt that was preempted is no failure, and counts for no limit. Before the rules of the others come limits: where
+attempts on different hosts end at the same step, it is no hardware, and the run stops; so it does after too many
+failures in an hour, or in succession without progress. Where no host is left for one that may recover, the attempt is
+repeated in place after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -32,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.supervisor.diagnosis import Diagnosis
+from megasdc.supervisor.diagnosis import Back, Diagnosis
 
 HOUR_S = 3600.0
 
@@ -48,6 +50,8 @@ class Action(Enum):
     """On the same hosts."""
     REPLACE = "replace hosts"
     """Start again on others instead of some."""
+    BACK = "go back"
+    """Start again from an earlier checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +63,23 @@ class Rule:
         again: where one of its hosts had it before, or the run, if it names none, since it last got on; None: the same.
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
         returns: a host that it names may come back after a test: that weighs more than the evidence.
+        fails: the attempt has failed, which counts for limits.
     """
 
     first: Action
     again: Action | None = None
     certain: bool = False
     returns: bool = True
+    fails: bool = True
 
 
 RULES = {
     "done": Rule(Action.FINISH),
     "stopped": Rule(Action.FINISH),
+    "preempted": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
-    "checkpoint": Rule(Action.AGAIN, Action.STOP),
-    "non_finite": Rule(Action.STOP),
+    "checkpoint": Rule(Action.AGAIN, Action.BACK),
+    "non_finite": Rule(Action.AGAIN, Action.BACK),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),
@@ -101,6 +108,8 @@ class Limits:
         longest_pause_s: most of it.
         returns: times that a host comes back after its test; 0: no host is tested.
         retest_s: seconds until a host that could not be tested to the end is tested again.
+        rewinds: times that a run goes back to an earlier checkpoint.
+        spare_test_s: seconds between tests of a host that waits, the first at once; 0: it is not tested.
     """
 
     per_hour: int = 20
@@ -110,6 +119,8 @@ class Limits:
     longest_pause_s: float = 300.0
     returns: int = 1
     retest_s: float = 300.0
+    rewinds: int = 3
+    spare_test_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ class Decision:
     Args:
         replaced: hosts that are not used from now on.
         lacking: there are too few others; one that passes its test would help.
+        back: where the run goes back to; None: it goes on from the newest checkpoint.
         pause_s: seconds before the next attempt.
         text: why, in a sentence.
     """
@@ -144,28 +156,35 @@ class Decision:
     replaced: tuple[str, ...] = ()
     pause_s: float = 0.0
     lacking: bool = False
+    back: Back | None = None
 
 
-def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Decision:
+def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_back: int = 0) -> Decision:
     """Decide what follows from the last attempt.
 
     Args:
-        failures: of the run, oldest first; the last one is what is decided on, also where it is no failure.
+        failures: attempts of the run, oldest first; the last one is what is decided on, also where it is no failure.
         num_spares: hosts that could be used instead of others.
+        went_back: how often the run has gone back.
     """
-    *before, last = failures
-    found = last.diagnosis
+    found = failures[-1].diagnosis
     rule = RULES[found.kind]
     if rule.first in (Action.FINISH, Action.STOP):
         return Decision(rule.first, found.text)
+    if not rule.fails:
+        return Decision(rule.first, found.text, pause_s=_pause_s(failures, limits))
+    failures = [one for one in failures if RULES[one.diagnosis.kind].fails]
     if (limit := _limit_of(failures, limits)) is not None:
         return Decision(Action.STOP, limit)
-    recent = before if found.hosts else _since_progress(failures)
+    recent = failures[:-1] if found.hosts else _since_progress(failures)
     had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
     pause_s = _pause_s(failures, limits)
-    if action is Action.STOP:
-        return Decision(action, f"{found.text}; it is not the first time")
+    if action is Action.BACK and found.back is not None and went_back < limits.rewinds:
+        return Decision(action, f"again: {found.text}; {found.back}", pause_s=pause_s, back=found.back)
+    if action in (Action.STOP, Action.BACK):
+        often = f"; it has gone back {went_back} times" if went_back else ""
+        return Decision(Action.STOP, f"{found.text}; it is not the first time{often}")
     if action is not Action.REPLACE:
         return Decision(action, found.text, pause_s=pause_s)
     if len(found.hosts) <= num_spares:
@@ -177,9 +196,13 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits) -> Deci
     return Decision(Action.AGAIN, f"{found.text}; {lacking}", pause_s=pause_s)
 
 
-def may_return(kind: str, given_back: int, limits: Limits) -> bool:
-    """Whether a host that was replaced for a kind of diagnosis, and was given back so often, is worth a test."""
-    return RULES[kind].returns and given_back < limits.returns
+def may_return(kind: str | None, given_back: int, limits: Limits) -> bool:
+    """Whether a host that was replaced for a kind of diagnosis, and was given back so often, is worth a test.
+
+    Args:
+        kind: None: it failed as a spare, or in other runs.
+    """
+    return (kind is None or RULES[kind].returns) and given_back < limits.returns
 
 
 def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:

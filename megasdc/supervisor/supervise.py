@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from threading import Event
 
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.plan import new_launch_id
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
-from megasdc.supervisor.history import TESTED, History
+from megasdc.supervisor.history import ENDED, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import Tests
 from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
 
 POLL_S = 0.2
@@ -30,19 +32,33 @@ class Supervisor:
 
     Args:
         journal: of the run, with its first entry at least.
+        allocation: of the hosts; where it is ending, ``stop`` is set too.
         stop: set where the run is to be stopped; from a signal handler too.
         say: receives what happens, a line each.
+        ledger: of the cluster; None: nothing is kept over runs.
     """
 
-    def __init__(self, journal: Journal, engine: Engine, tests: Tests, limits: Limits, stop: Event, say: Say) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        engine: Engine,
+        tests: Tests,
+        limits: Limits,
+        allocation: Allocation,
+        stop: Event,
+        say: Say,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
-        self._stop, self._say = stop, say
+        self._allocation, self._stop, self._say, self._ledger = allocation, stop, say, ledger
+        self._has_left = False
         self._history = History.of(journal.entries)
 
     def run(self) -> int:
-        """Run to the end; returns the exit code.
+        """Run to the end, or until the allocation was left for another one; returns the exit code.
 
         Raises:
+            LaunchError: the scheduler does not answer.
             StorageError: the journal cannot be written.
         """
         turns = {
@@ -51,13 +67,14 @@ class Supervisor:
             "started": self._wait,
             "ended": self._decide,
             "decided": self._follow,
+            "left": self._leave,
         }
         try:
-            while self._history.exit_code is None:
+            while self._history.exit_code is None and not self._has_left:
                 turns[self._history.stage]()
         finally:
             self._tests.close()
-        return self._history.exit_code
+        return 0 if self._history.exit_code is None else self._history.exit_code
 
     def _write(self, kind: str, **fields: object) -> None:
         self._history.add(self._journal.write(kind, **fields))
@@ -65,16 +82,43 @@ class Supervisor:
     def _plan(self) -> None:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
-        if len(history.chosen) < history.num_hosts:
-            text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} are left"
+        are_lacking = len(history.chosen) < history.num_hosts
+        text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
+        is_new = history.stage == "left"
+        if self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
+            text = f"{self._allocation.name} is about to end" if self._allocation.is_ending else text
+            self._write("left", job=self._allocation.job, away=list(history.replaced), text=text)
+        elif are_lacking:
             self._finish(LaunchError.exit_code, text)
+        else:
+            self._write(
+                "planned",
+                attempt=number,
+                slots=history.chosen,
+                launch_id=new_launch_id(),
+                job=self._allocation.job,
+                at_most=history.at_most,
+                skip=history.skip,
+            )
+
+    def _leave(self) -> None:
+        if self._history.left != self._allocation.job:
+            self._plan()
             return
-        self._write("planned", attempt=number, slots=history.chosen, launch_id=new_launch_id())
+        away = list(self._history.replaced)
+        without = f", without {', '.join(away)}" if away else ""
+        self._say(f"the run goes on in another allocation{without}")
+        if problem := self._allocation.leave(away):
+            self._finish(LaunchError.exit_code, problem)
+        else:
+            self._has_left = True
 
     def _start(self) -> None:
         attempt = self._history.attempt
         assert attempt is not None, "it is planned"
-        if self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
+        if attempt.job != self._allocation.job:  # of a supervisor that has ended with its job, as all that it started
+            process = ENDED
+        elif self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
             process = self._engine.find(attempt)
         else:
             self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}")
@@ -85,7 +129,7 @@ class Supervisor:
         attempt = self._history.attempt
         assert attempt is not None and attempt.process is not None, "it is started"
         stopped = False
-        while self._engine.lives(attempt.process):
+        while self._runs(attempt):
             self._engine.show(attempt)
             if self._stop.is_set() and not stopped:
                 stopped = True
@@ -98,14 +142,17 @@ class Supervisor:
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
+        hours = (time.time() - attempt.planned_at) / HOUR_S
+        failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 else None
+        self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
         self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis), trained=trained)
 
     def _decide(self) -> None:
         history = self._history
-        decision = decide(history.failures, history.num_spares, self._limits)
+        decision = decide(history.failures, self._num_others, self._limits, history.went_back)
         while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
-            decision = decide(history.failures, history.num_spares, self._limits)
+            decision = decide(history.failures, self._num_others, self._limits, history.went_back)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
 
@@ -122,24 +169,52 @@ class Supervisor:
         while time.monotonic() < end:
             self._test_hosts()
             if self._stop.wait(min(POLL_S, max(0.0, end - time.monotonic()))):
+                if self._allocation.is_ending:
+                    break
                 self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
                 return
         self._plan()
 
+    @property
+    def _num_others(self) -> int:
+        """Hosts that could be used instead of others: spares, and those of another allocation."""
+        history = self._history
+        return history.num_spares + (history.num_hosts if self._allocation.can_be_left else 0)
+
+    def _runs(self, attempt: Attempt) -> bool:
+        if attempt.process is None or attempt.job != self._allocation.job:
+            return False
+        return self._engine.lives(attempt.process)
+
     def _test_hosts(self) -> bool:
-        """Go on with the tests of hosts that were replaced; returns whether one is under way or has just ended."""
+        """Go on with tests of hosts that wait or were replaced; whether one of these is under way or has just ended."""
         history, limits = self._history, self._limits
         ended = self._tests.take()
         for test in ended:
-            self._write(TESTED, **asdict(test), given_back=test.exit_code == 0)
-            is_spare = "; it is a spare again" if test.exit_code == 0 else ""
-            self._say(f"{test.host} was tested: {test.text}{is_spare}")
+            again = "; it is a spare again" if test.passed and test.host in history.replaced else ""
+            failed = None if test.passed or not test.is_conclusive else test.host
+            self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
+            self._write(TESTED, **asdict(test))
+            self._say(f"{test.host} was tested: {test.text}{again}")
         for host, one in history.replaced.items():
             is_due = one.test is None or (not one.test.is_conclusive and time.time() - one.tested_at >= limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
             if is_due and worth and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host])
+        for host in history.waiting if limits.spare_test_s else ():
+            is_due = time.time() - history.passed_at.get(host, 0.0) >= limits.spare_test_s
+            if is_due and not self._tests.runs(host):
+                self._tests.start(host, history.slots[host])
         return bool(ended) or any(self._tests.runs(host) for host in history.replaced)
+
+    def _add_use(self, use: Use) -> None:
+        """Add a use of hosts to the ledger; where that fails, the run goes on."""
+        if self._ledger is None:
+            return
+        try:
+            self._ledger.add(use)
+        except StorageError as error:
+            self._say(str(error))
 
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")

@@ -270,7 +270,17 @@ def _build_loaders(
         on_damage=lambda folder, problem: events.emit("data", "index_rebuilt", folder=str(folder), problem=problem),
     )
     epoch = train.samples_per_epoch if isinstance(train, TokenDataset) else None
-    loader = MicroBatchLoader(train, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
+    loader = MicroBatchLoader(
+        train,
+        layout.micro_batch_size,
+        dims.dp_rank,
+        dims.data,
+        samples_per_epoch=epoch,
+        skip=[range(first, end) for first, end in sections.data.skip],
+    )
+    if sections.data.skip and dims.rank == 0:
+        logger.warning("samples of the stream that are never trained on: %s (megasdc.data.skip)", sections.data.skip)
+        events.emit("skip", "samples", ranges=sections.data.skip)
     if valid is None:
         return loader, None
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)

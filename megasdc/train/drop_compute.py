@@ -223,15 +223,15 @@ class DropCompute(Hook):
 
     def _reach(self, run: Run) -> None:
         """Extend the run and its data stream to the number of steps needed now."""
-        data, engine = run.dims.data, run.engine
+        engine = run.engine
         if self._section.compensation == EXTRA_STEPS:
-            run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * data)
+            run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * run.dims.data)
         steps = range(run.step + 1, run.steps + 1)
         if self._replayed is None:
             planned = len(steps) * engine.micro_batches
         else:
             planned = sum(self._replayed[step].planned for step in steps if step in self._replayed)
-        run.loader.dataset.prolong(run.loader.position.end_after(planned * engine.micro_batch_size, data))
+        run.loader.prolong(planned * engine.micro_batch_size)
 
     def _watch(self, run: Run, step: StepDecisions) -> None:
         """Stop dropping while the drop rate is exceeded; report replicas that are always late."""

@@ -16,7 +16,15 @@ from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.places import Ranks, find_place
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots import held
-from megasdc.checkpoint.snapshots.held import HELD_FILE, Line, find_held, forget, mark_verified_up_to, rank_folder, write_line
+from megasdc.checkpoint.snapshots.held import (
+    HELD_FILE,
+    Line,
+    find_held,
+    forget,
+    mark_verified_up_to,
+    rank_folder,
+    write_line,
+)
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import find_in_memory, restore
 from megasdc.checkpoint.snapshots.room import why_not
@@ -86,7 +94,7 @@ def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str,
     torch.distributed.barrier()
     again = Run(pipeline=pipeline, dtype=dtype, seed=9)
     verified_only = what == "verified"
-    found = find_in_memory(folder, RUN, again.dims, ranks, newer_than=0, verified_only=verified_only)
+    found = find_in_memory(folder, RUN, again.dims, ranks, verified_only=verified_only)
     assert found is not None
     chosen = restore(found, folder, again.dims, ranks)
     assert len([*chosen.path.glob("*optim_states.pt")]) == 1, "no other rank's is sent here"

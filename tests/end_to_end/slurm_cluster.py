@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -53,11 +53,19 @@ class SlurmCluster:
         folder: where everything is kept; created if absent.
         num_hosts: how many hosts.
         env: environment of every process that starts on a host.
+        settings: further lines of slurm.conf.
     """
 
-    def __init__(self, folder: Path, num_hosts: int = 2, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_hosts: int = 2,
+        env: Mapping[str, str] | None = None,
+        settings: Sequence[str] = (),
+    ) -> None:
         self.folder = folder.resolve() / "slurm"
         self._env = {"SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
+        self._settings = settings
         self.hosts = Cluster(folder, num_hosts, env=self._env)
         self._logs: list[IO[bytes]] = []
 
@@ -128,6 +136,7 @@ class SlurmCluster:
                 names=f"node[1-{count}]",
                 addresses=f"{SUBNET}.[11-{10 + count}]",
             )
+            + "".join(f"{line}\n" for line in self._settings)
         )
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
 ]
-RIGHT = Drill(("rank",), (1, 1, 2), (("rank_lost", ("a", "b")), ("done", ("a", "b"))), (), 60.0, (), {})
+RIGHT = Drill(("rank",), (1, 1, 2), (("rank_lost", ("a", "b")), ("done", ("a", "b"))), (), 60.0, (), {}, ())
 
 
 def test_one_run_that_is_not_right_decides() -> None:

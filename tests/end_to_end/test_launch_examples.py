@@ -83,7 +83,7 @@ def test_openmpi_needs_no_mpi4py(cluster: Cluster, config: Path, behaviour: str,
         assert "rank 1 on node2 failed first with exit code 71 (DataError)" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["no_ssh.sh", "openmpi.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("script", ["no_ssh.sh", "openmpi.sh", "slurm.sbatch", "supervise.sbatch"])
 def test_scripts_are_valid_and_say_how_to_call_them(script: str) -> None:
     """Bash can parse them, and without arguments they explain themselves and end with 2."""
     path = str(ROOT / "launch" / script)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
+from megasdc.supervisor.goodput import goodput_of
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import Journal
 from tools.hosts import Cluster, unavailable_reason
@@ -45,7 +46,7 @@ def write(folder: Path, name: str, **sections: Any) -> Path:  # noqa: F811
     raw["megasdc"]["logging"] |= {"interval": 1, "run_dir": str(folder / name)}
     raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 2, "partners": True, "linger_s": 120}}
     raw["megasdc"]["health"] = {"enabled": True}
-    raw["megasdc"]["supervise"] = {"num_hosts": 2, "pause_s": 1.0}
+    raw["megasdc"]["supervise"] = {"num_hosts": 2, "pause_s": 1.0, "spare_test_s": 0}
     raw["megasdc"] |= sections
     path = folder / f"{name}.json"
     path.write_text(json.dumps(raw))
@@ -89,11 +90,14 @@ def history_of(folder: Path) -> History:  # noqa: F811
 
 
 def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
-    """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then."""
-    once = {"num_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0}
+    """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then.
+
+    All of the time is in one part or another: twice in detecting, and more than the injected delays in steps.
+    """
+    once = {"num_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0, "spare_test_s": 0}
     slow = [{"kind": "normal", "mean_s": 0.5, "std_s": 0.0, "steps": [25, STEPS - 5]}]
     config = write(folder, "run", supervise=once, delay=slow)
-    process, log = supervise(hosts, config), config.with_suffix(".log")
+    began, process, log = time.time(), supervise(hosts, config), config.with_suffix(".log")
     wait_until(lambda: len(steps_done(folder)) > 15, process, log)
     hosts.power_off("node2")
     wait_until(lambda: "attempt 2 on node1, node3" in log.read_text(), process, log)
@@ -101,6 +105,11 @@ def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) 
     wait_until(lambda: "node2 was tested: healthy; it is a spare again" in log.read_text(), process, log)
     hosts.power_off("node3")
     assert process.wait(timeout=300) == 0, log.read_text()
+    goodput = goodput_of(folder / "run", time.time())
+    assert goodput is not None and goodput.wall_s == pytest.approx(time.time() - began, abs=15)
+    assert [one.parts["detecting"] > 0 for one in goodput.attempts] == [True, True, False]
+    assert all(one.parts["starting"] > one.parts["loading"] > 0 for one in goodput.attempts)
+    assert sum(goodput.parts[part] for part in ("productive", "recomputed", "stalled")) > 2 * 30 * 0.5
     history = history_of(folder)
     assert list(history.replaced) == ["node3"] and history.given_back == {"node2": 1}
     assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
@@ -139,7 +148,7 @@ def test_a_host_that_computes_wrong_results_is_replaced(tmp_path: Path, folder: 
         "determinism": {"enabled": True},
         "audit": {"enabled": True, "interval": 10, "verify_checkpoints": True},
         "checkpoint": {"interval": 10, "memory": {"interval": 2, "partners": True, "linger_s": 120}},
-        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1},
+        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1, "spare_test_s": 3600},
     }
     harm = {"host": "node3", "submodule": "*.linear_fc2", "kind": "scale", "factor": 1.5, "elements": 3}
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
@@ -155,3 +164,47 @@ def test_a_host_that_computes_wrong_results_is_replaced(tmp_path: Path, folder: 
             "node3": ("corrupt_again", None)
         }
         ended_as_without_faults(hosts, folder, **sections)
+
+
+POISON = """
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.optim.hooks import GradientHook
+
+read, last = MicroBatchLoader.read, []
+
+
+def noting(loader, positions):
+    last[:] = positions
+    return read(loader, positions)
+
+
+MicroBatchLoader.read = noting
+
+
+class Poison(GradientHook):
+    def apply(self, part):
+        if any(100 <= position < 130 for position in last):
+            part.gradient.fill_(float("nan"))
+"""
+"""A hook that makes gradients NaN after some samples, on whatever host and however often."""
+
+
+@pytest.mark.full
+def test_samples_that_give_nan_are_skipped(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """The run goes back before them, in memory, and ends with the bits of one that never trained on them."""
+    (folder / "poison.py").write_text(POISON)
+    raw = json.loads((folder / "config.json").read_text())["megasdc"]
+    hook = {"hook": "file", "path": str(folder / "poison.py"), "name": "Poison", "parameters": ["*"]}
+    sections = {
+        "optimizer_hooks": [hook],
+        "training": {**raw["training"], "steps": STEPS, "eval_interval": 0, "max_skipped_steps": 2},
+        "supervise": {"num_hosts": 2, "pause_s": 1.0, "spare_test_s": 0, "rewind_steps": 2},
+    }
+    config = write(folder, "run", **sections)
+    assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
+    history = history_of(folder)
+    kinds = [one.diagnosis.kind for one in history.failures]
+    assert kinds == ["non_finite", "non_finite", "done"] and history.went_back == 1 and not history.replaced
+    ((first, end),) = history.skip
+    assert first < 100 < end < 130 + 16
+    ended_as_without_faults(hosts, folder, **sections, data={**raw["data"], "skip": [[first, end]]})

@@ -117,10 +117,12 @@ class Held:
 def memory_folder(run: str | None) -> Path:
     """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has.
 
-    Under SLURM it is that of the job: what an earlier one has left is not the job's own.
+    Under SLURM it is that of a start of the job: what an earlier one has left is not the job's own.
     """
     assert run is not None, "the start was counted"
     job = f"job{number}-" if (number := os.environ.get("SLURM_JOB_ID")) else ""
+    if job and (restarts := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":
+        job = f"job{number}.{restarts}-"
     return shared_folder() / f"{own_prefix()}memory-{run}-{job}{socket.gethostname()}"
 
 

@@ -31,7 +31,7 @@ from megasdc.checkpoint.manifest import (
     write_marker,
 )
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen
+from megasdc.checkpoint.resume import Chosen, too_new
 from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, Line, find_held, read_line
 from megasdc.parallel.dims import ParallelDims
 
@@ -73,14 +73,15 @@ class Found:
 
 
 def find_in_memory(
-    folder: Path, run: str | None, dims: ParallelDims, ranks: Ranks, *, newer_than: int, verified_only: bool
+    folder: Path, run: str | None, dims: ParallelDims, ranks: Ranks, *, newest: int | None = None, verified_only: bool
 ) -> Found | None:
-    """The newest step that all hosts together hold, newer than a step; None: there is none.
+    """The newest step that all hosts together hold; None: there is none.
 
     Args:
         folder: of the run in this host's memory.
         run: its id.
         ranks: with node-local storage.
+        newest: newer ones are passed over; None: none.
         verified_only: whether an audit must have agreed after the step.
 
     Collective: all ranks of the world.
@@ -94,11 +95,11 @@ def find_in_memory(
     sources = [Source(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
     skipped: dict[int, str] = {}
     for (step, start), those in sorted(_by_step(sources).items(), reverse=True):
-        if step <= newer_than:
-            break
         problem = _why_not(those, dims)
         if not line.has(those[0].held.record):
             problem = f"start {line.start} of the run went on without it"
+        elif newest is not None and step > newest:
+            problem = too_new(newest)
         elif problem is None and verified_only and step > line.verified:
             problem = "no audit has agreed after it"
         if problem is None:

@@ -21,6 +21,10 @@ def _own_problems(data: DataSection) -> Iterator[Problem]:
         yield Problem(("megasdc.data.path",), 'got ""; needed: the folder of prepared data.')
     if data.split[0] == 0:
         yield Problem(("megasdc.data.split",), f"got {data.split}; the share of training must be above 0.")
+    ends = [0, *(end for _, end in data.skip)]
+    if any(not before <= first < end for before, (first, end) in zip(ends, data.skip, strict=False)):
+        needed = "ranges [first, end) that hold a sample each, do not overlap, and ascend"
+        yield Problem(("megasdc.data.skip",), f"got {data.skip}; needed: {needed}.")
     for index, source in enumerate(data.sources):
         path = f"megasdc.data.sources.{index}"
         if source.kind == "stdlib" and source.path is not None:

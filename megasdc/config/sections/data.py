@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ from megasdc.config.fields import (
     section,
     setting,
 )
+
+SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
+"""[first, end)."""
 
 
 class SourceSection(Section):
@@ -96,6 +99,13 @@ class DataSection(Section):
         max_length=3,
     )
     seed: NonNegativeInt = setting(1234, "Seed of the order of documents and samples.", UNIVERSAL)
+    skip: list[SampleRange] = setting(
+        [],
+        "Samples that are never trained on, as ranges [first, end) of positions in the training stream, ascending; "
+        "the metric `data/stream_end` tells how far a step has come. A range that a checkpoint is past cannot be "
+        "changed when the run resumes from it.",
+        APPLIED,
+    )
     mask_end_of_document: bool = setting(
         False, "Exclude the loss at end-of-document tokens from every sum and average.", FLAG
     )

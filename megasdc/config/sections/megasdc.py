@@ -172,6 +172,11 @@ class CheckpointSection(Section):
         "auto: from the newest complete checkpoint if there is one; must: fail if there is none; never: refuse a "
         "folder that holds one.",
     )
+    resume_at_most: NonNegativeInt | None = setting(
+        None,
+        "Newest step to resume from: newer checkpoints are moved to `unverified`, and steps in memory are passed over; "
+        "without an older one the run begins anew. null: the newest of all.",
+    )
     verify: bool = setting(True, "Check sizes and checksums of every file before resuming.")
     require_verified: Literal["auto", "always", "never"] = setting(
         "auto",

@@ -11,7 +11,9 @@ class SuperviseSection(Section):
     at_resume = "-"
 
     num_hosts: PositiveInt | None = setting(
-        None, "Hosts that the run uses, the first of the hostfile; the others are spares. null: all, and no spare."
+        None,
+        "Hosts that the run uses, the first of the hostfile or of the SLURM job; the others are spares. null: all, and "
+        "no spare.",
     )
     failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
     without_progress: PositiveInt = setting(
@@ -37,3 +39,21 @@ class SuperviseSection(Section):
         min_length=1,
     )
     retest_s: PositiveFloat = setting(300.0, "Seconds until a host that could not be tested is tested again.")
+    spare_test_s: NonNegativeFloat = setting(
+        3600.0, "Seconds between tests of a host that waits as a spare, the first when the run begins; 0: none."
+    )
+    ledger: str | None = setting(
+        None,
+        "File in which all runs of a cluster keep how often each host has failed; hosts that failed much more often "
+        "than others are not used before they have passed a test. null: nothing is kept.",
+        min_length=1,
+    )
+    ledger_days: PositiveFloat = setting(30.0, "What is older in the ledger does not count.")
+    rewind_steps: NonNegativeInt = setting(
+        0,
+        "Where NaN and Inf come again after a restart: go back to a checkpoint at least so many steps before the first "
+        "of them, and never train on the samples from there to the last of them; 0: the run ends, no data are skipped.",
+    )
+    rewinds: NonNegativeInt = setting(
+        3, "Times that a run goes back, for that or because a checkpoint cannot be loaded; 0: it ends instead."
+    )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from megasdc.errors import StorageError
 from megasdc.report.result.page import Page, Section, State, plain_values
 from megasdc.report.result.table import Cell, Table, number, table_of
 from megasdc.report.run_pages.drops import Drops, load_drops
 from megasdc.report.run_pages.facts import highlights, places, versions
 from megasdc.report.run_pages.figures.drops import drop_figures
 from megasdc.report.run_pages.figures.run import run_figures
+from megasdc.report.run_pages.goodput import goodput_section
 from megasdc.report.run_pages.hangs import hang_sections
 from megasdc.report.run_pages.marks import (
     FAULT,
@@ -31,6 +34,7 @@ from megasdc.report.run_pages.marks import (
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incident_page import headline
+from megasdc.supervisor.goodput import Goodput, goodput_of
 
 _COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
 """Marks that are counted at the top of the page where there are any; incidents and findings always."""
@@ -41,10 +45,13 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     status, marks = status_of(run, now), marks_of(run)
     counts = counts_of(marks)
     drops = load_drops(run)
+    notes = list(run.notes)
+    goodput = _goodput(run, now, notes)
     figures = run_figures(run, marks)
     sections = [
         Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
         *hang_sections(run),
+        None if goodput is None else goodput_section(goodput),
         Section("Over the steps", figures=figures) if figures else None,
         _drops_section(drops),
         Section("Configuration", facts=highlights(run)),
@@ -57,11 +64,24 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
         verdict=f"{title or 'Run ' + run.name}: {_with_counts(status.text, counts, INCIDENT, HANG)}",
         state=state_of(status, counts),
         sentences=[f"Run folder {run.path}."],
-        tiles=_tiles(run, status, counts),
-        notes=run.notes,
+        tiles=_tiles(run, status, counts, goodput),
+        notes=notes,
         sections=[one for one in sections if one is not None and _says_something(one)],
-        summary=summary_of(run, status, marks),
+        summary={
+            **summary_of(run, status, marks),
+            "notes": notes,
+            "goodput": None if goodput is None else asdict(goodput),
+        },
     )
+
+
+def _goodput(run: RunRecord, now: float, notes: list[str]) -> Goodput | None:
+    """That of a supervised run; None: it was not, or its journal cannot be used, which is noted."""
+    try:
+        return goodput_of(run.path, now)
+    except StorageError as error:
+        notes.append(f"where the time went is not shown: {error}")
+        return None
 
 
 def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:
@@ -80,8 +100,10 @@ def _says_something(section: Section) -> bool:
     return bool(section.facts or section.figures or section.sentences or any(one.rows for one in section.tables))
 
 
-def _tiles(run: RunRecord, status: Status, counts: dict[str, int]) -> dict[str, str]:
+def _tiles(run: RunRecord, status: Status, counts: dict[str, int], goodput: Goodput | None) -> dict[str, str]:
     found = {"step": f"{status.step:,}" + (f" of {status.planned:,}" if status.planned else "")}
+    if goodput is not None:
+        found["effective training time"] = f"{goodput.effective_ratio:.1%}"
     for label, name, form in (
         ("training loss", "train/loss", ".4f"),
         ("evaluation loss", "eval/loss", ".4f"),

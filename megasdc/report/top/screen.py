@@ -74,6 +74,7 @@ def _numbers(view: RunView) -> Iterable[str]:
         (view.eval_loss, "evaluation {:.4f}"),
         (view.step_s, "{:.3g} s/step"),
         (view.tokens_per_s, "{:,.0f} tokens/s"),
+        (view.effective_ratio, "effective time {:.1%}"),
     ):
         if value is not None:
             yield text.format(value)

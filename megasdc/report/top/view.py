@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import DataError
+from megasdc.errors import DataError, StorageError
 from megasdc.events import Event
 from megasdc.health.board import LOST_S
 from megasdc.health.hosts import FileClock, HostPosition, read_hosts
@@ -21,8 +23,11 @@ from megasdc.report.top.follow import Look, RunFollower
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incident_page import headline
 from megasdc.study.log import STUDY_FOLDER
+from megasdc.supervisor.goodput import goodput_of
 
 SHOWN_EVENTS = 5
+GOODPUT_S = 30.0
+"""Seconds between two divisions of a supervised run's time, for which all of its metrics are read."""
 OVER = ("done", "stopped", "failed", "gone")
 """States of a run in which nothing more comes."""
 
@@ -49,6 +54,7 @@ class RunView:
         planned: None: not known.
         step_s: seconds of a step without evaluations and saves.
         eta_s: seconds until all steps are done; None: not known, or the run is not running.
+        effective_ratio: effective training time ratio of a supervised run, at most ``GOODPUT_S`` old; None: it is none.
         quiet_s: seconds since metrics or events were written.
         health: whether agents watch the run (section ``health``).
         slow: of ``health/suspects.json``: host, ranks, ratio, since_step.
@@ -70,6 +76,7 @@ class RunView:
     step_s: float | None
     tokens_per_s: float | None
     eta_s: float | None
+    effective_ratio: float | None
     quiet_s: float | None
     health: bool
     hosts: tuple[HostPosition, ...]
@@ -110,6 +117,8 @@ class RunWatcher:
         health = folder / "health"
         self._clock = FileClock(health if health.is_dir() else folder)
         self._follower = RunFollower(folder, self._clock)
+        self._divided_at: float = -math.inf
+        self._effective_ratio: float | None = None
 
     def look(self) -> RunView:
         """The run now."""
@@ -135,6 +144,7 @@ class RunWatcher:
             step_s=last.get("speed/step_s"),
             tokens_per_s=last.get("speed/tokens_per_s"),
             eta_s=_eta_s(look, step, planned) if state == "running" else None,
+            effective_ratio=self._effective(notes),
             quiet_s=look.quiet_s,
             health=bool(hosts),
             hosts=hosts,
@@ -146,6 +156,17 @@ class RunWatcher:
             local_clock=self._clock.is_local,
             notes=tuple(notes),
         )
+
+    def _effective(self, notes: list[str]) -> float | None:
+        """Effective training time ratio; None: the run is not supervised, or its journal cannot be used."""
+        if time.monotonic() - self._divided_at >= GOODPUT_S:
+            try:
+                found = goodput_of(self._folder, time.time())
+            except StorageError as error:
+                notes.append(f"the effective training time is left out: {error}")
+                return None
+            self._divided_at, self._effective_ratio = time.monotonic(), None if found is None else found.effective_ratio
+        return self._effective_ratio
 
 
 def _state_of(look: Look, hosts: Sequence[HostPosition]) -> tuple[str, Status]:

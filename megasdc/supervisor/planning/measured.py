@@ -22,11 +22,10 @@ from megasdc.checkpoint.planning.rates import CORRUPTION, HANG, HOST, NETWORK, S
 from megasdc.config import MegasdcSection
 from megasdc.errors import DataError
 from megasdc.events import read_events
-from megasdc.supervisor.goodput import PARTS, WELL, AttemptTime, attempt_times, trained_since
-from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from megasdc.supervisor.goodput import WELL, AttemptTime, goodput_of
 from megasdc.supervisor.planning.fleet import HOUR_S, Audits, Cause, Fleet
-from megasdc.supervisor.planning.simulation import LOST, Runs, simulate_runs
+from megasdc.supervisor.planning.simulation import DECIDING, DETECTING, LOST, RECOMPUTED, STARTING, Runs, simulate_runs
+from megasdc.supervisor.policy import Action
 
 CAUSE_OF = {
     "host_lost": HOST,
@@ -40,6 +39,20 @@ CAUSE_OF = {
     "corrupt_one_of": CORRUPTION,
 }
 """Cause of each kind of diagnosis; of the others it is ``SOFTWARE``."""
+PRODUCTIVE, PAUSED, OTHER = "productive", "paused", "other"
+PARTS = (PRODUCTIVE, RECOMPUTED, PAUSED, STARTING, DETECTING, DECIDING, OTHER)
+"""Parts of a run's time that a prediction knows; ``OTHER`` is as it was measured."""
+_PART_OF = {
+    "productive": PRODUCTIVE,
+    "recomputed": RECOMPUTED,
+    "evaluating": PAUSED,
+    "saving": PAUSED,
+    "starting": STARTING,
+    "loading": STARTING,
+    "detecting": DETECTING,
+    "deciding": DECIDING,
+}
+"""Of the parts of ``megasdc.supervisor.goodput``; of the others it is ``OTHER``."""
 _TRIALS, _KEPT = 20_000, 200
 """Simulated runs of a prediction, and those of them, nearest in the number of failures, that it is the mean of."""
 
@@ -57,30 +70,35 @@ class Pieces:
     @property
     def failed(self) -> Sequence[AttemptTime]:
         """Attempts that failed."""
-        return [one for one in self.attempts if one.diagnosis not in WELL]
+        return [one for one in self.attempts if one.ended is not None and one.ended not in WELL]
 
     @property
     def early(self) -> int:
         """Of these, that had not taken a step."""
-        return sum(not one.began for one in self.failed)
+        return sum(one.resumed is None for one in self.failed)
+
+    @property
+    def starts(self) -> Sequence[AttemptTime]:
+        """Attempts that took a step."""
+        return [one for one in self.attempts if one.resumed is not None]
 
     @property
     def start_s(self) -> float:
         """Mean time of a start that reached its first step."""
-        return statistics.mean(one.parts["starting"] for one in self.attempts if one.began)
+        return statistics.mean(parts_of(one)[STARTING] for one in self.starts)
 
     @property
     def deciding_s(self) -> float | None:
         """Mean time from the end of an attempt that failed to the next plan; None: none failed."""
-        return statistics.mean(one.parts["deciding"] for one in self.failed) if self.failed else None
+        return statistics.mean(parts_of(one)[DECIDING] for one in self.failed) if self.failed else None
 
     @property
     def detection_s(self) -> dict[str, float]:
         """Mean time of detection by cause, of attempts that had taken a step."""
         found: dict[str, list[float]] = {}
         for one in self.failed:
-            if one.began:
-                found.setdefault(cause_of(one), []).append(one.parts["detecting"])
+            if one.resumed is not None:
+                found.setdefault(cause_of(one), []).append(parts_of(one)[DETECTING])
         return {cause: statistics.mean(seconds) for cause, seconds in found.items()}
 
 
@@ -91,29 +109,24 @@ class Measured:
     Args:
         path: of its folder.
         pieces: its attempts.
-        replaced: attempts by cause after which hosts were replaced.
-        devices: ranks of its last attempt.
-        hosts: of that.
         write_s: until a checkpoint was on the disk, from the begin of its save; None: none was measured.
     """
 
     path: Path
     pieces: Pieces
-    replaced: dict[str, int]
-    devices: int
-    hosts: int
     write_s: float | None
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by the names in ``megasdc.supervisor.goodput.PARTS``."""
-        return {part: sum(one.parts[part] for one in self.pieces.attempts) for part in PARTS}
+        """Seconds by the names in ``PARTS``."""
+        attempts = [parts_of(one) for one in self.pieces.attempts]
+        return {part: sum(one[part] for one in attempts) for part in PARTS}
 
     @property
     def exposed_s(self) -> float:
         """Seconds in which it started and trained, so that failures could come."""
         parts = self.parts
-        return sum(parts[part] for part in ("productive", "recomputed", "paused", "starting"))
+        return sum(parts[part] for part in (PRODUCTIVE, RECOMPUTED, PAUSED, STARTING))
 
     @property
     def failures(self) -> dict[str, int]:
@@ -123,7 +136,7 @@ class Measured:
     @property
     def steps(self) -> int:
         """Of all attempts together, also those that were taken again."""
-        return sum(one.steps for one in self.pieces.attempts)
+        return sum((one.last or 0) - (one.resumed or 0) for one in self.pieces.starts)
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,7 @@ class Prediction:
         others: whether starts, detection and decisions are those of other runs.
         failures: of the run, by cause.
         early: of these, that met a start.
-        predicted: seconds by the names in ``megasdc.supervisor.goodput.PARTS``.
+        predicted: seconds by the names in ``PARTS``.
         measured: the same of the run.
         low: share of productive time that 5 % of the simulated runs are below: when failures come is chance.
         high: that 5 % are above.
@@ -153,13 +166,21 @@ class Prediction:
     @property
     def shares(self) -> tuple[float, float]:
         """Predicted and measured share of the time that is productive."""
-        predicted, measured = (one["productive"] / sum(one.values()) for one in (self.predicted, self.measured))
+        predicted, measured = (one[PRODUCTIVE] / sum(one.values()) for one in (self.predicted, self.measured))
         return predicted, measured
 
 
 def cause_of(attempt: AttemptTime) -> str:
     """Cause of an attempt that failed."""
-    return CAUSE_OF.get(attempt.diagnosis, SOFTWARE)
+    return CAUSE_OF.get(attempt.ended or "", SOFTWARE)
+
+
+def parts_of(attempt: AttemptTime) -> dict[str, float]:
+    """Seconds of an attempt by the names in ``PARTS``."""
+    found = dict.fromkeys(PARTS, 0.0)
+    for name, seconds in attempt.parts.items():
+        found[_PART_OF.get(name, OTHER)] += seconds
+    return found
 
 
 def measure_run(run_dir: Path, now: float) -> Measured:
@@ -172,42 +193,26 @@ def measure_run(run_dir: Path, now: float) -> Measured:
         DataError: it was not supervised, or its journal tells of no step that it kept.
         StorageError: its journal was changed, or cannot be read.
     """
-    entries = read_journal(run_dir / FOLDER)
-    planned = [one for one in entries if one.kind == "planned"]
-    if not planned:
+    found = goodput_of(run_dir, now)
+    if found is None:
         raise DataError(f"{run_dir} has no journal of `megasdc supervise`; give the folder of a supervised run")
-    attempts = attempt_times(entries, now, trained_since(run_dir, planned[-1].time))
-    if not any(one.parts["productive"] for one in attempts):
+    if not found.parts["productive"]:
         raise DataError(
             f"{run_dir}: its journal tells of no step that it kept, so that there is nothing to measure; give a run "
-            "that has trained under `megasdc supervise` of this version"
+            "that has trained under `megasdc supervise`"
         )
-    slots = planned[-1].fields["slots"]
     written = [one.fields["duration_s"] for one in read_events(run_dir, kind="save") if "duration_s" in one.fields]
     return Measured(
         path=run_dir,
-        pieces=Pieces(attempts),
-        replaced=_replaced(entries),
-        devices=sum(slots.values()),
-        hosts=len(slots),
+        pieces=Pieces(found.attempts),
         write_s=statistics.median(written) if written else None,
     )
 
 
-def _replaced(entries: Sequence[Entry]) -> dict[str, int]:
-    """Attempts by cause after which hosts were replaced."""
-    history, found = History(), Counter[str]()
-    for entry in entries:
-        history.add(entry)
-        if entry.kind == "decided" and entry.fields["replaced"]:
-            found[CAUSE_OF.get(history.failures[-1].diagnosis.kind, SOFTWARE)] += 1
-    return dict(found)
-
-
 def pieces_for(run: Measured, runs: Sequence[Measured]) -> tuple[Pieces, bool]:
     """Those of all other runs, where they tell what the run needs, else its own; and whether they are of others."""
-    others = Pieces([attempt for one in runs if one is not run for attempt in one.pieces.attempts])
-    tells = any(one.began for one in others.attempts) and run.failures.keys() <= others.detection_s.keys()
+    others = Pieces(tuple(attempt for one in runs if one is not run for attempt in one.pieces.attempts))
+    tells = bool(others.starts) and run.failures.keys() <= others.detection_s.keys()
     return (others, True) if tells else (run.pieces, False)
 
 
@@ -223,17 +228,17 @@ def predict_run(run: Measured, pieces: Pieces, others: bool, sections: MegasdcSe
     Raises:
         ValueError: the model can make no progress with them.
     """
-    runs = simulate_runs(_fleet(run, pieces, sections), _TRIALS, seed, training_s=run.parts["productive"])
+    runs = simulate_runs(_fleet(run, pieces, sections), _TRIALS, seed, training_s=run.parts[PRODUCTIVE])
     kept = _nearest(runs, run.pieces)
     lost = runs.lost_s[kept].sum(axis=1).mean(axis=0)
-    ending_s = run.parts["ending"]
+    other_s = run.parts[OTHER]
     found = {
         **dict(zip(LOST, lost.tolist(), strict=True)),
-        "productive": run.parts["productive"],
-        "paused": float(runs.paused_s[kept].mean()),
-        "ending": ending_s,
+        PRODUCTIVE: run.parts[PRODUCTIVE],
+        PAUSED: float(runs.paused_s[kept].mean()),
+        OTHER: other_s,
     }
-    low, high = np.quantile(run.parts["productive"] / (runs.wall_s[kept] + ending_s), (0.05, 0.95))
+    low, high = np.quantile(run.parts[PRODUCTIVE] / (runs.wall_s[kept] + other_s), (0.05, 0.95))
     return Prediction(
         path=str(run.path),
         others=others,
@@ -259,14 +264,15 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
     if not (memory or disk):
         disk = sections.training.steps  # saved at the end
     parts, audits, detection_s = run.parts, sections.audit, pieces.detection_s
-    stall_s = parts["paused"] / run.steps * (disk or memory)
-    device_hours = run.devices * run.exposed_s / HOUR_S
+    stall_s = parts[PAUSED] / run.steps * (disk or memory)
+    hours = run.exposed_s / HOUR_S
+    replaced = Counter(cause_of(one) for one in run.pieces.failed if one.decided == Action.REPLACE.value)
     causes = [
-        Cause(name, count / device_hours, detection_s.get(name, 0.0), run.replaced.get(name, 0) / count)
+        Cause(name, count / hours, detection_s.get(name, 0.0), replaced[name] / count)
         for name, count in run.failures.items()
     ]
     costs = Costs(
-        step_s=(parts["productive"] + parts["recomputed"]) / run.steps,
+        step_s=(parts[PRODUCTIVE] + parts[RECOMPUTED]) / run.steps,
         memory_stall_s=(0.0 if disk else stall_s) if memory else None,
         partners=bool(memory) and sections.checkpoint.memory.partners,
         disk_stall_s=stall_s if disk else 0.0,
@@ -278,8 +284,8 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
         restart_disk_s=pieces.start_s,
     )
     return Fleet(
-        devices=run.devices,
-        hosts=run.hosts,
+        devices=1,  # all of them: rates are those of the run
+        hosts=1,
         causes=tuple(causes),
         costs=costs,
         start_per_host_s=0.0,

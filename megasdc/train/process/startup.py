@@ -34,12 +34,19 @@ class StartClock:
 class StartReport(Hook):
     """Writes the event ``start/phases`` after the first step of this process, on every rank.
 
-    Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, and ``phases``,
-    seconds by part in their order. Every part must be marked, except the first step.
+    Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, ``phases``,
+    seconds by part in their order, and ``step_s``, seconds of that step. Every part must be marked, except the first
+    step.
     """
 
     def __init__(self, clock: StartClock) -> None:
         self.clock: StartClock | None = clock
+        self._step_began = 0.0
+
+    def before_step(self, run: Run) -> None:
+        """Note when the first step begins."""
+        if self.clock is not None:
+            self._step_began = time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Write the event once."""
@@ -52,5 +59,6 @@ class StartReport(Hook):
             step=result.step,
             process_started_boot_s=self.clock.process_started_boot_s,
             phases=self.clock.phases,
+            step_s=time.monotonic() - self._step_began,
         )
         self.clock = None

@@ -206,7 +206,8 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     verified_only = section.require_verified == "always" or (section.require_verified == "auto" and corrupt)
     if section.resume == "never":
         return None
-    return find_in_memory(folder, origin.run, run.dims, ranks, newer_than=0, verified_only=verified_only)
+    newest = section.resume_at_most
+    return find_in_memory(folder, origin.run, run.dims, ranks, newest=newest, verified_only=verified_only)
 
 
 def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
@@ -221,7 +222,8 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
     try:
         origin = (0, 0) if found is None else (found.start, found.step)
         verified = found.step if found is not None and found.verified else 0
-        write_line(folder, Line(start=_number_of_start(run), from_start=origin[0], from_step=origin[1], verified=verified))
+        number = _number_of_start(run)
+        write_line(folder, Line(start=number, from_start=origin[0], from_step=origin[1], verified=verified))
         forget(folder, lambda record: (record.start, record.step) == origin)
     except OSError as error:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)

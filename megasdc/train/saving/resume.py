@@ -16,7 +16,7 @@ from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
 from megasdc.config import RunConfig, StudySection
 from megasdc.data.manifest import Manifest
-from megasdc.data.position import Position, position_for
+from megasdc.data.position import Position, position_for, stream_end
 from megasdc.determinism import restore_rng, seed_generators
 from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
@@ -65,17 +65,22 @@ def resume(
         chosen = _put_together(run, held)
         if chosen is not None:
             return _resume_from_memory(run, config, held, chosen, found or unusable, study)
-        found, _ = _find_on_disk(config, run, agree, False, verify=section.verify)
+        found, unusable = _find_on_disk(config, run, agree, False, verify=section.verify)
     if section.memory.interval:
         keep_only(config, run, None)
     if found is None:
-        leave_behind(folder, None, ranks)
+        leave_behind(folder, unusable, ranks)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts at step 1; old metrics are now in %s", folder, kept)
         return hooks
-    return _load(run, config, found, ranks, study, lambda: leave_behind(folder, found, ranks))
+    try:
+        return _load(run, config, found, ranks, study, lambda: leave_behind(folder, found, ranks))
+    except LoadedInPartError:
+        if run.dims.rank == 0:
+            run.events.emit("resume", "not_loaded", step=found.step, path=str(found.path))
+        raise
 
 
 def _find_on_disk(
@@ -101,12 +106,14 @@ def _find_on_disk(
                 resume="auto" if needs_none and section.resume == "must" else section.resume,
                 require_verified=section.require_verified,
                 at_most=at_most,
+                newest=section.resume_at_most,
             )
         except CheckpointError as error:
-            if not has_other:
+            unusable = error if isinstance(error, NoneUsableError) else None
+            if not has_other and not (unusable is not None and unusable.too_new):
                 raise
             logger.warning("%s", error)
-            return None, error if isinstance(error, NoneUsableError) else None
+            return None, unusable
         at_most = None if agree is None else agree(0 if found is None else found.step)
         if at_most is None:
             return found, None
@@ -173,7 +180,12 @@ def _load(
     """
     changed = ChangedSettings(run.engine, config, study)
     data = found.manifest.layout.data
-    loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=lambda saved: changed.check(saved, data))
+
+    def check(saved: dict[str, Any]) -> None:
+        changed.check(saved, data)
+        check_skipped_samples(saved, config)
+
+    loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=check)
     leave()
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
@@ -189,6 +201,26 @@ def _load(
         tell_other_versions(run, found.manifest.versions)
         tell_quantized(run, found.manifest.quantized_moments_bits)
     return changed.hook_states(state["hooks"])
+
+
+def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
+    """Refuse ranges of samples to skip that have changed before the position of a checkpoint.
+
+    Args:
+        saved: shared state of the checkpoint.
+
+    Raises:
+        CheckpointError: some have.
+    """
+    then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
+    end = stream_end(saved["loader"])
+    before = [[[first, min(last, end)] for first, last in ranges if first < end] for ranges in (then, now)]
+    if before[0] != before[1]:
+        raise CheckpointError(
+            f"megasdc.data.skip is {now}, and was {then} when the checkpoint of step {saved['step']} was saved, which "
+            f"is past all samples before {end}: set what was before {end} again, or resume from an earlier checkpoint "
+            "with megasdc.checkpoint.resume_at_most"
+        )
 
 
 def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
@@ -236,6 +268,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     try:
         if "loader" not in section.universal_without:
             position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
+            check_skipped_samples(state, config)
     except CheckpointError as error:
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
         problem = Problem(f"{error}; {hint}", storage=False)
@@ -265,7 +298,7 @@ def _restore_counters(run: Run, state: dict[str, Any]) -> None:
 def _prolong_stream(run: Run) -> None:
     """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
     own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
-    run.loader.dataset.prolong(run.loader.position.end_after(own, run.dims.data))
+    run.loader.prolong(own)
 
 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:

@@ -78,6 +78,8 @@ def test_a_job_has_memory_of_its_own(shared: Path, monkeypatch: pytest.MonkeyPat
     assert own != earlier and own == memory_folder("run")
     remove_forgotten(own)
     assert own.exists() and not earlier.exists()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert memory_folder("run") != own, "the job was requeued"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.position import Position, merge_positions, position_for
+from megasdc.data.position import Position, merge_positions, position_for, stream_end
 from megasdc.errors import CheckpointError, DataError
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1)]
@@ -30,6 +30,9 @@ class Numbers:
 
     def __len__(self):
         return self.length
+
+    def prolong(self, num_samples):
+        self.length = max(self.length, num_samples)
 
     def __getitem__(self, position):
         tokens = torch.full((5,), position)
@@ -242,3 +245,40 @@ def test_wrong_arguments():
         Position(-1)
     with pytest.raises(ValueError, match="num_samples is 97"):
         EvalLoader(Numbers(), 1, 0, 1, 97)
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch_size"), LAYOUTS)
+@pytest.mark.parametrize("ranges", [[range(24, 48)], [range(3, 4), range(17, 30)], [range(0, 13)]])
+def test_ranges_that_are_never_taken(dp_size, micro_batch_size, ranges):
+    """Whatever they cut, all replicas together take the others once, also through a restart in the middle."""
+    left = [one for one in range(400) if not any(one in skipped for skipped in ranges)]
+    taken = []
+    for rank in range(dp_size):
+        loader = MicroBatchLoader(Numbers(400), micro_batch_size, rank, dp_size, skip=ranges)
+        own = [positions(next(loader)) for _ in range(36 // micro_batch_size)]
+        loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        own += [positions(next(loader)) for _ in range(12 // micro_batch_size)]
+        taken.append([one for batch in own for one in batch])
+        assert taken[-1] == [one for one in left if one % dp_size == rank][:48]
+    assert len({one for own in taken for one in own}) == 48 * dp_size
+
+
+def test_what_is_taken_again_is_not_taken_where_it_is_skipped():
+    """A sample that was passed over, to come again, is in a range that is given up afterwards."""
+    loader = MicroBatchLoader(Numbers(), 2, 0, 1, samples_per_epoch=8)
+    loader.pass_over(1, again=True)
+    again = MicroBatchLoader(Numbers(), 2, 0, 1, loader.position, samples_per_epoch=8, skip=[range(1, 2)])
+    assert [one for _ in range(4) for one in positions(next(again))] == [2, 3, 4, 5, 6, 7, 0, 8]
+
+
+def test_the_end_of_what_was_consumed():
+    """Of equal consumption, of unequal, and where another number of replicas has begun anew within the stream."""
+    loaders = [MicroBatchLoader(Numbers(), 2, rank, 3) for rank in range(3)]
+    assert stream_end(merged_of(loaders)) == loaders[0].stream_end == 0
+    for loader in loaders:
+        next(loader)
+    assert stream_end(merged_of(loaders)) == loaders[0].stream_end == 6
+    next(loaders[1])
+    assert stream_end(merged_of(loaders)) == 11
+    resumed = go_on(merged_of(loaders), 2)
+    assert stream_end(merged_of(resumed)) == resumed[0].stream_end == 11

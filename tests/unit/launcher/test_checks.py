@@ -9,7 +9,7 @@ import pytest
 
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher import files_on_host, probe
-from megasdc.launcher.checks import DISTRIBUTIONS, master_address, version_problems
+from megasdc.launcher.checks import DISTRIBUTIONS, address_from_here, master_address, version_problems
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
@@ -80,6 +80,12 @@ def test_master_address_must_be_on_a_card_of_that_host() -> None:
     assert master_address("127.0.0.1", ["127.0.0.1"]) == "127.0.0.1"
     assert master_address("127.0.0.1", ["10.0.0.1"]) is None
     assert master_address("no-such-host.invalid", ["10.0.0.1"]) is None
+
+
+def test_an_address_for_other_hosts_is_none_of_the_loopback() -> None:
+    """A name that leads to 127.x.x.x, or to nothing, has none."""
+    assert address_from_here("user@10.0.0.1") == "10.0.0.1"
+    assert address_from_here("127.0.1.1") is None and address_from_here("no-such-host.invalid") is None
 
 
 @pytest.mark.parametrize(("data", "kind"), [(".", StorageError), ("none", LaunchError)])

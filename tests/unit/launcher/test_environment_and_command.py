@@ -150,7 +150,8 @@ def test_command_is_explicit() -> None:
     assert local[local.index("--num_gpus") + 1] == "2"
     assert not Path(local[local.index("--hostfile") + 1]).exists()
     assert "localhost:2,3" in command_for({"localhost": [2, 3]}, None)
-    assert "--module" not in command_for({"a": [0], "b": [0]}, Path("h"), "slurm")
+    slurm = command_for({"a": [0], "b": [0]}, Path("h"), "slurm")
+    assert "--module" not in slurm and "--no_ssh_check" in slurm and "--no_ssh_check" not in local
 
 
 def test_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (2, 2, 5, "done", "finish"),
         ):
             journal.write("planned", attempt=number, slots={"a": 1}, launch_id="x")
-            trained = {"resumed": resumed, "began_at": now + 12, "last": last, "last_at": now + 15, "paused_s": 0.0}
+            trained = {"resumed": resumed, "began_at": now + 12, "last": last, "last_at": now + 15}
             now += 45 if number == 1 else 16
             said = {"kind": kind, "hosts": ["a"], "step": last, "text": "", "incident": None}
             journal.write("ended", exit_code=0, diagnosis=said, trained=trained)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from megasdc.supervisor import policy
-from megasdc.supervisor.diagnosis import KINDS, Diagnosis
+from megasdc.supervisor.diagnosis import KINDS, Back, Diagnosis
 from megasdc.supervisor.policy import RULES, Action, Decision, Failure, Limits, decide
 
 LIMITS = Limits()
@@ -33,7 +34,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
     listed = {
         name: [line[19:55].strip(), line[55:].strip()] for line in lines for name in line[:19].strip().split(", ")
     }
-    words = {FINISH: "finish", STOP: "stop", AGAIN: "start again", REPLACE: "replace"}
+    words = {FINISH: "finish", STOP: "stop", AGAIN: "start again", REPLACE: "replace", Action.BACK: "go back"}
     for kind, rule in RULES.items():
         first, again = listed[kind]
         assert first.startswith(words[rule.first]), kind
@@ -45,9 +46,9 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
     [
         *((kind, AGAIN, REPLACE) for kind in ("hang", "rank_lost", "rank_failed", "link", "corrupt_once")),
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
-        *((kind, STOP, STOP) for kind in ("input", "non_finite")),
-        *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint")),
-        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch")),
+        ("input", STOP, STOP),
+        *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
+        *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
     ],
 )
@@ -108,3 +109,27 @@ def test_pauses_double_until_there_is_progress() -> None:
     pauses = [decided(*idle[:count]).pause_s for count in range(1, 13)]
     assert pauses[:5] == [0, 5, 10, 20, 40] and pauses[-1] == LIMITS.longest_pause_s
     assert decided(*idle, failure("stuck", step=8, time=1e6)).pause_s == 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "non_finite"])
+def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
+    """Not the first time; so often and no more, and not because of something else."""
+    found = failure(kind)
+    back = Back(4, (16, 32))
+    again = replace(found, diagnosis=replace(found.diagnosis, back=back))
+    assert decided(again).action is AGAIN
+    decision = decided(found, again)
+    assert (decision.action, decision.back) == (Action.BACK, back)
+    assert decision.text.endswith("on from step 4 at most, without samples 16 to 31 of the stream")
+    assert decide([found, again], 2, LIMITS, 2).action is Action.BACK
+    often = decide([found, again], 2, LIMITS, 3)
+    assert often.action is STOP and often.text.endswith("it has gone back 3 times")
+    assert decided(failure("launch"), again).action is AGAIN
+
+
+def test_what_was_preempted_counts_for_no_limit() -> None:
+    """However often, and at the same step on other hosts; a failure between is judged as without them."""
+    often = [failure("preempted", used=(host, "c")) for host in "abdefgh" * 10]
+    assert decided(*often).action is AGAIN
+    lost = failure("rank_lost", "b", step=7)
+    assert decided(*often, lost).action is AGAIN and decided(lost, *often, lost).replaced == ("b",)

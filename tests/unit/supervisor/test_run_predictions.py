@@ -28,7 +28,7 @@ SECTIONS = MegasdcSection.model_validate(
 
 def ended(code: int, diagnosis: str, hosts: tuple[str, ...], trained: tuple[float, ...] | None) -> dict[str, Any]:
     """Fields of the end of an attempt."""
-    names = ("resumed", "began_at", "last", "last_at", "paused_s")
+    names = ("resumed", "began_at", "last", "last_at")
     said = {"kind": diagnosis, "hosts": hosts, "step": 0, "text": "", "incident": None}
     return {
         "exit_code": code,
@@ -50,7 +50,7 @@ def write_supervised(folder: Path, steps: int, failures: int, seed: int, monkeyp
             journal.write("planned", attempt=attempt, slots={"a": 2, "b": 2}, launch_id="x")
             began = now = now + START_S
             now = now + (stop - step) * STEP_S
-            trained = (step, began, stop, now, 0.0)
+            trained = (step, began, stop, now)
             if attempt > failures:
                 journal.write("ended", **ended(0, "done", (), trained))
                 break
@@ -70,8 +70,8 @@ def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = measure_run(write_supervised(tmp_path, 2000, 8, 1, monkeypatch), 0.0)
     assert run.pieces.start_s == pytest.approx(START_S) and run.pieces.deciding_s == pytest.approx(DECIDING_S)
     assert run.pieces.detection_s == pytest.approx({"host": 20.0, "software": 4.0})
-    assert sum(run.failures.values()) == 8 and run.replaced == {"host": run.failures["host"]}
-    assert (run.devices, run.hosts) == (4, 2) and run.parts["productive"] == pytest.approx(2000 * STEP_S)
+    assert sum(run.failures.values()) == 8 and len(run.pieces.starts) == 9
+    assert run.parts["productive"] == pytest.approx(2000 * STEP_S) and run.parts["other"] == 0
 
 
 @pytest.mark.parametrize("failures", [0, 3, 12, 40])

@@ -7,17 +7,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 from megasdc.run_lock import start_ticks
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.history import ENDED, Attempt, History, Process
 from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry, Journal
+from megasdc.supervisor.ledger import Ledger
 from megasdc.supervisor.policy import Limits, may_return
 from megasdc.supervisor.supervise import Supervisor
 
@@ -95,6 +97,43 @@ class SmallProcesses:
         return Evidence(code, rank, host, ["it ended"], attempt.hosts, unreachable, reached=reached, steps=STEPS)
 
 
+class SmallJob(Allocation):
+    """A scheduler's job that can be left, and remembers for which hosts it was.
+
+    Args:
+        job: number and start.
+        hosts: its nodes.
+        problem: why it cannot be left; empty: it can.
+    """
+
+    can_be_left = True
+
+    def __init__(self, job: str, hosts: str, problem: str = "") -> None:
+        super().__init__(f"job {job}", dict.fromkeys(hosts, 1))
+        self.job, self._problem = job, problem
+        self.away: list[list[str]] = []
+
+    def leave(self, away: Sequence[str]) -> str:
+        """See ``Allocation``."""
+        self.away.append(list(away))
+        return self._problem
+
+
+class _Stop(Event):
+    """Set while an allocation is ending."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        super().__init__()
+        self._allocation = allocation
+
+    def is_set(self) -> bool:
+        return self._allocation.is_ending
+
+    def wait(self, timeout: float | None = None) -> bool:
+        time.sleep(timeout or 0.0)
+        return self.is_set()
+
+
 class SmallTests:
     """Tests of hosts that end at once, as it is written down.
 
@@ -132,8 +171,11 @@ def supervise(
     on_write: Callable[[Journal, bool], None] | None = None,
     tests: SmallTests | None = None,
     limits: Limits = LIMITS,
+    ledger: Ledger | None = None,
+    allocation: Allocation | None = None,
 ) -> int:
     """Supervise two of four hosts; ``on_write`` is called before and after each entry."""
+    allocation = Allocation("hosts", SLOTS) if allocation is None else allocation
     with Journal(folder, lambda line: None) as journal:
         if on_write is not None:
             write = journal.write
@@ -145,12 +187,13 @@ def supervise(
                 return entry
 
             journal.write = watched  # type: ignore[method-assign]
-        if len(journal.entries) < 1:
-            journal.write("hosts", slots=SLOTS, num_hosts=2)
+        if History.of(journal.entries).slots != allocation.slots:
+            journal.write("hosts", slots=allocation.slots, num_hosts=2)
         if len(journal.entries) < 2:
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
-        return Supervisor(journal, engine, tests, limits, Event(), lambda line: None).run()
+        stop = _Stop(allocation)
+        return Supervisor(journal, engine, tests, limits, allocation, stop, lambda line: None, ledger).run()
 
 
 ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, None, (), 25), (0, None, (), STEPS)]
@@ -220,7 +263,8 @@ def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) 
                 stop.set()
 
         limits = Limits(pause_s=1000, longest_pause_s=1000)
-        assert Supervisor(journal, engine, SmallTests(), limits, stop, say).run() == 79
+        hosts = Allocation("hosts", SLOTS)
+        assert Supervisor(journal, engine, SmallTests(), limits, hosts, stop, say).run() == 79
     assert len(engine.started) == 2 and not engine.stopped
 
 
@@ -279,3 +323,96 @@ def test_a_host_that_repeats_wrong_results_is_never_given_back() -> None:
     """A test is short, and the evidence is not: the same wrong result of the same step."""
     assert not may_return("corrupt_again", 0, Limits(returns=9)) and may_return("corrupt_one_of", 0, Limits())
     assert not may_return("host_lost", 1, Limits()) and not may_return("host_lost", 0, Limits(returns=0))
+
+
+def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
+    """One that fails is never used; one that cannot be reached may come back; those of the attempt are left alone."""
+    ends = [(1, None, (), 1), (1, None, (), 2), (78, None, ("z",), 3), (78, None, ("b",), 4), (0, None, (), STEPS)]
+    engine = SmallProcesses(tmp_path, ends)
+    tests = SmallTests({"c": [73], "a": [78, 0], "z": [0]})
+    limits = Limits(pause_s=0.01, returns=1, retest_s=0.05, spare_test_s=60.0)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,b", "z,b", "z,b", "b,a", "a,z"]
+    history = _history_in(tmp_path)
+    assert {host: one.text for host, one in history.replaced.items() if one.kind is None} == {"c": "as a spare: said"}
+    assert tests.started[:2] == ["c", "a"] and tests.started.count("c") == 1
+
+
+def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
+    """Each attempt and each test once, with the host that was the cause, if one was."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    engine = SmallProcesses(tmp_path, [(78, None, ("b",), 1), (1, None, (), 2), (0, None, (), STEPS)])
+    tests = SmallTests({"b": [73]})
+    limits = Limits(pause_s=0.01, returns=1)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits, ledger=ledger) == 0
+    uses = ledger.read()
+    assert [(one.hosts, one.failed) for one in uses if len(one.hosts) == 2][:2] == [
+        (("z", "b"), "b"),
+        (("z", "c"), None),
+    ]
+    assert {one.hosts[0]: one.failed for one in uses if len(one.hosts) == 1} == {"b": "b"}
+    assert all(0 < one.hours < 0.01 for one in uses if len(one.hosts) == 2)
+
+
+def test_a_job_without_enough_hosts_is_left_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """Hosts of two diagnoses are away; the next job has other ones, and attempts go on from their number."""
+    ends = [(78, None, ("b",), 10), (78, None, ("c",), 20), (0, None, (), STEPS)]
+    engine, first = SmallProcesses(tmp_path, ends), SmallJob("7.0", "abc")
+    assert supervise(tmp_path, engine, allocation=first) == 0 and first.away == [["b", "c"]]
+    assert _history_in(tmp_path).exit_code is None, "the run is not finished"
+    assert supervise(tmp_path, engine, allocation=SmallJob("7.1", "ad")) == 0
+    assert [one.split()[1] for one in engine.started] == ["a,b", "a,c", "a,d"]
+    history = _history_in(tmp_path)
+    assert history.exit_code == 0 and history.attempt is not None and history.attempt.job == "7.1"
+
+
+def test_a_job_that_is_about_to_end_is_left_after_the_attempt(tmp_path: Path) -> None:
+    """Whatever it is doing then, also in a pause; the attempt is asked to save, and nothing is started any more."""
+    for kind in ("started", "decided"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        engine, ending = SmallProcesses(folder, [(1, None, (), 9)] * 2), SmallJob("7.0", "ab")
+
+        def warn(journal: Journal, written: bool, kind: str = kind, ending: SmallJob = ending) -> None:
+            if written and journal.entries[-1].kind == kind and journal.entries[-1].number > 5:
+                ending.is_ending = True
+
+        assert supervise(folder, engine, warn, limits=Limits(pause_s=1000), allocation=ending) == 0
+        assert engine.stopped == (kind == "started") and ending.away == [[]]
+        assert _history_in(folder).stage == "left" and _history_in(folder).exit_code is None
+
+
+def test_an_attempt_of_a_job_that_has_ended_is_over(tmp_path: Path) -> None:
+    """Its supervisor was killed with its job, before and after it wrote down the start: the next one starts anew."""
+    for number, kind in enumerate(("planned", "started"), 1):
+        folder = tmp_path / kind
+        folder.mkdir()
+        engine = SmallProcesses(folder, [(None, None, (), 5), (0, None, (), STEPS)])
+
+        def kill(journal: Journal, written: bool, kind: str = kind) -> None:
+            if written and journal.entries[-1].kind == kind:
+                raise Killed
+
+        with contextlib.suppress(Killed):
+            supervise(folder, engine, kill, allocation=SmallJob(f"{number}.0", "ab"))
+        assert supervise(folder, engine, allocation=SmallJob(f"{number}.1", "bc")) == 0
+        with Journal(folder, lambda line: None) as journal:
+            (first, second) = [one.fields["slots"] for one in journal.entries if one.kind == "planned"]
+        assert (list(first), list(second)) == (["a", "b"], ["b", "c"])
+        assert not _history_in(folder).replaced
+
+
+def test_a_job_that_cannot_be_left_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    """Exit code 78; the same where the next job has too few hosts from its start."""
+    ends = [(78, None, ("b",), 10), (0, None, (), STEPS)]
+    engine = SmallProcesses(tmp_path, ends)
+    assert supervise(tmp_path, engine, allocation=SmallJob("7.0", "ab", "it was cancelled")) == 78
+    entry = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[-1])
+    assert entry["fields"] == {"exit_code": 78, "text": "it was cancelled"}
+    (tmp_path / "again").mkdir()
+    engine = SmallProcesses(tmp_path / "again", ends)
+    for job in ("8.0", "8.1"):
+        code = supervise(tmp_path / "again", engine, allocation=SmallJob(job, "ab"))
+    assert code == 78 and len(engine.started) == 1
+    text = json.loads((tmp_path / "again" / "journal.jsonl").read_text().splitlines()[-1])["fields"]["text"]
+    assert text == "2 hosts are needed, and 1 of job 8.1 are left"

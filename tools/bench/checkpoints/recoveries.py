@@ -158,7 +158,7 @@ def _config(place: Place, data: Path, layout: Layout, checkpoints: Path, memory:
                 "interval": SAVE_INTERVAL,
                 "keep_last": 2,
                 "writing": "async",
-                "memory": {**memory, "linger_s": GIVE_UP_S},
+                "memory": {**memory, "linger_s": GIVE_UP_S} if memory["interval"] else {},
             },
             "logging": {"run_dir": str(place.run), "interval": 1, "progress_bar": False},
             "health": {"enabled": True, "ping_interval": 0},

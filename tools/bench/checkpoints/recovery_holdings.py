@@ -66,11 +66,11 @@ def look(run: Path, checkpoints: Path, hosts: Sequence[str], ranks: int) -> Hold
 
 
 def _whole_in_memory(run: Path, hosts: Sequence[str], ranks: int) -> Iterator[int]:
-    found: dict[tuple[int, str], set[int]] = {}
+    found: dict[tuple[int, int], set[int]] = {}
     for host in hosts:
         for held in find_held(host_memory(run, host), run_id(run))[0]:
             if _is_whole(held):
-                found.setdefault((held.record.step, held.record.save), set()).add(held.record.rank)
+                found.setdefault((held.record.step, held.record.start), set()).add(held.record.rank)
     return (step for (step, _), holders in found.items() if len(holders) == ranks)
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from megasdc.errors import LaunchError
 from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
-from megasdc.supervisor.goodput import PARTS, goodput
+from megasdc.supervisor.goodput import PARTS, goodput_of
 from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import FOLDER, read_journal
+from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout, tables
 from tools.bench.health.hangs import prepare_texts
@@ -61,6 +61,7 @@ class Drill:
         seconds: of the whole run.
         away: hosts that were not used at the end.
         parts: seconds of the run, see ``megasdc.supervisor.goodput``.
+        recoveries: what ended an attempt, and seconds from its end to the first step of the next one that had a step.
     """
 
     kinds: tuple[str, ...]
@@ -70,6 +71,7 @@ class Drill:
     seconds: float
     away: tuple[str, ...]
     parts: dict[str, float]
+    recoveries: tuple[tuple[str, float], ...]
 
     @property
     def right(self) -> bool:
@@ -99,8 +101,9 @@ class SupervisedResult(Result):
         found: dict[str, int] = {}
         for kind, _ in (attempt for one in self.drills for attempt in one.attempts):
             found[kind] = found.get(kind, 0) + 1
-        rows = [(DIAGNOSES[kind].title, str(count)) for kind, count in sorted(found.items())]
-        yield table("attempts by how they ended", ("diagnosis", "attempts"), rows)
+        rows = [(DIAGNOSES[kind].title, str(count), self._recovery(kind)) for kind, count in sorted(found.items())]
+        titles = ("diagnosis", "attempts", "seconds to the next step, median and longest")
+        yield table("attempts by how they ended", titles, rows)
         seconds = {part: sum(one.parts.get(part, 0.0) for one in self.drills) for part in PARTS}
         shares = [
             (part, f"{one:,.0f}", f"{one / max(sum(seconds.values()), 1e-9):.1%}") for part, one in seconds.items()
@@ -109,6 +112,10 @@ class SupervisedResult(Result):
         for number, one in enumerate(self.drills):
             for problem in one.problems:
                 yield f"run {number}, {'x'.join(map(str, one.layout))}, {', '.join(one.kinds)}: {problem}"
+
+    def _recovery(self, kind: str) -> str:
+        seconds = sorted(one for drill in self.drills for found, one in drill.recoveries if found == kind)
+        return f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else "-"
 
 
 def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
@@ -159,14 +166,26 @@ def bench_supervised(
 
 
 def _plan(options: SupervisedOptions, chance: random.Random) -> list[tuple[Layout, tuple[str, ...], int]]:
-    """Kinds in turn, in another order each time."""
+    """Kinds in turn, in another order each time; one that needs more replicas waits for a run that has them.
+
+    Raises:
+        LaunchError: no layout has as many replicas as a kind needs.
+    """
+    most = max(layout[2] for layout in options.sizes)
+    if lacking := [name for name in options.drawn if KINDS[name].replicas > most]:
+        raise LaunchError(f"{', '.join(lacking)} need {KINDS[lacking[0]].replicas} replicas: add a layout")
     names: list[str] = []
-    while len(names) < options.drills * options.faults:
-        names += chance.sample(options.drawn, len(options.drawn))
     found = []
     for number in range(options.drills):
-        kinds = tuple(names[number * options.faults : (number + 1) * options.faults])
-        found.append((options.sizes[number % len(options.sizes)], kinds, chance.randrange(1 << 30)))
+        layout, kinds = options.sizes[number % len(options.sizes)], list[str]()
+        while len(kinds) < options.faults:
+            possible = [name for name in names if KINDS[name].replicas <= layout[2]]
+            if possible:
+                kinds.append(possible[0])
+                names.remove(possible[0])
+            else:
+                names += chance.sample(options.drawn, len(options.drawn))
+        found.append((layout, tuple(kinds), chance.randrange(1 << 30)))
     return found
 
 
@@ -175,8 +194,18 @@ def _slots(layout: Layout) -> int:
     return 2 if math.prod(layout) == 4 else 1
 
 
-def _config(path: Path, data: Path, layout: Layout, num_hosts: int) -> None:
+def _config(
+    path: Path, data: Path, layout: Layout, hosts: Sequence[str], kinds: Sequence[str], chance: random.Random
+) -> None:
+    """With three replicas, which can name one of them, results are audited."""
     tensor, pipeline, replicas = layout
+    sections: dict[str, Any] = {}
+    if replicas > 2:
+        sections["determinism"] = {"enabled": True}
+        sections["audit"] = {"enabled": True, "interval": 10, "verify_checkpoints": True}
+    for prepare in (KINDS[kind].prepare for kind in kinds):
+        if prepare is not None:
+            prepare(sections, hosts, chance)
     raw = {
         "train_batch_size": 2 * replicas,
         "train_micro_batch_size_per_gpu": 1,
@@ -196,7 +225,14 @@ def _config(path: Path, data: Path, layout: Layout, num_hosts: int) -> None:
             "logging": {"run_dir": str(path.parent / "run"), "interval": 1, "progress_bar": False},
             "health": {"enabled": True, "hang_floor_s": 5.0, "slow_floor_s": 15.0},
             "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
-            "supervise": {"num_hosts": num_hosts, "pause_s": 1.0, "test_rounds": 1, "retest_s": 5.0},
+            "supervise": {
+                "num_hosts": len(hosts),
+                "pause_s": 1.0,
+                "test_rounds": 1,
+                "retest_s": 5.0,
+                "spare_test_s": 0.0,
+            },
+            **sections,
         },
     }
     path.write_text(json.dumps(raw), encoding="utf-8")
@@ -210,13 +246,13 @@ def _run(
     num_hosts = math.prod(layout) // _slots(layout)
     config, run = folder / "config.json", folder / "run"
     folder.mkdir()
-    _config(config, data, layout, num_hosts)
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[Any]] = []
     problems: list[str] = []
     with Cluster(folder / "hosts", 1 + num_hosts + SPARES, env=env) as hosts:
         head, *others = hosts.names
         hostfile = hosts.hostfile(others, slots=_slots(layout))
+        _config(config, data, layout, others[:num_hosts], kinds, chance)
 
         def supervise() -> None:
             words = ["-m", "megasdc", "supervise", "--hostfile", str(hostfile), "--config", str(config)]
@@ -227,8 +263,9 @@ def _run(
         supervise()
         until = time.monotonic() + GIVE_UP_S
         for kind in kinds:
-            if _wait_for_moment(target, processes, until):
-                KINDS[kind].strike(target)
+            strike = KINDS[kind].strike
+            if strike is not None and _wait_for_moment(target, processes, until):
+                strike(target)
         while processes[-1].poll() is None and time.monotonic() < until:
             target.undo()
             time.sleep(_POLL_S)
@@ -277,9 +314,20 @@ def _drill(kinds: Sequence[str], layout: Layout, run: Path, problems: list[str],
         problems.append(f"it took {len(attempts)} attempts")
     away = tuple(history.replaced)
     problems += [f"{host} is away, although its test has passed" for host in away if _has_passed(history, host)]
-    found = goodput(entries, time.time())
+    found = goodput_of(run, time.time())
     parts = {} if found is None else {part: round(one, 1) for part, one in found.parts.items()}
-    return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away, parts)
+    recoveries = _recoveries(entries)
+    return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away, parts, recoveries)
+
+
+def _recoveries(entries: Sequence[Entry]) -> tuple[tuple[str, float], ...]:
+    found, failed = list[tuple[str, float]](), list[Entry]()
+    for entry in (one for one in entries if one.kind == "ended"):
+        if (trained := entry.fields["trained"]) is not None:
+            found += [(one.fields["diagnosis"]["kind"], round(trained["began_at"] - one.time, 1)) for one in failed]
+            failed.clear()
+        failed.append(entry)
+    return tuple(found)
 
 
 def _has_passed(history: History, host: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -203,12 +204,28 @@ def _flip(path: Path, chance: random.Random) -> None:
         os.fsync(file.fileno())
 
 
+def _wrong_results(sections: dict[str, Any], hosts: Sequence[str], chance: random.Random) -> None:
+    """From a random step on, on one of the hosts that the run begins with."""
+    wrong = {"kind": "scale", "factor": 1.5, "elements": 3, "same_elements": True, "submodule": "*.linear_fc2"}
+    sections.setdefault("faults", []).append(
+        {**wrong, "host": chance.choice(hosts), "steps": [chance.randint(12, 45), None]}
+    )
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault, and what brings it about."""
+    """A kind of fault, and what brings it about.
+
+    Args:
+        strike: at its moment; None: it comes by itself.
+        prepare: in the configuration's sections, for the hosts that a run begins with; None: nothing.
+        replicas: that a run needs at least.
+    """
 
     title: str
-    strike: Callable[[Target], None]
+    strike: Callable[[Target], None] | None
+    prepare: Callable[[dict[str, Any], Sequence[str], random.Random], None] | None = None
+    replicas: int = 1
 
 
 KINDS = {
@@ -227,5 +244,6 @@ KINDS = {
     "writers": Kind("the writers of a rank are killed, then the rank", _writers_killed),
     "memory": Kind("a bit flips in a host's memory, then a rank is killed", _memory_flipped),
     "file": Kind("a bit flips on the disk, then a rank is killed", _file_flipped),
+    "wrong": Kind("a host computes wrong results from a step on", None, _wrong_results, replicas=3),
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""

@@ -1,0 +1,59 @@
+"""Where attempts run: the hosts of a hostfile, which are reached over SSH; what a scheduler's job does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasdc.launcher import running_on_host
+from megasdc.launcher.remote import Transport
+from megasdc.launcher.request import LaunchRequest
+from megasdc.supervisor.history import Attempt
+
+PROBE_S = 30.0
+
+
+class Allocation:
+    """Hosts of a hostfile: they are there as long as the run is.
+
+    Attributes:
+        name: in messages.
+        job: that the hosts belong to, and which start of it, in one word; empty: none.
+        slots: ranks of each host, in order.
+        can_be_left: whether the run can go on in another allocation, which is without some hosts.
+        is_ending: whether it ends soon, so that the run has to go on in another one.
+    """
+
+    job = ""
+    can_be_left = False
+    is_ending = False
+
+    def __init__(self, name: str, slots: dict[str, int]) -> None:
+        self.name, self.slots = name, slots
+
+    def request(self, request: LaunchRequest, attempt: Attempt) -> LaunchRequest:
+        """The launch of an attempt, whose hostfile is in the request."""
+        return request
+
+    def unreachable(self, attempt: Attempt) -> tuple[str, ...]:
+        """Those of an attempt's hosts that cannot be reached after its end."""
+        request = {"launch_id": attempt.launch_id}
+        program = Path(running_on_host.__file__)
+        answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
+        return tuple(one.host for one in answers if one.problem)
+
+    def was_cancelled(self, log: str) -> bool:
+        """Whether a scheduler has cancelled an attempt, by what that has printed."""
+        return False
+
+    def prefix(self, host: str) -> list[str]:
+        """Words before a command that make it run on a host; empty: it reaches the host itself, by a hostfile."""
+        return []
+
+    def leave(self, away: Sequence[str]) -> str:
+        """Ask for another allocation, without some hosts; this one then ends, and this process with it.
+
+        Returns:
+            Why that cannot be; empty: it was done.
+        """
+        raise NotImplementedError("only where it can be left")

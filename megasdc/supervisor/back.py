@@ -1,0 +1,63 @@
+"""Going back to an earlier checkpoint: where to, and how an attempt is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasdc.events import read_events
+from megasdc.metrics.writer import read_metrics
+from megasdc.supervisor.diagnosis import Back
+from megasdc.supervisor.history import Attempt
+
+_END = "data/stream_end"
+
+
+def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
+    """Where a run can go back to: before a checkpoint that could not be loaded, or before NaN and Inf.
+
+    Args:
+        since: start of the attempt that failed, seconds since the epoch.
+        rewind_steps: least number of steps before the first of the last skipped steps; 0: not because of these.
+
+    Returns:
+        None: the attempt had no such checkpoint, and no skipped step or one that is not to be gone back before.
+    """
+    if not run_dir.is_dir():
+        return None
+    failed = [one.step for one in read_events(run_dir, kind="resume", name="not_loaded", rank=0) if one.time >= since]
+    if failed and failed[-1] is not None:
+        return Back(failed[-1] - 1)
+    skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
+    if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
+        return None
+    first, steps = skipped[-1].step, {one.step for one in skipped}
+    while first - 1 in steps:  # an earlier attempt may have skipped the first of them
+        first -= 1
+    rows = [row for row in read_metrics(run_dir) if _END in row and row["step"] <= first - rewind_steps]
+    step, start = (rows[-1]["step"], rows[-1][_END]) if rows else (0, 0)
+    return Back(step, (int(start), skipped[-1].fields["stream_end"]))
+
+
+def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
+    """What a launch is told beside its configuration, as of ``--set``.
+
+    Args:
+        skip: ranges of samples that the configuration skips.
+    """
+    told = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
+    if attempt.skip:
+        told.append(f"megasdc.data.skip={json.dumps(_union([*skip, *attempt.skip]))}")
+    return told
+
+
+def _union(ranges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ranges of the same numbers that ascend and do not touch."""
+    found: list[list[int]] = []
+    for first, end in sorted(map(tuple, ranges)):
+        if found and first <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([first, end])
+    return found

@@ -1,0 +1,148 @@
+"""How often each host of a cluster has failed, over runs: a file that all supervisors of a cluster share; no torch.
+
+A line for each attempt that has ended, and for each test of a host. Few hosts cause most failures (a few nodes of a
+fleet caused more than half of all exclusions in published reports), so a host is judged by what it did in all runs.
+
+A host fails at random with a constant rate, in failures per hour of use. The prior of that rate is exponential with the
+mean of the other hosts of the ledger; after f failures in h hours the posterior is a gamma distribution of shape f + 1
+and rate h + 1 / mean (conjugate to the Poisson distribution). A host is suspect where the posterior probability of a
+rate more than twice that mean is at least 0.9.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megasdc.errors import StorageError
+
+RATIO, CERTAINTY = 2.0, 0.9
+HOUR_S, DAY_S = 3600.0, 86_400.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """An attempt of a run on some hosts, or a test of one.
+
+    Args:
+        key: unique to it.
+        time: of its end, seconds since the epoch.
+        hours: that it took.
+        hosts: that it used.
+        failed: host that was named as the cause of its failure; None: none was, or one of several.
+        text: why, in a sentence.
+    """
+
+    key: str
+    time: float
+    hours: float
+    hosts: tuple[str, ...]
+    failed: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a ledger says of a host.
+
+    Args:
+        failures: of the host.
+        hours: of its use.
+        fleet_per_hour: mean rate of the other hosts.
+        probability: that its own rate is more than ``RATIO`` of that.
+    """
+
+    failures: int
+    hours: float
+    fleet_per_hour: float
+    probability: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it should not be used where others can be."""
+        return self.failures > 0 and self.probability >= CERTAINTY
+
+    def __str__(self) -> str:
+        expected = self.fleet_per_hour * self.hours
+        return (
+            f"{self.failures} failures in {self.hours:.3g} hours where {expected:.2g} would be expected; more than "
+            f"{RATIO:g} times as likely to fail as the others with a probability of {self.probability:.0%}"
+        )
+
+
+class Ledger:
+    """A ledger in a file, which is made by the first use that is added.
+
+    Args:
+        path: of the file, on storage that all supervisors see.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[Use]:
+        """All uses, oldest first; a last line that is not whole is left out.
+
+        Raises:
+            StorageError: it cannot be read, or is no ledger.
+        """
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"the ledger {self.path} cannot be read: {error}") from error
+        uses = []
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+            try:
+                raw = json.loads(line)
+                uses.append(Use(**{**raw, "hosts": tuple(raw["hosts"])}))
+            except (ValueError, TypeError, KeyError) as error:
+                raise StorageError(
+                    f"line {number} of the ledger {self.path} cannot be read: {error!r}; remove the line, or name "
+                    "another file in megasdc.supervise.ledger"
+                ) from error
+        return uses
+
+    def add(self, use: Use) -> None:
+        """Add a use, unless it is there already.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if all(one.key != use.key for one in self.read()):
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)  # a supervisor was killed within a line
+                    file.write(json.dumps(asdict(use)).encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"the ledger {self.path} cannot be written: {error}") from error
+
+
+def judge(uses: Sequence[Use], host: str, now: float, days: float) -> Judgement:
+    """Judge a host.
+
+    Args:
+        now: seconds since the epoch.
+        days: older uses do not count.
+    """
+    recent = [one for one in uses if one.time > now - days * DAY_S]
+    own = [one for one in recent if host in one.hosts]
+    hours = sum(one.hours for one in own)
+    others_hours = sum(one.hours * len(one.hosts) for one in recent) - hours
+    failures = sum(one.failed == host for one in recent)
+    others_failed = sum(one.failed is not None for one in recent) - failures
+    mean = (others_failed + 0.5) / max(others_hours, 1.0)
+    count = RATIO * (1.0 + mean * hours)
+    probability = math.fsum(math.exp(-count + n * math.log(count) - math.lgamma(n + 1)) for n in range(failures + 1))
+    return Judgement(failures, hours, mean, min(1.0, probability))

@@ -1,0 +1,124 @@
+"""What an attempt of a supervised run has reported: which steps it did, and how long training stood still in between.
+
+It comes from the metrics and from rank 0's events, so it must be read before the next start drops the lines of steps
+that are taken again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megasdc.events import Event, read_events
+from megasdc.metrics.writer import read_metrics
+
+SLOW = 1.5
+"""Steps are slow where they take more than so many times as long as the run's median."""
+_SIGNS = ("train/loss", "time/eval_s", "checkpoint/save_s", "memory/step")
+"""Metrics of lines that are written once their step is done; others may be written at the end of the run."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an attempt has reported.
+
+    Args:
+        resumed: step that it went on from; 0: it began.
+        began_at: when its first step began, seconds since the epoch.
+        last: last step that was reported as done.
+        last_at: when that was.
+        loading_s: seconds before the first step in which a checkpoint was looked for, checked and loaded.
+        evaluating_s: seconds of evaluations.
+        saving_s: seconds that training stood still for saves, on the disk and in memory.
+        stalled_s: seconds that slow steps took beyond the run's median.
+        line_s: usual seconds from one line of metrics to the next; 0: not known yet.
+    """
+
+    resumed: int
+    began_at: float
+    last: int
+    last_at: float
+    loading_s: float = 0.0
+    evaluating_s: float = 0.0
+    saving_s: float = 0.0
+    stalled_s: float = 0.0
+    line_s: float = 0.0
+
+
+def trained_since(run_dir: Path, since: float) -> Trained | None:
+    """What was reported in a run's folder since a time, in seconds since the epoch; None: no step.
+
+    Where rank 0 left no event of its first step, that is taken to have begun at the first line, less its steps.
+    """
+    rows = read_metrics(run_dir) if run_dir.is_dir() else []
+    events = [one for one in read_events(run_dir, rank=0, broken=[]) if one.time >= since]
+    resumed = max((one.step for one in events if one.kind == "resume" and one.step is not None), default=0)
+    new = [row for row in rows if row["time"] >= since and row["step"] > resumed]
+    lines = [row for row in new if any(name in row for name in _SIGNS)]
+    start = next((one for one in events if (one.kind, one.name) == ("start", "phases")), None)
+    usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
+    if start is not None and start.step is not None:
+        began_at = start.time - start.fields.get("step_s", 0.0)
+        loading_s = start.fields["phases"].get("resume", 0.0)
+        reported = (start.step, start.time)
+    elif lines:
+        began_at = lines[0]["time"] - (lines[0]["step"] - resumed) * usual_s
+        loading_s, reported = 0.0, (resumed, began_at)
+    else:
+        return None
+    last, last_at = (lines[-1]["step"], lines[-1]["time"]) if lines else reported
+    timed = [row for row in new if "speed/step_s" in row]
+    between = [later - earlier for earlier, later in pairwise([resumed, *(row["step"] for row in timed)])]
+    return Trained(
+        resumed,
+        max(since, began_at),
+        last,
+        last_at,
+        loading_s=loading_s,
+        evaluating_s=sum(row.get("time/eval_s", 0.0) for row in lines),
+        saving_s=_saving_s(lines),
+        stalled_s=_stalled_s(timed, usual_s, _known_slow(events)),
+        line_s=median(between) * usual_s if between else 0.0,
+    )
+
+
+def _saving_s(lines: Sequence[dict[str, Any]]) -> float:
+    found, skipped = 0.0, 0
+    for row in lines:
+        found += row.get("checkpoint/save_s", 0.0)
+        if row.get("memory/skipped", skipped) == skipped:  # else its time is that of the snapshot before
+            found += row.get("memory/stalled_s", 0.0)
+        skipped = row.get("memory/skipped", skipped)
+    return found
+
+
+def _stalled_s(timed: Sequence[dict[str, Any]], usual_s: float, known: Sequence[tuple[float, float]]) -> float:
+    """What steps took beyond the usual where they were slow, or a straggler was known.
+
+    The first line is left out: the first step of a process compiles and allocates.
+    """
+    found = 0.0
+    for before, row in pairwise(timed):
+        step_s, first = row["speed/step_s"], before["step"] + 1
+        is_known = any(first <= end and begin <= row["step"] for begin, end in known)
+        if step_s > SLOW * usual_s or is_known:
+            found += max(0.0, step_s - usual_s) * (row["step"] + 1 - first)
+    return found
+
+
+def _known_slow(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """First and last step of the times in which a straggler was known."""
+    since: dict[tuple[Any, Any], float] = {}
+    found: list[tuple[float, float]] = []
+    for one in events:
+        place = one.fields.get("replica"), one.fields.get("stage")
+        if (one.kind, one.name) == ("health", "straggler"):
+            since.setdefault(place, one.fields["since_step"])
+        elif (one.kind, one.name) == ("health", "recovered") and place in since:
+            found.append((since.pop(place), one.step or math.inf))
+    return [*found, *((first, math.inf) for first in since.values())]

@@ -1,0 +1,101 @@
+"""Where a run goes back to, from what it has written, and what its next attempts are told."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.events import EventLog
+from megasdc.supervisor.back import find_back, overrides_of
+from megasdc.supervisor.diagnosis import Back, Evidence, diagnose
+from megasdc.supervisor.history import Attempt, History
+from megasdc.supervisor.journal import Entry
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that reported every second step, four samples a step."""
+    rows = [{"step": step, "time": 0.0, "data/stream_end": 4 * step} for step in range(2, 21, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def skip(log: EventLog, *steps: int) -> None:
+    """Steps that the optimizer did not take."""
+    for step in steps:
+        log.emit("skip", "optimizer_step", step=step, stream_end=4 * step)
+
+
+def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
+    """The newest reported step that is far enough before, and all samples from there to the last skipped step."""
+    with closing(EventLog(run_dir, 0)) as log:
+        skip(log, 7, 15, 16)
+        since = time.time()
+        skip(log, 17, 18)
+    assert find_back(run_dir, since, 1) == Back(14, (56, 72))
+    assert find_back(run_dir, since, 4) == Back(10, (40, 72))
+    assert find_back(run_dir, since, 100) == Back(0, (0, 72)), "it begins anew"
+    assert find_back(run_dir, since, 0) is None, "it was not asked for"
+    assert find_back(run_dir, time.time() + 1, 1) is None, "it was another attempt's"
+    assert find_back(run_dir / "absent", since, 1) is None
+
+
+def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
+    """Whether data may be skipped or not; none are."""
+    with closing(EventLog(run_dir, 0)) as log:
+        log.emit("resume", "not_loaded", step=12)
+    assert find_back(run_dir, 0.0, 0) == find_back(run_dir, 0.0, 5) == Back(11)
+    assert find_back(run_dir, time.time() + 1, 0) is None
+
+
+def test_only_what_going_back_may_help_has_a_place_to_go_back_to() -> None:
+    """NaN and Inf, and checkpoints; not a rank that failed in the same attempt."""
+    kinds = {code: diagnose(Evidence(code, 0, "a", ["it"], ["a"], back=Back(4))).back for code in (72, 74, 1, 77)}
+    assert kinds == {72: Back(4), 74: Back(4), 1: None, 77: None}
+
+
+def entry(kind: str, **fields: Any) -> Entry:
+    """As the journal returns it, through JSON."""
+    return Entry(1, 0.0, kind, json.loads(json.dumps(fields)))
+
+
+def test_attempts_go_back_until_one_has_gone_on_from_there() -> None:
+    """Then the newest checkpoint counts again; the samples are skipped for good."""
+    history = History(slots={"a": 1}, num_hosts=1)
+
+    def attempt(trained: dict[str, Any] | None) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+        planned = entry("planned", attempt=1, slots={"a": 1}, launch_id="x", at_most=history.at_most, skip=history.skip)
+        history.add(planned)
+        said = {"kind": "non_finite", "hosts": [], "step": 9, "text": "t"}
+        history.add(entry("ended", exit_code=74, diagnosis=said, trained=trained))
+        assert history.attempt is not None
+        return history.attempt.at_most, history.attempt.skip
+
+    def decided(back: dict[str, Any] | None) -> None:
+        history.add(entry("decided", action="go back", text="t", replaced=[], pause_s=0.0, back=back))
+
+    assert attempt({"resumed": 0}) == (None, ())
+    decided({"at_most": 4, "skip": [16, 32]})
+    assert history.decision is not None and history.decision.back == Back(4, (16, 32))
+    assert attempt(None) == (4, ((16, 32),)), "it ended before its first step"
+    assert attempt({"resumed": 4}) == (4, ((16, 32),))
+    decided({"at_most": 2, "skip": None})
+    assert attempt({"resumed": 2}) == (2, ((16, 32),))
+    assert attempt({"resumed": 8}) == (None, ((16, 32),))
+    assert history.went_back == 2
+
+
+def test_an_attempt_is_told_with_the_ranges_of_the_configuration() -> None:
+    """They ascend and do not overlap; where it does not go back and skips nothing, nothing is said."""
+    plain = Attempt(1, {"a": 1}, "x", 0.0)
+    assert overrides_of(plain, [[3, 5]]) == []
+    back = Attempt(2, {"a": 1}, "y", 0.0, at_most=0, skip=((40, 60), (8, 12), (10, 16)))
+    assert overrides_of(back, [[60, 61], [0, 2]]) == [
+        "megasdc.checkpoint.resume_at_most=0",
+        "megasdc.data.skip=[[0, 2], [8, 16], [40, 61]]",
+    ]

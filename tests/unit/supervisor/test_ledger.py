@@ -1,0 +1,110 @@
+"""A ledger names hosts that fail much more often than others, and survives whatever is written beside it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megasdc.errors import LaunchError, StorageError
+from megasdc.supervisor.command import _suspect
+from megasdc.supervisor.history import HOSTS, History
+from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.ledger import DAY_S, Ledger, Use, judge
+
+NOW = 100 * DAY_S
+
+
+def use(number: int, *hosts: str, hours: float = 1.0, failed: str | None = None, time: float = NOW) -> Use:
+    """An attempt."""
+    return Use(str(number), time, hours, hosts, failed, "it failed" if failed else "")
+
+
+@pytest.mark.parametrize(
+    ("failures", "hours", "others", "others_hours"), [(0, 5, 3, 90), (3, 2, 1, 400), (9, 300, 8, 900)]
+)
+def test_the_posterior_is_that_of_the_integral(failures: int, hours: int, others: int, others_hours: int) -> None:
+    """Prior density times likelihood, integrated in float64 above twice the mean of the others."""
+    uses = [use(number, "a", hours=hours / max(failures, 1), failed="a") for number in range(failures)]
+    uses += [] if failures else [use(0, "a", hours=hours)]
+    uses += [use(100 + number, "b", "c", hours=others_hours / 2 / others, failed="b") for number in range(others)]
+    found = judge(uses, "a", NOW, 30)
+    mean = (others + 0.5) / others_hours
+    rates = np.linspace(0, 400 * mean + 60 * (failures + 1) / hours, 2_000_001)
+    posterior = np.exp(-rates / mean) * rates**failures * np.exp(-rates * hours)
+    expected = posterior[rates > 2 * mean].sum() / posterior.sum()
+    assert math.isclose(found.probability, expected, rel_tol=1e-3)
+    assert (found.failures, found.hours, found.fleet_per_hour) == (failures, pytest.approx(hours), pytest.approx(mean))
+
+
+def test_few_hosts_that_fail_often_are_suspect_and_others_are_not() -> None:
+    """Of a hundred hosts with equal rates none is; one that fails ten times as often is; old failures do not count."""
+    generator = np.random.default_rng(7)
+    names = [f"h{number}" for number in range(100)]
+    uses = [
+        use(number, *names, failed=names[generator.integers(100)] if generator.random() < 0.5 else None)
+        for number in range(400)
+    ]
+    suspects = [name for name in names if judge(uses, name, NOW, 30).is_suspect]
+    assert len(suspects) <= 5, "a tenth at most would be by chance"
+    bad = [use(1000 + number, *names, failed="h3") for number in range(20)]
+    assert judge(uses + bad, "h3", NOW, 30).is_suspect
+    assert "times as likely to fail as the others with a probability of 100%" in str(judge(uses + bad, "h3", NOW, 30))
+    assert not judge(uses + bad, "h3", NOW + 31 * DAY_S, 30).is_suspect, "nothing is left of it"
+    assert not judge([], "h3", NOW, 30).is_suspect
+
+
+def test_several_supervisors_write_each_line_once(tmp_path: Path) -> None:
+    """Also a supervisor that says the same again, and after one was killed within a line."""
+    ledger = Ledger(tmp_path / "folder" / "ledger.jsonl")
+    ledger.add(use(0, "a"))
+    with open(ledger.path, "a") as file:
+        file.write('{"key": "torn')
+
+    def write(first: int) -> None:
+        for number in range(first, first + 20):
+            Ledger(ledger.path).add(use(number, "a", "b", failed="b"))
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (1, 11, 21)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(one.key) for one in ledger.read()) == list(range(41))
+    ledger.path.write_text("{}\n")
+    with pytest.raises(StorageError, match="line 1 of the ledger"):
+        ledger.read()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        Ledger(tmp_path / "file" / "ledger.jsonl").add(use(1, "a"))
+
+
+def suspected(tmp_path: Path, ledger: Ledger, num_hosts: int) -> list[str]:
+    """Hosts that a new run on so many of the hosts a, b, c does not use at first."""
+    with Journal(tmp_path / str(num_hosts), print) as journal:
+        journal.write(HOSTS, slots={"a": 1, "b": 1, "c": 1}, num_hosts=num_hosts)
+        _suspect(journal, ledger, 30)
+        return list(History.of(journal.entries).replaced)
+
+
+def test_suspects_wait_for_a_test_as_far_as_there_are_others(tmp_path: Path) -> None:
+    """The worst first, and never so many that the run lacks hosts."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    assert suspected(tmp_path / "empty", ledger, 1) == []
+    others = [f"h{number}" for number in range(40)]
+    for number in range(24):
+        ledger.add(use(number, "a", "b", "c", *others, failed="ab"[number % 3 > 0], time=2e9))
+    assert suspected(tmp_path, ledger, 1) == ["b", "a"]
+    assert suspected(tmp_path, ledger, 2) == ["b"]
+    assert suspected(tmp_path, ledger, 3) == []
+
+
+def test_the_ledger_of_another_cluster_is_refused(tmp_path: Path) -> None:
+    """It would say nothing of these hosts."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.add(use(1, "x1", "x2"))
+    with pytest.raises(LaunchError, match="knows none of the hosts a, b, c, but x1 and others"):
+        suspected(tmp_path, ledger, 2)
