@@ -2,8 +2,8 @@
 
 A prediction is of a run with so many failures by cause, so many of which met a start, of so many seconds of training
 that count, with its steps and the intervals of its saves. When failures come and what is computed again follow from the
-model: predicted is the mean of simulated runs with as many failures, or nearly. Pieces of other runs make it one of a
-run that nothing but its failures is known of.
+model: predicted is the mean of simulated runs with as many failures. Pieces of other runs make it one of a run that
+nothing but its failures is known of.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ CAUSE_OF = {
 PRODUCTIVE, PAUSED, OTHER = "productive", "paused", "other"
 PARTS = (PRODUCTIVE, RECOMPUTED, PAUSED, STARTING, DETECTING, DECIDING, OTHER)
 """Parts of a run's time that a prediction knows; ``OTHER`` is as it was measured."""
+_LOST = (RECOMPUTED, PAUSED, STARTING, DETECTING, DECIDING)
+"""Those that are simulated."""
 _PART_OF = {
     "productive": PRODUCTIVE,
     "recomputed": RECOMPUTED,
@@ -53,8 +55,8 @@ _PART_OF = {
     "deciding": DECIDING,
 }
 """Of the parts of ``megasdc.supervisor.goodput``; of the others it is ``OTHER``."""
-_TRIALS, _KEPT = 20_000, 200
-"""Simulated runs of a prediction, and those of them, nearest in the number of failures, that it is the mean of."""
+_TRIALS, _KEPT = 20_000, 2_000
+"""Simulated runs of a prediction, and those of them, nearest in the number of failures, that it is made of."""
 
 
 @dataclass(frozen=True)
@@ -229,16 +231,12 @@ def predict_run(run: Measured, pieces: Pieces, others: bool, sections: MegasdcSe
         ValueError: the model can make no progress with them.
     """
     runs = simulate_runs(_fleet(run, pieces, sections), _TRIALS, seed, training_s=run.parts[PRODUCTIVE])
-    kept = _nearest(runs, run.pieces)
-    lost = runs.lost_s[kept].sum(axis=1).mean(axis=0)
     other_s = run.parts[OTHER]
-    found = {
-        **dict(zip(LOST, lost.tolist(), strict=True)),
-        PRODUCTIVE: run.parts[PRODUCTIVE],
-        PAUSED: float(runs.paused_s[kept].mean()),
-        OTHER: other_s,
-    }
-    low, high = np.quantile(run.parts[PRODUCTIVE] / (runs.wall_s[kept] + other_s), (0.05, 0.95))
+    lost = dict(zip(LOST, runs.lost_s.sum(axis=1).T, strict=True)) | {PAUSED: runs.paused_s}
+    seconds, spread = _at_failures(runs, run.pieces, np.stack([lost[part] for part in _LOST], axis=1))
+    found = {**dict(zip(_LOST, seconds, strict=True)), PRODUCTIVE: run.parts[PRODUCTIVE], OTHER: other_s}
+    wall_s = sum(found.values())
+    low, high = np.quantile(run.parts[PRODUCTIVE] / (wall_s + spread), (0.05, 0.95))
     return Prediction(
         path=str(run.path),
         others=others,
@@ -251,11 +249,20 @@ def predict_run(run: Measured, pieces: Pieces, others: bool, sections: MegasdcSe
     )
 
 
-def _nearest(runs: Runs, pieces: Pieces) -> np.ndarray:
-    """Places of the simulated runs whose numbers of failures, in starts and later, are nearest."""
-    late = len(pieces.failed) - pieces.early
-    apart = abs(runs.early - pieces.early) + abs(runs.failures.sum(axis=1) - runs.early - late)
-    return np.argsort(apart, kind="stable")[:_KEPT]
+def _at_failures(runs: Runs, pieces: Pieces, seconds: np.ndarray) -> tuple[list[float], np.ndarray]:
+    """Seconds of parts, [run, part], of a run with as many failures, in starts and later, as there were.
+
+    By linear regression over the simulated runs whose numbers are nearest; few may have just these.
+
+    Returns:
+        Seconds of each part, and by how much all of them together differ between runs, [run].
+    """
+    wanted = np.array([1, pieces.early, len(pieces.failed) - pieces.early])
+    counts = np.stack([np.ones(len(seconds)), runs.early, runs.failures.sum(axis=1) - runs.early], axis=1)
+    kept = np.argsort(abs(counts - wanted).sum(axis=1), kind="stable")[:_KEPT]
+    slopes = np.linalg.lstsq(counts[kept], seconds[kept], rcond=None)[0]
+    spread = (seconds[kept] - counts[kept] @ slopes).sum(axis=1)
+    return (wanted @ slopes).tolist(), spread
 
 
 def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:

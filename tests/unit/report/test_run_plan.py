@@ -55,6 +55,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             journal.write("ended", exit_code=0, diagnosis=said, trained=trained)
             journal.write("decided", action=action, text="", replaced=["a"] if number == 1 else [], pause_s=0.0)
             now += 2
+        journal.write("finished", exit_code=0, text="")
     return folder
 
 
@@ -85,9 +86,7 @@ def test_figures_of_a_run(supervised: Path) -> None:
     found = result(*SMALL, "--run", supervised)
     assert [one["failures"] for one in found["predictions"]] == [{"host": 1}]
     predicted, measured = found["predictions"][0]["shares"]
-    assert measured == pytest.approx((2 + 3) / (45 + 2 + 16 + 2), abs=0.05) and predicted == pytest.approx(
-        measured, abs=0.03
-    )
+    assert measured == pytest.approx((2 + 3) / (45 + 2 + 16 + 2)) and predicted == pytest.approx(measured, abs=0.03)
     costs, origins = found["fleet"]["costs"], found["origins"]
     assert (costs["step_s"], costs["disk_stall_s"], costs["restart_disk_s"]) == (0.5, 1.0, pytest.approx(12.0))
     assert found["fleet"]["deciding_s"] == pytest.approx(2.0)
