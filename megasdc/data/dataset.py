@@ -13,28 +13,22 @@ Deliberate differences from Megatron's BlendedMegatronDatasetBuilder:
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.tokenizers import MegatronTokenizerBase
 
 from megasdc.config.sections.data import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.blocks import BlockChecksums, CheckedReader
-from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, kept_index, tell_nobody
+from megasdc.data.epoch import DocumentPart, EpochConfig, EpochDataset, TokenizerAdapter
+from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, tell_nobody
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import verify_prepared
 from megasdc.errors import DataError
-
-_INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
 
 def build_datasets(
@@ -235,7 +229,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self._cache = cache
         self._on_damage = on_damage
         self._mask_end_of_document = section.mask_end_of_document
-        self._adapter = _TokenizerAdapter(str(self.path), manifest, self.identity)
+        self._adapter = TokenizerAdapter(str(self.path), manifest, self.identity)
         self._prefix = str(self.path.with_suffix(""))
         self._tokens = IndexedDataset(self._prefix)
         if manifest.block_bytes is not None:
@@ -244,7 +238,7 @@ class TokenDataset(torch.utils.data.Dataset):
                 BlockChecksums(self.path, manifest.block_bytes),
                 manifest.files[self.path.name].size_bytes,
             )
-        self._epochs: dict[int, GPTDataset] = {}
+        self._epochs: dict[int, EpochDataset] = {}
         self.samples_per_epoch = len(self._epoch(0))
 
     def prolong(self, num_samples: int) -> None:
@@ -265,21 +259,30 @@ class TokenDataset(torch.utils.data.Dataset):
         Returns:
             tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
         """
-        if not 0 <= position < self.num_samples:
-            raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
-        epoch, index = divmod(position, self.samples_per_epoch)
+        epoch, index = self._place(position)
         sample = self._epoch(epoch)[index]
         tokens, labels, loss_mask = sample["tokens"], sample["labels"], sample["loss_mask"].clone()
         if self._mask_end_of_document:
             loss_mask[labels == self._adapter.eod] = 0.0
         return tokens, labels, loss_mask
 
-    def _epoch(self, number: int) -> GPTDataset:
+    def documents(self, position: int) -> list[DocumentPart]:
+        """The parts of documents of the sample at a position in [0, len), in order: its tokens and the last label."""
+        epoch, index = self._place(position)
+        return self._epoch(epoch).documents(index)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """Epoch of a position, and the sample in it."""
+        if not 0 <= position < self.num_samples:
+            raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
+        return divmod(position, self.samples_per_epoch)
+
+    def _epoch(self, number: int) -> EpochDataset:
         """The dataset of an epoch; the latest two epochs are kept in memory."""
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[min(self._epochs)]
-            config = _EpochConfig(
+            config = EpochConfig(
                 random_seed=xxhash.xxh32_intdigest(f"{self._seed} {number}".encode()),
                 sequence_length=self.sequence_length,
                 blend_per_split=[([self._prefix], None) if split is self._split else None for split in Split],
@@ -293,61 +296,5 @@ class TokenDataset(torch.utils.data.Dataset):
                 on_damage=self._on_damage,
             )
             documents = np.arange(len(self._tokens), dtype=np.int32)
-            self._epochs[number] = _EpochDataset(self._tokens, self._prefix, documents, None, self._split, config)
+            self._epochs[number] = EpochDataset(self._tokens, self._prefix, documents, None, self._split, config)
         return self._epochs[number]
-
-
-@dataclass
-class _EpochConfig(GPTDatasetConfig):
-    """Megatron's config with our cache folder; `path_to_cache` is "", so that Megatron builds in memory."""
-
-    index_cache: Path | None = None
-    on_damage: OnDamage = tell_nobody
-
-
-class _EpochDataset(GPTDataset):
-    """One epoch; the index is Megatron's, its cache is ours (see the module's docstring)."""
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        folder = self.config.index_cache / self.unique_description_hash
-        documents, samples, shuffle = kept_index(folder, _INDEX_NAMES, self._build_in_memory, self.config.on_damage)
-        return documents, samples, shuffle
-
-    def _build_in_memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        # Megatron warns that the index is not saved, which is intended: kept_index saves it.
-        upstream = logging.getLogger("megatron.core.datasets.gpt_dataset")
-        level = upstream.level
-        upstream.setLevel(logging.ERROR)
-        try:
-            return super()._build_document_sample_shuffle_indices()
-        finally:
-            upstream.setLevel(level)
-
-
-class _TokenizerAdapter(MegatronTokenizerBase):
-    """Tokenizer interface for GPTDataset: vocabulary size, end-of-document id, and an identity for the cache."""
-
-    def __init__(self, path: str, manifest: Manifest, identity: str) -> None:
-        super().__init__(path, {})
-        self._manifest = manifest
-        self.unique_identifiers = {"data": identity}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._manifest.tokenizer.vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._manifest.tokenizer.end_of_document
-
-    def tokenize(self, text: str) -> list[int]:
-        raise NotImplementedError("prepared data are tokenized already")
-
-    def detokenize(self, ids: list[int]) -> str:
-        raise NotImplementedError("use megasdc.data.tokenizer.load_tokenizer")
-
-    def vocab(self) -> dict[str, int]:
-        raise NotImplementedError("use megasdc.data.tokenizer.load_tokenizer")
-
-    def apply_chat_template(self) -> Any:
-        raise NotImplementedError("pretraining has no chat template")

@@ -69,6 +69,14 @@ class Position:
                 consumed += 1
         return taken, Position(consumed, self.order, tuple(again))
 
+    def after(
+        self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
+    ) -> Position:
+        """The position after the next ``count`` samples; arguments of ``take``."""
+        if not self.again and not skip:
+            return Position(self.consumed + count, self.order)
+        return self.take(count, dp_rank, dp_size, epoch, skip)[1]
+
     def pass_over(
         self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
     ) -> Position:

@@ -130,13 +130,13 @@ class DecisionLog:
         self._file.close()
 
 
-def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int, StepDecisions]:
+def read_decisions(path: Path | str, data: int, micro_batches: int | None) -> dict[int, StepDecisions]:
     """The logged decisions of a run, by step.
 
     Args:
         path: its ``decisions.jsonl``; an incomplete last line is ignored.
         data: number of replicas that it must have.
-        micro_batches: of a replica's step that it must have.
+        micro_batches: of a replica's step that it must have; None: any number.
 
     Raises:
         ConfigError: the file is missing, is no such log, or is of another layout.
@@ -155,10 +155,11 @@ def read_decisions(path: Path | str, data: int, micro_batches: int) -> dict[int,
             if "start" in line:
                 last, found = int(line["start"]["step"]), (line["start"]["data"], line["start"]["micro_batches"])
                 steps = {step: one for step, one in steps.items() if step <= last}
-                if found != (data, micro_batches):
+                if found != (data, found[1] if micro_batches is None else micro_batches):
+                    wanted = "" if micro_batches is None else f" with {micro_batches}"
                     raise ConfigError(
                         f"{place}: {path} is of {found[0]} replicas with {found[1]} micro-batches a step, this run has "
-                        f"{data} with {micro_batches}; use the same numbers, or another file."
+                        f"{data}{wanted}; use the same numbers, or another file."
                     )
             else:
                 steps[int(line["step"])] = _step_of(line, data)

@@ -103,7 +103,8 @@ def check_hosts(job: Job) -> Finding:
         raise kind("; ".join(report.problems))
     where = "this host" if not job.plan.placement.remote else f"{len(job.slots)} hosts"
     versions = next(iter(report.facts.values()))["versions"]
-    text = f"{where}, {job.num_ranks} rank{'s' if job.num_ranks > 1 else ''}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
+    ranks = f"{job.num_ranks} rank{'s' if job.num_ranks > 1 else ''}"
+    text = f"{where}, {ranks}, torch {versions['torch']}, deepspeed {versions['deepspeed']}"
     if not job.spares:
         return with_warnings(text, [])
     plan = spares_only(job.plan, job.spares)

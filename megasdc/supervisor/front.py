@@ -52,7 +52,8 @@ def run(launch: dict[str, Any]) -> FrontResult:
     words = {name: tuple(value) for name, value in launch.items() if isinstance(value, list)}
     try:
         found = launch_run(LaunchRequest(**{**launch, **paths, **words}))
-        return FrontResult(found.exit_code, found.failed_rank, found.failed_host, found.lines, found.stopped_by)
+        ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
+        return FrontResult(*ended, stopped_by=found.stopped_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

@@ -95,3 +95,12 @@ class AuditSection(Section):
     verify_checkpoints: bool = setting(
         False, "Also audit the step after each checkpoint, so that it is verified at once."
     )
+
+    def is_due(self, step: int, save_interval: int) -> bool:
+        """Whether the number of a step makes it an audited one; ``save_interval``: steps, 0 for no checkpoints."""
+        after_save = self.verify_checkpoints and save_interval and step > 1 and (step - 1) % save_interval == 0
+        return self.enabled and bool(step % self.interval == 0 or after_save)
+
+    def source(self, step: int, replicas: int) -> int:
+        """The replica whose first micro-batch all replicas compute in an audited step: another at each audit."""
+        return step // self.interval % replicas

@@ -123,10 +123,7 @@ class Detection(Hook):
 
     def is_audit(self, step: int) -> bool:
         """Whether a step is audited; the same on all ranks."""
-        if not self._audit.enabled:
-            return False
-        after_save = self._audit.verify_checkpoints and self._save_interval and (step - 1) % self._save_interval == 0
-        return bool(step % self._audit.interval == 0 or (after_save and step > 1) or self._requested)
+        return self._requested or self._audit.is_due(step, self._save_interval)
 
     def audited_submodules(self, step: int) -> Collection[str]:
         """Submodules that the audit observes in a step."""
@@ -189,9 +186,9 @@ class Detection(Hook):
             self._parameters.start()
 
     def _share(self, run: Run, step: int) -> Shared:
-        """The replica whose samples all replicas use, another at each audit, and their positions."""
+        """The replica whose samples all replicas use, and their positions."""
         dims = run.dims
-        source = step // self._audit.interval % dims.data
+        source = self._audit.source(step, dims.data)
         positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
         if dims.is_first_stage and dims.dp_rank == source:  # reads every micro-batch; stages in the middle read none
             positions = torch.tensor(run.loader.next_positions)

@@ -75,7 +75,6 @@ def test_every_second_is_in_one_part() -> None:
             "detecting": 16.0 + 20.0,
             "ending": 5.0,
             "deciding": 5.0 + 5.0 + 1.0 + 1.0,
-            "queued": 0.0,
         }
     )
     assert found is not None and found.effective_ratio == pytest.approx(60.0 / 201.0)

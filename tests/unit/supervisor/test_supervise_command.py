@@ -81,7 +81,7 @@ def test_all_hosts_are_excluded(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("decided", {"action": "replace hosts", "text": said["text"], "replaced": ["a", "b"], "pause_s": 0.0}),
     )
     code, text = supervise(capsys, tmp_path, config)
-    assert code == 78 and "1 hosts are needed, and 0 are left" in text
+    assert code == 78 and "1 hosts are needed, and 0 of" in text
 
 
 def test_a_journal_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

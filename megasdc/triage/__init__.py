@@ -1,0 +1,1 @@
+"""What a step of a run was trained on, and what went wrong in it."""
