@@ -39,8 +39,8 @@ def run_plan_page(plan: RunPlan) -> Page:
 def _sentences(plan: RunPlan) -> Iterator[str]:
     fleet, spares = plan.fleet, plan.spares
     yield (
-        f"a failure every {duration(1 / fleet.per_s)}; saves every {_steps(plan.intervals.memory)} in memory and "
-        f"{_steps(plan.intervals.disk)} on the disk; by formula, if none waits for a spare, {plan.expected:.2%}"
+        f"a failure every {duration(1 / fleet.per_s)}; saves: {_saves(plan)}; "
+        f"by formula, if none waits for a spare, {plan.expected:.2%}"
     )
     yield "of the time: " + ", ".join(f"{name} {share:.2%}" for name, share in plan.parts.items())
     yield (
@@ -51,8 +51,9 @@ def _sentences(plan: RunPlan) -> Iterator[str]:
     yield f"corruption that nothing finds, in no part of the time: {plan.missed:.2g} times in the run, expected"
 
 
-def _steps(steps: float | None) -> str:
-    return "no step" if steps is None else f"{steps:,.0f} steps"
+def _saves(plan: RunPlan) -> str:
+    memory, disk = ("none" if one is None else f"every {one:,.0f} steps" for one in vars(plan.intervals).values())
+    return f"in memory {memory}, on the disk {disk}"
 
 
 def _causes(plan: RunPlan) -> Table:
@@ -167,7 +168,7 @@ def _inputs(plan: RunPlan) -> Table:
         "audit_cost": f"{audits.cost:.1%} of a step",
         "spares": f"{fleet.spares:,}",
         "repair_hours": duration(fleet.repair_s),
-        "intervals": f"{_steps(plan.intervals.memory)} in memory, {_steps(plan.intervals.disk)} on the disk",
+        "intervals": _saves(plan),
     }
     rows = [(name, value, plan.origins.get(name, "")) for name, value in values.items()]
     return Table("inputs", ("figure", "value", "from"), rows, searched=False, title="what was counted with")
