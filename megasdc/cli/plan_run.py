@@ -131,8 +131,8 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
     from megasdc.supervisor.planning.measured import measure_run
     from megasdc.supervisor.planning.run_plan import make_run_plan
 
-    measured = [measure_run(path, time.time()) for path in options.run]
     costs = [load_run_costs(path) for path in options.run]
+    measured = [measure_run(path, time.time()) for path in options.run]
     origins = Origins(ASSUMED)
     try:
         predictions, notes = _predictions(measured, costs, options.seed)

@@ -123,7 +123,7 @@ COMMANDS = (
     Command("plan-checkpoints --trials 0 --run {in}", "run", 71),
     Command("plan-checkpoints --trials 0 --out {out}"),
     Command("plan-checkpoints --trials 0 --figure {out}"),
-    Command("plan-run --days 1 --trials 2 --run {in}", "run", 71, done=71),  # it was not supervised
+    Command("plan-run --days 1 --trials 2 --run {in}", "run", 71, done=71, prints=False),  # it was not supervised
     Command("plan-run --days 1 --trials 2 --out {out}"),
     Command("plan-run --days 1 --trials 2 --figure {out}"),
     Command("study {in}", "study", 71),
