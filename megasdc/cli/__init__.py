@@ -10,7 +10,7 @@ from megasdc.program import run as run_program
 
 # isort: off
 from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401 - in the order of --help
-from megasdc.cli import plan, plan_checkpoints, dropcompute, study, sweep, report, metrics, triage  # noqa: F401
+from megasdc.cli import plan, plan_checkpoints, plan_run, dropcompute, study, sweep, report, metrics, triage  # noqa: F401
 # isort: on
 
 __all__ = ["app", "main"]

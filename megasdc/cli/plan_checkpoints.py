@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 from megasdc.cli.app import Output, app, input_option
-from megasdc.cli.options import name_of, option
+from megasdc.cli.options import option
+from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_saves
 from megasdc.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -49,28 +50,12 @@ class FailureOptions:
 class CostOptions:
     """Options of what saves and restarts cost."""
 
-    step_s: float | None = option(None, "Seconds of a step; default: 10.", min=0)
-    memory_stall_s: float | None = option(
-        None, "Seconds that training stands still for a snapshot in host memory; default: none are made.", min=0
-    )
-    partners: bool = option(False, "Each snapshot in memory is copied to another host.", "--partners")
-    disk_stall_s: float | None = option(
-        None, "Seconds that training stands still for a checkpoint on the disk; default: 10.", min=0
-    )
-    disk_duration_s: float | None = option(
-        None,
-        "Seconds until a checkpoint is whole on the disk, if written in the background; default: --disk-stall-s.",
-        min=0,
-    )
+    saves: SaveOptions
+    restarts: RestartOptions
     verification_steps: int | None = option(
         None, "Steps from a checkpoint to the audit that verifies it, at most; default: 50.", min=0
     )
     detection_s: float | None = option(None, "Seconds from a failure to the begin of the restart; default: 60.", min=0)
-    restart_memory_s: float | None = option(
-        None, "Seconds of a restart from host memory, to its first step; default: 60.", min=0
-    )
-    restart_partner_s: float | None = option(None, "Seconds of a restart from a partner's memory; default: 90.", min=0)
-    restart_disk_s: float | None = option(None, "Seconds of a restart from the disk; default: 300.", min=0)
 
 
 @dataclass(frozen=True)
@@ -109,13 +94,13 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     if options.trials == 1:
         raise typer.BadParameter("--trials: got 1, needed at least 2 for an interval of confidence, or 0")
 
-    from megasdc.checkpoint.planning.job import Job
+    from megasdc.checkpoint.planning.job import ASSUMED, Job
     from megasdc.checkpoint.planning.plan import make_plan
     from megasdc.progress import progress_bars
     from megasdc.report.checkpoint_plan_page import checkpoint_plan_page
 
     measured, sections = _read(options)
-    origins = _Origins()
+    origins = Origins(ASSUMED)
     try:
         shares, mtbf_s = _failures(options.failures, origins)
         job = Job(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
@@ -133,23 +118,6 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     output.write(plan, checkpoint_plan_page)
 
 
-@dataclass
-class _Origins:
-    """Where each figure comes from, as it is chosen."""
-
-    found: dict[str, str] = field(default_factory=dict)
-
-    def choose(self, name: str, given: Any, *others: tuple[Any, str]) -> Any:
-        """The value that was given, else the first other one that is not None, else the assumed one."""
-        from megasdc.checkpoint.planning.job import ASSUMED
-
-        for value, origin in ((given, name_of(name)), *others, (ASSUMED.get(name), "assumed")):
-            if value is not None:
-                self.found[name] = origin
-                return value
-        return None
-
-
 def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSection | None]:
     """What the run measured, and the configuration that is compared."""
     from megasdc.config import load_config
@@ -164,7 +132,7 @@ def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSect
     return measured, None if measured is None else measured.sections
 
 
-def _failures(options: FailureOptions, origins: _Origins) -> tuple[Shares, float]:
+def _failures(options: FailureOptions, origins: Origins) -> tuple[Shares, float]:
     """Shares of kinds, and mean seconds between failures of the job."""
     from megasdc.checkpoint.planning.rates import PRESETS, Shares
 
@@ -186,7 +154,7 @@ def _failures(options: FailureOptions, origins: _Origins) -> tuple[Shares, float
     return shares, _HOUR_S / (rate * hosts) if rate else math.inf
 
 
-def _published(options: FailureOptions, origins: _Origins) -> str:
+def _published(options: FailureOptions, origins: Origins) -> str:
     """What the preset is, where a figure of it was taken."""
     from megasdc.checkpoint.planning.rates import PRESETS
 
@@ -206,42 +174,19 @@ def _rate_of_host(options: FailureOptions, preset: Preset) -> float:
     return preset.per_device_hour * options.devices_per_host
 
 
-def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: _Origins) -> Costs:
+def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: Origins) -> Costs:
     """Seconds of everything: as given, else as the run measured, else as assumed."""
     from megasdc.checkpoint.planning.job import Costs
 
-    steps = "speed/step_s of the run"
-    saves = ""
-    if run is not None and run.size_bytes is not None:
-        saves = f"median of {run.saves:,} saves of the run, of {run.size_bytes / 1e6:,.1f} MB"
-    step_s = origins.choose("step_s", options.step_s, (run and run.step_s, steps))
-    stall_s = origins.choose("disk_stall_s", options.disk_stall_s, (run and run.stall_s, saves))
-    measured_s = run.duration_s if run and options.disk_stall_s is None else None
-    duration_s = origins.choose(
-        "disk_duration_s",
-        options.disk_duration_s,
-        (measured_s and max(measured_s, stall_s), saves),
-        (stall_s, "the stall: nothing is written in the background"),
-    )
+    saves = choose_saves(options.saves, run, sections, origins)
     audit = sections.audit if sections is not None and sections.audit.enabled else None
     verified_after = audit and (1 if audit.verify_checkpoints else audit.interval)
     verification = origins.choose("verification_steps", options.verification_steps, (verified_after, "`audit`"))
     origins.found["verification_s"] = f"{verification:,} steps ({origins.found.pop('verification_steps')})"
-    memory_s = origins.choose(
-        "memory_stall_s", options.memory_stall_s, (run and run.memory_stall_s, "median of the run's snapshots")
-    )
-    origins.found.setdefault("memory_stall_s", "no snapshots")
-    kept = sections is not None and sections.checkpoint.memory.partners
-    origins.found["partners"] = "--partners" if options.partners else "`checkpoint.memory`" if kept else "no copies"
+    restarts = {name: origins.choose(name, given) for name, given in vars(options.restarts).items()}
     return Costs(
-        step_s=step_s,
-        memory_stall_s=memory_s,
-        partners=options.partners or (kept and memory_s is not None),
-        disk_stall_s=stall_s,
-        disk_duration_s=duration_s,
-        verification_s=verification * step_s,
+        **saves,
+        verification_s=verification * saves["step_s"],
         detection_s=origins.choose("detection_s", options.detection_s),
-        restart_memory_s=origins.choose("restart_memory_s", options.restart_memory_s),
-        restart_partner_s=origins.choose("restart_partner_s", options.restart_partner_s),
-        restart_disk_s=origins.choose("restart_disk_s", options.restart_disk_s),
+        **restarts,
     )

@@ -54,7 +54,8 @@ PARTS = (
 )
 SILENT_S, SILENT_LINES = 120.0, 5
 """A running attempt is silent after so many seconds without a line of metrics, or so many times the usual."""
-_WELL = ("done", "stopped", "preempted")
+WELL = ("done", "stopped", "preempted")
+"""Kinds of diagnosis of attempts that ended well."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _tail(turn: _Turn, until: float) -> str:
     if turn.trained is None:
         return "starting"
     if turn.ended is not None:
-        return "ending" if turn.ended.fields["diagnosis"]["kind"] in _WELL else "detecting"
+        return "ending" if turn.ended.fields["diagnosis"]["kind"] in WELL else "detecting"
     if turn.front_at is not None:
         return "detecting"
     silent = until - turn.trained.last_at > max(SILENT_S, SILENT_LINES * turn.trained.line_s)

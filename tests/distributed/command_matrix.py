@@ -126,6 +126,9 @@ COMMANDS = (
     Command("plan-checkpoints --trials 0 --run {in}", "run", 71),
     Command("plan-checkpoints --trials 0 --out {out}"),
     Command("plan-checkpoints --trials 0 --figure {out}"),
+    Command("plan-run --days 1 --trials 2 --run {in}", "run", 71, done=71),  # it was not supervised
+    Command("plan-run --days 1 --trials 2 --out {out}"),
+    Command("plan-run --days 1 --trials 2 --figure {out}"),
     Command("study {in}", "study", 71),
     Command("study {base}/study --out {out}"),
     Command("sweep --dry-run {in}", "sweep.json", 70),

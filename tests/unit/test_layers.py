@@ -58,7 +58,10 @@ LAYERS = {
 }
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 a part may import those before it."""
-ROOMS = {"checkpoint": ["formats", "", "snapshots", "planning", "views", "compare"]}
+ROOMS = {
+    "checkpoint": ["formats", "", "snapshots", "planning", "views", "compare"],
+    "supervisor": ["", "planning"],
+}
 """Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
 NO_TORCH = {
     "errors",

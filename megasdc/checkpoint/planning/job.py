@@ -83,6 +83,12 @@ class Costs:
         """Whether there are snapshots in host memory."""
         return self.memory_stall_s is not None
 
+    def source(self, host_lost: bool) -> str:
+        """Which of ``SOURCES`` a restart reads where the newest save is to be trusted."""
+        if self.memory_stall_s is None or (host_lost and not self.partners):
+            return DISK
+        return PARTNER if host_lost else MEMORY
+
     @property
     def lag_s(self) -> float:
         """Seconds from the end of the stall of a save until it is whole on the disk."""
@@ -150,12 +156,10 @@ class Job:
     def needs(self) -> dict[str, float]:
         """Share of failures by what a restart from them reads, of each of ``SOURCES``."""
         host, older = self.shares.host, self.shares.older
-        ranks = 1 - host - older
-        if not self.costs.has_memory:
-            return {MEMORY: 0.0, PARTNER: 0.0, DISK: ranks + host, VERIFIED: older}
-        if self.costs.partners:
-            return {MEMORY: ranks, PARTNER: host, DISK: 0.0, VERIFIED: older}
-        return {MEMORY: ranks, PARTNER: 0.0, DISK: host, VERIFIED: older}
+        needs = {**dict.fromkeys(SOURCES, 0.0), VERIFIED: older}
+        needs[self.costs.source(host_lost=False)] += 1 - host - older
+        needs[self.costs.source(host_lost=True)] += host
+        return needs
 
     @property
     def outages_s(self) -> dict[str, float]:

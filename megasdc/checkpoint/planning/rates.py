@@ -1,10 +1,11 @@
-"""Published failure rates, and the shares of failures by what a restart from them needs.
+"""Published failure rates, and the shares of failures by what a restart from them needs, and by cause.
 
 Rates are scaled linearly with the number of devices: a job ends with the first device that fails.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 HOURS_PER_DAY = 24
@@ -37,6 +38,7 @@ class Preset:
     Args:
         source: where it was published, with the year.
         note: how the numbers were read.
+        causes: shares by cause, of ``CAUSES``.
         failures: counted failures; None: of so many devices and days nothing was published.
         days: in which they were counted.
         devices: on which they were counted.
@@ -45,6 +47,7 @@ class Preset:
     source: str
     note: str
     shares: Shares
+    causes: Mapping[str, float]
     failures: float | None = None
     days: float = 0
     devices: int = 0
@@ -78,6 +81,36 @@ LLAMA3_CAUSES = {
 _COUNTS = {kind: sum(causes.values()) for kind, causes in LLAMA3_CAUSES.items()}
 _LLAMA3_TOTAL = sum(_COUNTS.values())
 _LLAMA3 = Shares(host=_COUNTS["host"] / _LLAMA3_TOTAL, older=_COUNTS["older"] / _LLAMA3_TOTAL)
+
+CAUSES = HOST, NETWORK, SOFTWARE, HANG, STORAGE, CORRUPTION = (
+    "host",
+    "network",
+    "software",
+    "hang",
+    "storage",
+    "corruption",
+)
+"""Causes of failures: a host or a device of it, the network, software, ranks that are stuck, a disk, wrong results."""
+_CAUSE_OF = {
+    "network switch or cable": NETWORK,
+    "software bug": SOFTWARE,
+    "dependency": SOFTWARE,
+    "NCCL watchdog timeout": HANG,
+    "SSD": STORAGE,
+    "silent data corruption": CORRUPTION,
+}
+"""Of what Llama 3 was interrupted by; all the rest is ``HOST``."""
+
+
+def _llama3_causes() -> dict[str, float]:
+    found = dict.fromkeys(CAUSES, 0.0)
+    for causes in LLAMA3_CAUSES.values():
+        for name, count in causes.items():
+            found[_CAUSE_OF.get(name, HOST)] += count / _LLAMA3_TOTAL
+    return found
+
+
+_BY_CAUSE = _llama3_causes()
 _EXPLICIT, _IMPLICIT = 43_264, 5_948
 _LLAMA3_SHARES = "shares of kinds are those of llama3"
 
@@ -87,6 +120,7 @@ PRESETS = {
         note="419 unexpected interruptions in 54 days on 16,384 H100; a faulty device loses its host, corruption needs "
         "an older checkpoint, software and network end ranks alone",
         shares=_LLAMA3,
+        causes=_BY_CAUSE,
         failures=_LLAMA3_TOTAL,
         days=54,
         devices=16_384,
@@ -96,6 +130,7 @@ PRESETS = {
         note="at least 35 manual and an estimated 70 automatic restarts in 2 months, taken as 60 days, on 992 A100: a "
         f"lower limit, hardware alone; {_LLAMA3_SHARES}",
         shares=_LLAMA3,
+        causes=_BY_CAUSE,
         failures=105,
         days=60,
         devices=992,
@@ -105,6 +140,7 @@ PRESETS = {
         "2410.21680",
         note=f"6.50 failures in 1,000 days of a node with 8 A100; {_LLAMA3_SHARES}",
         shares=_LLAMA3,
+        causes=_BY_CAUSE,
         failures=6.5,
         days=1,
         devices=8_000,
@@ -112,11 +148,17 @@ PRESETS = {
     "byterobust": Preset(
         source="Wan et al., Robust LLM Training Infrastructure at ByteDance, 2025, arXiv 2509.16293",
         note="shares only, no rate: 43,264 explicit and 5,948 implicit failures in 778,135 jobs; all implicit ones "
-        "(hangs, NaN, slow jobs) are taken to need an older checkpoint, an upper limit, and explicit ones are split "
-        "as those of llama3 are",
+        "(hangs, NaN, slow jobs) are taken to need an older checkpoint, an upper limit, or by cause for hangs; "
+        "explicit ones are split as those of llama3 are",
         shares=Shares(
             host=_EXPLICIT / (_EXPLICIT + _IMPLICIT) * _COUNTS["host"] / (_COUNTS["host"] + _COUNTS["ranks"]),
             older=_IMPLICIT / (_EXPLICIT + _IMPLICIT),
         ),
+        causes={
+            name: _IMPLICIT / (_EXPLICIT + _IMPLICIT)
+            if name == HANG
+            else share / (1 - _BY_CAUSE[HANG]) * _EXPLICIT / (_EXPLICIT + _IMPLICIT)
+            for name, share in _BY_CAUSE.items()
+        },
     ),
 }
