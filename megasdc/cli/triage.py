@@ -1,4 +1,4 @@
-"""Commands on one step of a run: `megasdc inspect-data`."""
+"""Commands on one step of a run: `megasdc inspect-data`, `triage`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, Out, Overrides, app, input_argument, input_option, print_result, stdout_kept_clean
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError, DataError
+from megasdc.errors import ConfigError, CorruptionError, DataError, LaunchError
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,35 @@ def inspect_data(
             assert config is not None and world_size is not None, "checked above"
             result = data_of_plan(load_config(config, options.overrides), world_size, wanted)
     print_result(result, printer(step_data_page), out=None, as_json=as_json)
+
+
+@app.command("triage", epilog="Example: megasdc triage runs/smoke 40")
+def triage(
+    run_dir: Annotated[Path, input_argument(DataError, metavar="RUN", help="Run folder (megasdc.logging.run_dir).")],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="The step; the first is 1.")],
+    hostfile: Annotated[
+        Path | None, input_option("--hostfile", reads=LaunchError, help="Hosts of the replays; without: this host.")
+    ] = None,
+    second_hostfile: Annotated[
+        Path | None,
+        input_option("--second-hostfile", reads=LaunchError, help="Hosts of the second replay; without: the same."),
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Data, optimizer or hardware? Replays a step of a run twice, bit for bit, from a checkpoint before it.
+
+    The replays are compared with each other and with what the run recorded, result by result; documents are shown with
+    their losses, parameters with their gradients and updates. They need as many ranks as the run has.
+
+    Exit code 0: nothing unusual, or the cause is data or optimizer; 73: hardware; 1: inconclusive; 71: no such step;
+    72: no checkpoint leads to it; 78: a replay cannot be started; that of a replay that failed.
+    """
+    with stdout_kept_clean():
+        from megasdc.report.result.terminal import printer
+        from megasdc.triage.triage import triage_step
+        from megasdc.triage.triage_page import triage_page
+
+        result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)
+    print_result(result, printer(triage_page), out=out, as_json=as_json)
+    raise typer.Exit({"hardware": CorruptionError.exit_code, "inconclusive": 1}.get(result.conclusion.verdict, 0))

@@ -48,6 +48,7 @@ from megasdc.train.report import Reporter
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer
+from megasdc.train.step_details import DetailsRecorder
 from megasdc.train.stop import SkipWatch, StopWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
@@ -77,6 +78,7 @@ class Recording:
     detection: Detection | None
     toleranced: TolerancedChecks | None
     trace: TraceRecorder | None
+    details: DetailsRecorder | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         recording.observation,
         recording.toleranced and recording.toleranced.shards,
         recording.trace,
+        recording.details,
         study and study.in_step,
         # The last that changes gradients: nothing that comes after it acts in a step.
         bounds,
@@ -212,6 +215,9 @@ def _recording(parts: HookParts) -> Recording:
         watches += parts.study.watches()
     if tracer is not None:
         watches.append(watch_for_trace(tracer))
+    details = DetailsRecorder(run) if config.megasdc.trace.details else None
+    if details is not None:
+        watches.append(details.watch)
     if (detection := _build_detection(parts)) is not None:
         watches += watches_of(detection)
     observation = Observation(run.engine, watches) if watches else None
@@ -222,6 +228,7 @@ def _recording(parts: HookParts) -> Recording:
         detection,
         build_toleranced(config.megasdc, run, parts.signals),
         None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
+        details,
     )
 
 

@@ -39,7 +39,7 @@ GUIDES = (
         "hugging-face",
         "compare",
     ),
-    *("traces", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
+    *("traces", "triage", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
     "supervise",
     "preflight",

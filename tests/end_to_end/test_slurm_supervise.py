@@ -134,13 +134,14 @@ def test_a_lost_node_is_replaced_by_a_spare_of_the_job(slurm: SlurmCluster, fold
 @pytest.mark.full
 def test_a_job_that_reaches_its_time_limit_goes_on_requeued(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811
     """The run saves before the limit, which is no failure, and ends in a later start of the same job."""
-    slow = [{**SLOW[0], "mean_s": 1.0}]
-    config = write(folder, "run", delay=slow)
-    job = submit(slurm, config, "--nodes=2", "--time=1", "--signal=B:USR1@30")
-    wait_for_end(slurm, config, job, timeout_s=400)
+    config = write(folder, "run", delay=[{**SLOW[0], "mean_s": 1.0}])
+    job = submit(slurm, config, "--nodes=2", "--time=2", "--signal=B:USR1@60")
+    wait_until(lambda: shown(slurm, job)["Restarts"] == "1", slurm, config)
+    assert slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=20").returncode == 0
+    wait_for_end(slurm, config, job)
     found = attempts(folder)
     assert [kind for kind, _ in found] == ["preempted"] * (len(found) - 1) + ["done"] and len(found) > 1
-    assert shown(slurm, job)["Restarts"] == str(len(found) - 1) and not history_of(folder).replaced
+    assert shown(slurm, job)["Restarts"] == "1" and not history_of(folder).replaced
     ended_as_without_faults(folder)
 
 

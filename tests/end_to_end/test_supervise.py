@@ -17,7 +17,7 @@ from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
 from megasdc.supervisor.goodput import goodput_of
 from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.journal import Journal, read_journal
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -138,6 +138,7 @@ def test_the_supervisor_is_killed_and_goes_on(hosts: Cluster, folder: Path) -> N
     assert again.wait(timeout=300) == 0, log.read_text()
     history = history_of(folder)
     assert [one.diagnosis.kind for one in history.failures] == ["rank_lost", "done"] and not history.replaced
+    assert [one.kind for one in read_journal(folder / "run" / "supervise")].count("taken_over") == 1
     ended_as_without_faults(hosts, folder)
 
 

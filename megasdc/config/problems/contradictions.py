@@ -166,6 +166,11 @@ def _trace_problems(file: MegasdcSection) -> Iterator[Problem]:
             f"got {beyond[0]}, but with {_M}.num_layers {file.model.num_layers} the last place in the pipeline is "
             f"{last}, the output; the transformer layers are 2 to {last - 2}.",
         )
+    if file.trace.details and not file.trace.enabled:
+        yield Problem(
+            ("megasdc.trace.details", "megasdc.trace.enabled"),
+            "got true without a trace; set megasdc.trace.enabled true.",
+        )
     if file.trace.enabled and file.model.backend != "torch":
         yield Problem(
             ("megasdc.trace.enabled", f"{_M}.backend"),

@@ -241,6 +241,11 @@ class TraceSection(Section):
     algorithm: Literal["xxh3_64.v1", "mixed_sum_64.v1"] | None = setting(
         None, "Checksum algorithm; null: the fastest for the device, the first on a CPU."
     )
+    details: bool = setting(
+        False,
+        "With `enabled`: also write to `details.jsonl` what each step was made of: losses of samples; gradients, "
+        "updates and moments of parameters. Waits for the device, and keeps a copy of the fp32 weights.",
+    )
 
 
 class GoldenSection(Section):

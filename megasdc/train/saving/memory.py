@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from megasdc.checkpoint.marks import find_corruption
@@ -161,7 +162,8 @@ class MemoryCheckpoints(Hook):
 def _own_address(run: Run) -> str:
     """This host's address towards the first one; of the first one, whose name may mean itself alone, towards another.
 
-    Empty where it is not known: then this rank cannot listen, and all ranks report that.
+    Where no other's name is known, its own name for itself stays. Empty where there is no way to the first: then this
+    rank cannot listen, and all ranks report that.
 
     Collective: all ranks of the world.
     """
@@ -169,11 +171,13 @@ def _own_address(run: Run) -> str:
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         own = own_address_towards(first)
-        if ipaddress.ip_address(own).is_loopback:
-            own = next((own_address_towards(name) for name in names if name != names[run.dims.rank]), own)
     except OSError as error:
         logger.warning("memory: this host's address is not known: %s", error)
         return ""
+    if ipaddress.ip_address(own).is_loopback:
+        for other in (name for name in names if name != names[run.dims.rank]):
+            with suppress(OSError):  # that name is not known here
+                return own_address_towards(other)
     return own
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megasdc.supervisor.command import _open
 from megasdc.supervisor.goodput import PARTS, Goodput, goodput
-from megasdc.supervisor.journal import Entry
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import Entry, Journal
 from megasdc.supervisor.trained import Trained
 
 
@@ -187,3 +190,18 @@ def test_the_time_between_two_jobs_is_queued() -> None:
     back = [("taken_over", 150.0, {}), planned(2, 151.0), ended(200.0, "done", 20, 160.0, 60, 190.0)]
     found = parts(goodput(entries(*turns, *back, ("finished", 200.0, {})), 1e9), 200.0)
     assert found == {"productive": 60.0, "starting": 19.0, "ending": 20.0, "deciding": 1.0, "queued": 100.0}
+
+
+def test_a_supervisor_that_goes_on_says_so(tmp_path: Path) -> None:
+    """Each that finds a run which is not finished adds an entry, which leaves the run as it was."""
+    config, slots = tmp_path / "c.json", {"a": 1, "b": 1}
+    for _ in range(3):
+        with Journal(tmp_path, print) as journal:
+            _open(journal, config, slots, 2)
+            found = journal.entries
+    assert [one.kind for one in found] == ["hosts", "opened", "taken_over", "taken_over"]
+    assert History.of(found) == History.of(found[:2])
+    with Journal(tmp_path, print) as journal:
+        journal.write("finished", exit_code=0, text="done")
+        _open(journal, config, slots, 2)
+        assert journal.entries[-1].kind == "opened"

@@ -35,17 +35,19 @@ def goodput_figures(goodput: Goodput) -> list[Figure]:
 
 
 def _parts(goodput: Goodput) -> Figure:
-    shares = {part: seconds / goodput.wall_s for part, seconds in goodput.parts.items() if seconds > 0}
-    traces = [
-        bars(part, [share], ["run"], COLOURS[part], f"%{{x:.1%}}, {goodput.parts[part]:,.1f} s", orientation="h")
-        for part, share in shares.items()
-    ]
+    shares = {part: seconds / goodput.wall_s for part, seconds in goodput.parts.items()}
+    traces, at = [], 0.0
+    for part, share in shares.items():
+        if share:
+            hover = f"%{{customdata:.1%}}, {goodput.parts[part]:,.1f} s"
+            traces.append(_spans(part, [at], [share], ["run"], hover))
+        at += share
     axes: dict[str, Any] = {"xaxis": {"tickformat": ".0%", "range": [0, 1]}, "yaxis": {"showticklabels": False}}
-    drawn = layout(130, legend=True, barmode="stack", hovermode="closest", **axes)
+    drawn = layout(130, legend=True, barmode="overlay", hovermode="closest", **axes)
     columns: dict[str, Sequence[Any]] = {
-        "part": list(goodput.parts),
+        "part": list(shares),
         "seconds": list(goodput.parts.values()),
-        "share": [shares.get(part, 0.0) for part in goodput.parts],
+        "share": list(shares.values()),
     }
     caption = f"Shares of {goodput.wall_s:,.0f} s, from the plan of the first attempt on."
     return Figure("goodput_parts", "Time of the run by part", caption, traces, drawn, columns)
@@ -53,7 +55,7 @@ def _parts(goodput: Goodput) -> Figure:
 
 def _timeline(goodput: Goodput) -> Figure:
     shown = goodput.attempts[-MAX_ATTEMPTS:]
-    unit_s, unit = next(((size, name) for least, size, name in _UNITS if goodput.wall_s >= least), (1.0, "s"))
+    unit_s, unit = next(((size, name) for least, size, name in _UNITS if goodput.wall_s >= least), (1.0, "seconds"))
     began = goodput.attempts[0].planned_at
     names = [f"attempt {one.number}" for one in shown]
     at = [(one.planned_at - began) / unit_s for one in shown]
@@ -61,8 +63,7 @@ def _timeline(goodput: Goodput) -> Figure:
     for part in ORDER:
         lengths = [one.parts[part] / unit_s for one in shown]
         if any(lengths):
-            hover = f"%{{y}}: %{{x:.4g}} {unit}"
-            traces.append(bars(part, lengths, names, COLOURS[part], hover, orientation="h", base=list(at)))
+            traces.append(_spans(part, at, lengths, names, f"%{{y}}: %{{customdata:.4g}} {unit}"))
         at = [start + length for start, length in zip(at, lengths, strict=True)]
     caption = (
         "Each attempt up to the plan of the next. In its steps the records say how long what took, not in which order: "
@@ -79,6 +80,11 @@ def _timeline(goodput: Goodput) -> Figure:
         yaxis=named_axis(names[::-1]),
     )
     return Figure("goodput_attempts", "Attempts", caption, traces, drawn, _columns(goodput, began))
+
+
+def _spans(part: str, start: list[float], length: list[float], rows: list[str], hover: str) -> dict[str, Any]:
+    """A trace of level bars from a start on; under the pointer is their length, not their end."""
+    return bars(part, length, rows, COLOURS[part], hover, orientation="h", base=start, customdata=length)
 
 
 def _columns(goodput: Goodput, began: float) -> dict[str, Sequence[Any]]:
