@@ -47,7 +47,7 @@ def inspect_data(
         raise typer.BadParameter("give either a run folder, or --config FILE with --world-size N")
     with stdout_kept_clean():
         from megasdc.config import load_config
-        from megasdc.report.result.terminal import printer
+        from megasdc.report.result.terminal import print_pages
         from megasdc.triage.step_data import Wanted, data_of_plan, data_of_run
         from megasdc.triage.step_data_page import step_data_page
 
@@ -57,7 +57,7 @@ def inspect_data(
         else:
             assert config is not None and world_size is not None, "checked above"
             result = data_of_plan(load_config(config, options.overrides), world_size, wanted)
-    print_result(result, printer(step_data_page), out=None, as_json=as_json)
+    print_result(result, lambda found, _: print_pages([step_data_page(found)]), out=None, as_json=as_json)
 
 
 @app.command("triage", epilog="Example: megasdc triage runs/smoke 40")
@@ -71,6 +71,7 @@ def triage(
         Path | None,
         input_option("--second-hostfile", reads=LaunchError, help="Hosts of the second replay; without: the same."),
     ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Rows of a table that are shown.")] = 20,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -83,10 +84,10 @@ def triage(
     72: no checkpoint leads to it; 78: a replay cannot be started; that of a replay that failed.
     """
     with stdout_kept_clean():
-        from megasdc.report.result.terminal import printer
+        from megasdc.report.result.terminal import print_pages
         from megasdc.triage.triage import triage_step
         from megasdc.triage.triage_page import triage_page
 
         result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)
-    print_result(result, printer(triage_page), out=out, as_json=as_json)
+    print_result(result, lambda found, _: print_pages([triage_page(found, limit)]), out=out, as_json=as_json)
     raise typer.Exit({"hardware": CorruptionError.exit_code, "inconclusive": 1}.get(result.conclusion.verdict, 0))

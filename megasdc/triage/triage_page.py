@@ -6,12 +6,13 @@ from megasdc.metrics.details import ParameterDetails
 from megasdc.report.result.page import Page, Section, State
 from megasdc.report.result.table import Cell, Table, number
 from megasdc.sdc.heat_map import ranges
+from megasdc.triage.step_data import SampleData
 from megasdc.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.triage.triage import Triage
 from megasdc.triage.verdict import Difference, Verdict
 
-SHOWN = 20
-"""Rows of a table on a terminal; ``--json`` has all."""
+NAMED = 3
+"""Maximum of samples in the sentences."""
 _STATES: dict[Verdict, State] = {
     "hardware": "different",
     "data": "different",
@@ -21,10 +22,10 @@ _STATES: dict[Verdict, State] = {
 }
 
 
-def triage_page(result: Triage) -> Page:
-    """The page of a triage."""
+def triage_page(result: Triage, limit: int) -> Page:
+    """The page of a triage; ``limit``: maximum of rows of a table on a terminal."""
     since = f"the checkpoint of step {result.since}" if result.since else "the run's beginning"
-    hosts = " and ".join(", ".join(one) for one in result.hosts)
+    hosts = " and ".join(dict.fromkeys(", ".join(one) for one in result.hosts))
     facts = {
         "replayed": f"from {since} on {hosts}, in {result.folder}",
         "second replay": _compared(result.evidence.replays),
@@ -34,9 +35,12 @@ def triage_page(result: Triage) -> Page:
         title="Triage of a step",
         verdict=f"step {result.step} of {result.run}: {result.conclusion.verdict}",
         state=_STATES[result.conclusion.verdict],
-        sentences=result.conclusion.because,
+        sentences=[*result.conclusion.because, *_far_samples(result)],
         notes=result.data.notes,
-        sections=[Section(facts=facts), Section(tables=[_documents(result), _parameters(result), _devices(result)])],
+        sections=[
+            Section(facts=facts),
+            Section(tables=[_documents(result, limit), _parameters(result, limit), _devices(result)]),
+        ],
     )
 
 
@@ -47,7 +51,25 @@ def _compared(difference: Difference) -> str:
     return f"{told}; {difference.note}" if difference.note else told
 
 
-def _documents(result: Triage) -> Table:
+def _far_samples(result: Triage) -> list[str]:
+    """A sentence for each of the first samples whose loss is far from the others'."""
+    batches = {(one.replica, one.micro_batch): one.samples for one in result.data.micro_batches}
+    found = []
+    for one in result.evidence.samples[:NAMED]:
+        replica, micro_batch, place = one.place
+        sample = batches[replica, micro_batch][place]
+        found.append(
+            f"Sample {sample.position} (replica {replica}, micro-batch {micro_batch}) has loss {one.loss:.4g}, usual "
+            f"is {one.usual:.4g}: document {_named(sample)}."
+        )
+    return found
+
+
+def _named(sample: SampleData) -> str:
+    return ", ".join(f"{part.source_document} of {part.source}" for part in sample.parts)
+
+
+def _documents(result: Triage, limit: int) -> Table:
     losses = {}
     for one in [] if result.step_details is None else result.step_details.samples:
         losses.update({(one.replica, one.micro_batch, place): loss for place, loss in enumerate(one.losses)})
@@ -56,7 +78,7 @@ def _documents(result: Triage) -> Table:
     for batch in result.data.micro_batches:
         for place, sample in enumerate(batch.samples):
             at = (batch.replica, batch.micro_batch, place)
-            documents = ", ".join(f"{part.source_document} of {part.source}" for part in sample.parts)
+            documents = _named(sample)
             text = repr("".join(part.text or "" for part in sample.parts)[:SHOWN_CHARACTERS])[1:-1]
             loss = number(losses.get(at), look="bad" if at in far else "", missing="dropped" if batch.dropped else "-")
             rows.append((*at[:2], sample.position, loss, number(far.get(at), "+.1f"), documents, text))
@@ -66,11 +88,11 @@ def _documents(result: Triage) -> Table:
         ("replica", "micro-batch", "sample", "loss", "deviations", "documents", "text"),
         rows,
         title="samples, those whose loss is far from the others' first",
-        listed=SHOWN,
+        listed=limit,
     )
 
 
-def _parameters(result: Triage) -> Table:
+def _parameters(result: Triage, limit: int) -> Table:
     large = {one.name: one for one in reversed(result.evidence.updates or ())}
     found = {} if result.step_details is None else result.step_details.parameters
 
@@ -90,7 +112,7 @@ def _parameters(result: Triage) -> Table:
         for name, one in sorted(found.items(), key=key)
     ]
     headings = ("parameter", "gradient norm", "largest element", "NaN, Inf", "update / weight", "large")
-    return Table("parameters", headings, rows, title="gradients before bounds and clip", listed=SHOWN)
+    return Table("parameters", headings, rows, title="gradients before bounds and clip", listed=limit)
 
 
 def _devices(result: Triage) -> Table:

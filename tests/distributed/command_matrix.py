@@ -90,7 +90,7 @@ COMMANDS = (
     Command("check-determinism --lint-only --config {in}", "run.json", 70),
     Command("inspect-data {in} --at-step 2", "run", 71),
     Command("inspect-data --config {in} --world-size 2 --at-step 2", "run.json", 70),
-    Command("triage {in} 9", "run", 71, done=71),  # it has four steps, so that nothing is launched
+    Command("triage {in} 9", "run", 71, done=71, prints=False),  # it has four steps, so that nothing is launched
     Command("summary {in}", "run", 71),
     Command("top --once {in}", "run", 71),
     Command("export-metrics {in} --to csv --out {out}", "run", 71),
