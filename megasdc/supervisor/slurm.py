@@ -27,8 +27,6 @@ _NODES_VARIABLE, _TASKS_VARIABLE = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
 _PROGRAMS = ("srun", "scontrol", "sinfo")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (?P<why>[^*]*))?\*\*\*")
-_LEFT_FROM = ("RUNNING", "TIMEOUT", "PREEMPTED")
-"""States of a job that is requeued; one that is cancelled is not."""
 _ANSWER_S = 60.0
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--quit-on-interrupt")
 
@@ -129,7 +127,7 @@ class SlurmJob(Allocation):
     def leave(self, away: Sequence[str]) -> str:
         """See ``Allocation``: the job is requeued, and while it waits SLURM takes the list of nodes to leave out."""
         shown = self._show()
-        if shown["JobState"] not in _LEFT_FROM:
+        if shown["JobState"] != "RUNNING":  # it was cancelled, or is over its limit
             return f"job {self._number} is {shown['JobState']}, and is not requeued"
         try:
             _scontrol("requeue", self._number)

@@ -111,7 +111,7 @@ def test_a_cancelled_step_is_started_again(slurm: SlurmCluster, folder: Path) ->
     config = write(folder, "run", delay=SLOW)
     job = submit(slurm, config, "--nodes=3")
     wait_until(has_come_to(folder, 10), slurm, config)
-    slurm.run("scancel", f"{job}.0")
+    slurm.run("scancel", f"{job}.1")  # step 0 watches the first node
     wait_for_end(slurm, config, job)
     nodes = ("node1", "node2")
     assert attempts(folder) == [("preempted", nodes), ("done", nodes)], said_by(slurm, config)
@@ -169,9 +169,9 @@ def test_a_node_that_computes_wrong_results_is_in_no_later_allocation(slurm: Slu
 
 @pytest.mark.full
 def test_a_job_that_loses_its_first_node_goes_on(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811
-    """The supervisor is gone with it: SLURM requeues the job, and the next supervisor takes the journal."""
+    """The supervisor is gone with it: another node requeues the job, and the next supervisor takes the journal."""
     config = write(folder, "run", delay=SLOW)
-    job = submit(slurm, config, "--nodes=2", "--exclude=node1", "--no-kill=off")
+    job = submit(slurm, config, "--nodes=2", "--exclude=node1")
     wait_until(has_come_to(folder, 10), slurm, config)
     slurm.hosts.power_off("node2")
     wait_for_end(slurm, config, job)
