@@ -87,7 +87,7 @@ class StressTests:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - there are no threads
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads
             )
 
     def take(self) -> list[HostTest]:
@@ -122,5 +122,6 @@ class StressTests:
         return self._folder / f"test_{host}.{ending}"
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """In a new process, before its program: it is interrupted where the process that started it has ended."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
