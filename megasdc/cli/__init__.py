@@ -9,8 +9,8 @@ from megasdc.cli.app import app, hush_missing_accelerator
 from megasdc.program import run as run_program
 
 # isort: off
-from megasdc.cli import config, run, supervise, checkpoints, archive, interchange, golden, devices, stress, plan  # noqa: F401 - in the order of --help
-from megasdc.cli import plan_checkpoints, dropcompute, study, sweep, report, metrics  # noqa: F401
+from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401 - in the order of --help
+from megasdc.cli import plan, plan_checkpoints, dropcompute, study, sweep, report, metrics  # noqa: F401
 # isort: on
 
 __all__ = ["app", "main"]

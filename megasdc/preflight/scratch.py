@@ -1,0 +1,85 @@
+"""Folders that a preflight writes to, of its own, one preflight of a run at a time; removed at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megasdc.errors import LaunchError, StorageError
+from megasdc.run_lock import WITHOUT_FLOCK
+
+FOLDER = "preflight"
+"""In the run folder, and in that of checkpoints where one is configured."""
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, name: str, *, keep: bool, say: Say) -> Iterator[Path]:
+    """A new folder ``preflight/NAME``; at the end it goes, and so do folders above that were made for it.
+
+    Args:
+        parent: the folder that it lies in, made where it is absent.
+        keep: it stays.
+        say: receives a message where it cannot be removed.
+
+    Raises:
+        LaunchError: another preflight works there.
+        StorageError: the folder cannot be written.
+    """
+    above = parent / FOLDER
+    made = [folder for folder in (above, *above.parents) if not folder.exists()]
+    lock = _lock(above)
+    try:
+        folder = above / name
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        try:
+            yield folder
+        finally:
+            if not keep:
+                _remove(folder, say)
+    finally:
+        os.close(lock)
+        if not keep:
+            for one in made:
+                with contextlib.suppress(OSError):  # something else was put there meanwhile
+                    one.rmdir()
+
+
+def _lock(folder: Path) -> int:
+    """Make a folder and lock it; returns its open file descriptor, with which the lock goes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(found)
+        raise LaunchError(f"{folder} is in use by another preflight of this run; wait for its end") from error
+    except OSError as error:
+        if error.errno not in WITHOUT_FLOCK:
+            os.close(found)
+            raise _unwritable(folder, error) from error
+    return found
+
+
+def _unwritable(folder: Path, error: OSError) -> StorageError:
+    return StorageError(f"{folder} cannot be written: {error.strerror}; free space, or get the right to")
+
+
+def _remove(folder: Path, say: Say) -> None:
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:  # another host of the run has removed it
+        return
+    except OSError as error:
+        say(f"{folder} cannot be removed: {error}; remove it by hand")
