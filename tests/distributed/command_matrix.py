@@ -28,6 +28,8 @@ import numpy as np
 MODULES = {"megasdc": "megasdc", "bench": "tools.bench"}
 ONCE = "--set megasdc.supervise.failures_per_hour=1 --set megasdc.logging.run_dir={base}/supervised"
 """A host that cannot be reached is tried once more, and no more."""
+LITTLE = "--num-ranks 1 --skip data,hosts,storage,steps,resume,cost,spares"
+"""Of a preflight: configuration and golden values alone."""
 PASSING = (1, 2)
 """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 
@@ -79,6 +81,9 @@ COMMANDS = (
     Command("launch --dry-run --config {base}/run.json --hostfile {in}", "hostfile", 78, done=78, prints=False),
     Command(f"supervise --config {{in}} --hostfile {{base}}/hostfile {ONCE}", "run.json", 70, done=78, prints=False),
     Command(f"supervise --config {{base}}/run.json --hostfile {{in}} {ONCE}", "hostfile", 78, done=78, prints=False),
+    Command(f"preflight {LITTLE},golden --config {{in}}", "run.json", 70),
+    Command(f"preflight {LITTLE},golden --config {{base}}/run.json --out {{out}}"),
+    Command(f"preflight {LITTLE} --config {{base}}/run.json --golden {{in}}", "golden", 80),
     Command(
         "launch --dry-run --num-ranks 1 --config {base}/run.json --script {in}", "s.py", 78, prints=False, damaged=0
     ),
