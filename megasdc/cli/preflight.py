@@ -66,6 +66,8 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
         raise typer.BadParameter(
             f"--skip {options.skip}: there is no check {unknown[0]!r} to leave out; there are {', '.join(SKIPPABLE)}"
         )
+    if options.hostfile is not None and options.num_ranks is not None:
+        raise typer.BadParameter("--num-ranks is of this host alone: the hostfile has the ranks of each host")
     request = PreflightRequest(**{**vars(options), "skip": skip})
     with progress_bars(quiet=as_json) as on_progress:
         result = run_preflight(request, on_progress)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.errors import LaunchError
 from megasdc.supervisor.host_tests import end_with_parent
 
 POLL_S = 0.2
@@ -28,6 +29,7 @@ class Done:
     """A command that has ended.
 
     Args:
+        exit_code: its own; of one that was killed that of a launch without a record.
         value: what it printed, JSON; None: nothing.
         said: its standard error.
     """
@@ -97,7 +99,8 @@ class Commands:
             value = json.loads(printed)
         except ValueError:  # it was refused before it had a result
             value = None
-        return Done(process.returncode, value, log.read_text(encoding="utf-8", errors="replace"))
+        code = process.returncode if process.returncode >= 0 else LaunchError.exit_code
+        return Done(code, value, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def _begin() -> None:

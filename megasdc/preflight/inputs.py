@@ -114,5 +114,5 @@ def check_hosts(job: Job) -> Finding:
         if counts != {count}:
             others = ", ".join(map(str, sorted(counts)))
             warnings.append(f"{host} has slots={count}, hosts of the run {others}: with it the layout is another one")
-    unfit = f"{len(job.spares)} spares{'' if not warnings else ', not all fit'}"
-    return with_warnings(f"{text}; {unfit}", warnings)
+    spares = f"{len(job.spares)} spare{'s' if len(job.spares) > 1 else ''}"
+    return with_warnings(f"{text}; {spares}{', not all fit' if warnings else ''}", warnings)

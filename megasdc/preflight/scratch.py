@@ -79,5 +79,7 @@ def _unwritable(folder: Path, error: OSError) -> StorageError:
 def _remove(folder: Path, say: Say) -> None:
     try:
         shutil.rmtree(folder)
+    except FileNotFoundError:  # another host of the run has removed it
+        return
     except OSError as error:
         say(f"{folder} cannot be removed: {error}; remove it by hand")

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megasdc.cli import app
 from megasdc.errors import LaunchError
+from megasdc.launcher.checks import HostReport
 from megasdc.preflight import remove_on_host
 from megasdc.preflight.command import CHECKS, run_preflight
 from megasdc.preflight.commands import Commands, Done
@@ -216,13 +219,19 @@ def test_an_interrupted_command_is_ended(tmp_path: Path) -> None:
     assert (tmp_path / "began.ended").exists()
 
 
+def test_a_killed_command_has_a_documented_code(tmp_path: Path) -> None:
+    """That of a launch without a record, 78, and not a signal's negative number."""
+    program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert Commands(tmp_path).run("name", [], ("-c", program)).exit_code == 78
+
+
 @pytest.mark.parametrize(
     ("done", "cause"),
     [
         (Done(78, {"lines": ["rank 1 failed", "after it rank 0"]}, "noise"), "rank 1 failed; after it rank 0"),
         (Done(70, None, "noise\nmegasdc: error: 2 problems:\n  - a\n  - b\n"), "2 problems:\n  - a\n  - b"),
         (Done(1, None, "Traceback\nKeyError: 3\n"), "it ended with exit code 1: KeyError: 3"),
-        (Done(-9, None, ""), "it ended with exit code -9: nothing was said"),
+        (Done(78, None, ""), "it ended with exit code 78: nothing was said"),
     ],
 )
 def test_the_cause_of_a_failed_command_is_told(done: Done, cause: str) -> None:
@@ -234,3 +243,45 @@ def test_the_front_needs_no_torch() -> None:
     """The commands that it starts import it, so that a preflight itself starts at once."""
     code = "import megasdc.preflight.command, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--skip", "data,host"], "no check 'host' to leave out"),
+        (["--skip", "configuration"], "no check 'configuration'"),
+        (["--hostfile", "config.json", "--num-ranks", "2"], "the hostfile has the ranks"),
+        (["--steps", "1"], "greater than or equal to 2"),
+    ],
+)
+def test_wrong_options_are_2(tmp_path: Path, options: list[str], said: str) -> None:
+    """Before anything is read or written."""
+    result = CliRunner().invoke(app, ["preflight", "--config", str(configured(tmp_path)), *options])
+    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it the run would have another layout; what is wrong with the hosts of the run is a failure."""
+    facts = {"versions": {"torch": "2", "deepspeed": "0.19"}}
+    wrong: list[str] = []
+    monkeypatch.setattr(
+        "megasdc.preflight.inputs.inspect_hosts",
+        lambda placement, transport, needs: HostReport(
+            {host: {**facts, "unwritable": []} for host in placement.hosts},
+            [f"{host} is off" for host in placement.hosts if host in wrong],
+        ),
+    )
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\nd slots=1\n")
+    path = configured(tmp_path, supervise={"num_hosts": 2})
+    skip = tuple(name for name in LATER if name != "hosts")
+
+    def hosts() -> Finding:
+        result = run_preflight(PreflightRequest(path, hostfile=tmp_path / "hosts", skip=skip))
+        return next(one.finding for one in result.checks if one.name == "hosts")
+
+    assert hosts().status is WARNING and "d has slots=1, hosts of the run 2" in hosts().text
+    wrong[:] = ["c"]
+    assert hosts().status is WARNING and "c is off" in hosts().text
+    wrong[:] = ["b"]
+    assert (hosts().status, hosts().exit_code, hosts().text) == (FAILED, 78, "b is off")
