@@ -28,7 +28,7 @@ pytestmark = [
 ]
 SETTINGS = ("SlurmdTimeout=10", "AuthInfo=cred_expire=5")
 """A lost node is known soon, and a job that was requeued starts again soon."""
-SLOW = [{"kind": "normal", "mean_s": 0.2, "std_s": 0.0, "steps": [1, STEPS]}]
+SLOW = [{"kind": "normal", "mean_s": 0.2, "std_s": 0.0, "steps": [1, 30]}]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_a_lost_node_is_replaced_by_a_spare_of_the_job(slurm: SlurmCluster, fold
 @pytest.mark.full
 def test_a_job_that_reaches_its_time_limit_goes_on_requeued(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811
     """The run saves before the limit, which is no failure, and ends in a later start of the same job."""
-    config = write(folder, "run", delay=[{**SLOW[0], "mean_s": 1.0}])
+    config = write(folder, "run", delay=[{**SLOW[0], "mean_s": 1.0, "steps": [1, STEPS]}])
     job = submit(slurm, config, "--nodes=2", "--time=2", "--signal=B:USR1@60")
     wait_until(lambda: shown(slurm, job)["Restarts"] == "1", slurm, config)
     assert slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=20").returncode == 0
