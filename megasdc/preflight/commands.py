@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ GRACE_S = 60.0
 MEGASDC = ("-m", "megasdc")
 COMPARE = ("-c", "from megasdc.program import start; start('megasdc.report.checkpoint_command')")
 """What Python is given to compare checkpoints."""
-_ERROR = "error: "
+_ERROR = re.compile(r"^\w+: error: ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Done:
         """Why it failed: what the launch found, or its error message, else its last line."""
         if isinstance(self.value, dict) and self.value.get("lines"):
             return "; ".join(self.value["lines"])
-        if _ERROR in self.said:
-            return self.said.rpartition(_ERROR)[2].strip()
+        if errors := list(_ERROR.finditer(self.said)):
+            return self.said[errors[-1].end() :].strip()
         lines = self.said.strip().splitlines()
         return f"it ended with exit code {self.exit_code}: {lines[-1] if lines else 'nothing was said'}"
 

@@ -229,7 +229,10 @@ def test_a_killed_command_has_a_documented_code(tmp_path: Path) -> None:
     ("done", "cause"),
     [
         (Done(78, {"lines": ["rank 1 failed", "after it rank 0"]}, "noise"), "rank 1 failed; after it rank 0"),
-        (Done(70, None, "noise\nmegasdc: error: 2 problems:\n  - a\n  - b\n"), "2 problems:\n  - a\n  - b"),
+        (
+            Done(70, None, "noise\nmegasdc: error: 2 problems:\n  - a\n  - an error: b\n"),
+            "2 problems:\n  - a\n  - an error: b",
+        ),
         (Done(1, None, "Traceback\nKeyError: 3\n"), "it ended with exit code 1: KeyError: 3"),
         (Done(78, None, ""), "it ended with exit code 78: nothing was said"),
     ],
