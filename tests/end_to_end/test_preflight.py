@@ -92,7 +92,7 @@ def test_a_signal_ends_all_and_leaves_nothing(folder: Path, number: signal.Signa
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - ignored in background jobs
     )
     end = time.monotonic() + 120
     while not any("train/loss" in path.read_text() for path in folder.glob("run/preflight/*/whole/metrics.jsonl")):

@@ -18,6 +18,7 @@ RANKS = {
     "drop_compute": (2, (1, 1, 2)),
     "study_computation_sync": (2, (1, 1, 1)),
     "audited": (3, (1, 1, 3)),
+    "supervised": (3, (1, 1, 3)),
     "smoke_llama_2x2x2": (8, (2, 2, 2)),
     "pretrain_gpt2_124m": (8, (1, 1, 8)),
     "pretrain_llama_8b": (64, (8, 4, 2)),

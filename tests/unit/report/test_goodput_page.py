@@ -60,6 +60,7 @@ WANTED = {
     "detecting": 20.0,
     "ending": 8.0,
     "deciding": 10.0 + 2.0,
+    "queued": 0.0,
     "idle": 0.0,
 }
 
