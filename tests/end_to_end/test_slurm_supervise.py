@@ -106,6 +106,7 @@ def attempts(folder: Path) -> list[tuple[str, tuple[str, ...]]]:  # noqa: F811
     return [(one.diagnosis.kind, one.used) for one in history_of(folder).failures]
 
 
+@pytest.mark.full
 def test_a_cancelled_step_is_started_again(slurm: SlurmCluster, folder: Path) -> None:  # noqa: F811
     """On the same nodes, and no node is suspected."""
     config = write(folder, "run", delay=SLOW)
