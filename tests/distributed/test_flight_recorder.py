@@ -30,6 +30,9 @@ def _talk(wait_s: float) -> dict[str, dict[str, Any]]:
     pending = dist.all_reduce(value, async_op=True) if rank < 2 else None
     time.sleep(wait_s)
     found = {name: one for name, one in collectives().items() if one["ranks"] == [0, 1, 2]}
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"looked_{rank}", b"")
+    store.wait(["looked_0", "looked_1"])  # on a busy machine these may be late
     if pending is None:
         dist.all_reduce(value)
     else:
