@@ -15,8 +15,9 @@ import psutil
 import pytest
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
+from megasdc.supervisor.back import overrides_of
 from megasdc.supervisor.goodput import goodput_of
-from megasdc.supervisor.history import History
+from megasdc.supervisor.history import Attempt, History
 from megasdc.supervisor.journal import Journal, read_journal
 from tools.hosts import Cluster, unavailable_reason
 
@@ -205,7 +206,11 @@ def test_samples_that_give_nan_are_skipped(hosts: Cluster, folder: Path) -> None
     assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
     history = history_of(folder)
     kinds = [one.diagnosis.kind for one in history.failures]
-    assert kinds == ["non_finite", "non_finite", "done"] and history.went_back == 1 and not history.replaced
-    ((first, end),) = history.skip
-    assert first < 100 < end < 130 + 16
-    ended_as_without_faults(hosts, folder, **sections, data={**raw["data"], "skip": [[first, end]]})
+    assert kinds[-1] == "done" and set(kinds[:-1]) == {"non_finite"} and not history.replaced
+    assert 1 <= history.went_back == len(history.skip) <= 3, "two skipped steps end an attempt, and more are poisoned"
+    attempts = [one for one in read_journal(folder / "run" / "supervise") if one.kind == "planned"]
+    (override,) = overrides_of(Attempt(1, {}, "", 0.0, skip=history.skip), [])
+    assert attempts[-1].fields["skip"] == [list(one) for one in history.skip]
+    skip = json.loads(override.partition("=")[2])
+    assert skip[0][0] < 100 and skip[-1][1] < 130 + 16
+    ended_as_without_faults(hosts, folder, **sections, data={**raw["data"], "skip": skip})
