@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
     ssh.chmod(0o755)
     path = f"{ssh.parent}{os.pathsep}{os.environ['PATH']}"
     env = {"PATH": path, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    with SlurmCluster(tmp_path / "slurm", 4, env=env, settings=SETTINGS) as cluster:
+    # In a short folder: sockets of slurmd lie in it, whose names may have 108 characters.
+    with tempfile.TemporaryDirectory() as short, SlurmCluster(Path(short), 4, env=env, settings=SETTINGS) as cluster:
         yield cluster
 
 
