@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint: where to, and how an attempt is told."""
+"""Going back to an earlier checkpoint: where to, and the settings of an attempt that does."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
 
 
 def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
-    """What a launch is told beside its configuration, as of ``--set``.
+    """Settings of an attempt beside the configuration, as of ``--set``.
 
     Args:
         skip: ranges of samples that the configuration skips.
     """
-    told = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
+    overrides = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
     if attempt.skip:
-        told.append(f"megasdc.data.skip={json.dumps(_union([*skip, *attempt.skip]))}")
-    return told
+        overrides.append(f"megasdc.data.skip={json.dumps(_union([*skip, *attempt.skip]))}")
+    return overrides
 
 
 def _union(ranges: Sequence[Sequence[int]]) -> list[list[int]]:

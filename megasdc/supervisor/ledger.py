@@ -86,7 +86,7 @@ class Ledger:
         self.path = path
 
     def read(self) -> list[Use]:
-        """All uses, oldest first; a last line that is not whole is left out.
+        """All uses, oldest first; a last line that is not whole is ignored.
 
         Raises:
             StorageError: it cannot be read, or is no ledger.

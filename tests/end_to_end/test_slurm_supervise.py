@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from slurm_cluster import SlurmCluster, slurm_unavailable_reason
 from test_launch import ROOT
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
-from test_supervise import STEPS, TOOLS, history_of, write
+from test_supervise import STEPS, have_the_same_end, history_of, write
 
 from tools.hosts import unavailable_reason
 
@@ -92,15 +91,7 @@ def ended_as_without_faults(folder: Path, ranks: int = 2, **sections: Any) -> No
     launch = [sys.executable, "-m", "megasdc", "launch", "--num-ranks", str(ranks), "--config", str(config)]
     done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    ends = [str(folder / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("run", "plain")]
-    compare = [sys.executable, str(TOOLS / "compare_checkpoints.py"), *ends]
-    compared = subprocess.run(compare, capture_output=True, text=True, check=False)
-    assert compared.returncode == 0, compared.stdout + compared.stderr
-    losses = []
-    for name in ("run", "plain"):
-        rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-        losses.append({row["step"]: row["train/loss"] for row in rows if "train/loss" in row})
-    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+    have_the_same_end(folder)
 
 
 def attempts(folder: Path) -> list[tuple[str, tuple[str, ...]]]:  # noqa: F811

@@ -70,9 +70,14 @@ def wait_until(there: Callable[[], bool], process: subprocess.Popen[str], log: P
 
 
 def ended_as_without_faults(hosts: Cluster, folder: Path, **sections: Any) -> None:  # noqa: F811
-    """Losses and the last checkpoint of ``run`` are those of a run that nothing happens to, bit for bit."""
+    """``run`` has ended as a run that nothing happens to."""
     fresh = supervise(hosts, write(folder, "plain", **sections))
     assert fresh.wait(timeout=200) == 0, (folder / "plain.log").read_text()
+    have_the_same_end(folder)
+
+
+def have_the_same_end(folder: Path) -> None:  # noqa: F811
+    """Losses and the last checkpoint of ``run`` are those of ``plain``, bit for bit."""
     ends = [str(folder / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("run", "plain")]
     compare = [sys.executable, str(TOOLS / "compare_checkpoints.py"), *ends]
     compared = subprocess.run(compare, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Where a run goes back to, from what it has written, and what its next attempts are told."""
+"""Where a run goes back to, from what it has written, and the settings of its next attempts."""
 
 from __future__ import annotations
 
