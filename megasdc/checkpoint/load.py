@@ -7,10 +7,12 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
@@ -138,12 +140,11 @@ def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> N
 class CheckedReader:
     """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list.
 
-    Files are mapped into memory, since fresh memory costs more than a copy; but for the one called ``kept``, whose
-    tensors the engine keeps as they are, and which must not stay those of a file.
+    Files are mapped into memory, since fresh memory costs more than a copy.
     """
 
-    def __init__(self, inner: Any, kept: str | None) -> None:
-        self._inner, self._kept = inner, kept
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
         self.last: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -152,7 +153,7 @@ class CheckedReader:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load one file through torch's restricted unpickler."""
         self.last = path
-        return load_checked(path, map_location, mmap=Path(path).name != self._kept)
+        return load_checked(path, map_location, mmap=True)
 
 
 def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
@@ -163,18 +164,21 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
 
     DeepSpeed (0.19.8) reads this rank's stage file alone, but wants as many as there are stages and tensor ranks in the
     folder, where only those of a node may be; so it gets this rank's as often. It copies what it loads but for moments
-    on the CPU: ``Optimizer.load_state_dict`` moves tensors to another device, and keeps those that are there.
+    on the CPU: ``Optimizer.load_state_dict`` moves tensors to another device, and keeps those that are there, which
+    must not stay those of a file.
     """
     problem: Problem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    reader = engine.checkpoint_engine = CheckedReader(inner, _file_of_kept_tensors(engine))
+    reader = engine.checkpoint_engine = CheckedReader(inner)
+    moments = dict(engine.optimizer.optimizer.state)
     try:
         with plain_path(folder) as path:
             stage_file = engine._get_ckpt_name(str(path), ".")
             if not engine.load_universal_checkpoint():
                 engine._get_all_ckpt_names = lambda *_: [stage_file] * engine.mp_world_size
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
+            _keep_in_place(engine.optimizer.optimizer, moments)
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
@@ -187,7 +191,13 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     return problem, client_state
 
 
-def _file_of_kept_tensors(engine: Any) -> str | None:
-    """Name of the optimizer's file, where its moments are on the CPU; None: they are not."""
-    places = {one.device.type for group in engine.optimizer.param_groups for one in group["params"]}
-    return Path(engine._get_zero_ckpt_name("", ".")).name if "cpu" in places else None
+def _keep_in_place(optimizer: torch.optim.Optimizer, before: Mapping[Any, dict[str, Any]]) -> None:
+    """Copy loaded moments on the CPU into the tensors that an optimizer had before, or into fresh memory."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            mine = before.get(param, {}).get(name)
+            if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value is mine:
+                continue
+            if mine is None or (mine.shape, mine.dtype) != (value.shape, value.dtype):
+                mine = torch.empty_like(value)
+            state[name] = mine.copy_(value)
