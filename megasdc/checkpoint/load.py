@@ -17,6 +17,7 @@ import torch
 from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.shared_state import read_shared_state
+from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import SavedState, describe_engine
@@ -104,9 +105,8 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
 def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str, dict[str, str] | None]) -> None:
     """Compare the engine with the manifest; CheckpointError with both values if they differ."""
     manifest = chosen.manifest
-    saved = manifest.layout
-    if (saved.tensor, saved.pipeline, saved.data) != (dims.tensor, dims.pipeline, dims.data):
-        raise CheckpointError(f"it was saved with {saved}, this run has {dims}")
+    if manifest.layout != Layout.of(dims):
+        raise CheckpointError(f"it was saved with {manifest.layout}, this run has {dims}")
     compare_engine(engine, manifest.engine, ("num_layers", "optimizer", "inner_optimizer", "num_param_groups"))
     records = manifest.by_name()
     if missing := sorted(expected.keys() - records.keys()):

@@ -65,6 +65,16 @@ class Layout(Record):
     pipeline: int = Field(ge=1)
     data: int = Field(ge=1)
 
+    @classmethod
+    def of(cls, dims: ParallelDims) -> Layout:
+        """The layout that a rank's position is in."""
+        return cls(tensor=dims.tensor, pipeline=dims.pipeline, data=dims.data)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks of it."""
+        return self.tensor * self.pipeline * self.data
+
     def dims(self, rank: int) -> ParallelDims:
         """The position of a rank in it."""
         return ParallelDims(self.tensor, self.pipeline, self.data, rank)
@@ -108,7 +118,7 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _ranks_are_of_one_world(self) -> Self:
         layout, ranks = self.layout, sorted(rank for ranks in self.nodes.values() for rank in ranks)
-        if layout.tensor * layout.pipeline * layout.data != self.world_size:
+        if layout.world_size != self.world_size:
             raise ValueError(f"{layout} are not {self.world_size} ranks")
         if len(ranks) != self.world_size or ranks != list(range(self.world_size)):
             raise ValueError(f"the nodes do not have each of {self.world_size} ranks once")

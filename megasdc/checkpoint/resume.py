@@ -23,7 +23,7 @@ from megasdc.checkpoint.checks import (
     needed_files,
 )
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
-from megasdc.checkpoint.manifest import Manifest, has_marker, read_manifest
+from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.errors import CheckpointError
@@ -80,6 +80,7 @@ def find_checkpoint(
     require_verified: RequireVerified = "auto",
     at_most: int | None = None,
     newest: int | None = None,
+    any_layout: bool = False,
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
@@ -92,13 +93,15 @@ def find_checkpoint(
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
         at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
         newest: newer ones are passed over, and no later resume may take them; None: none.
+        any_layout: whether it may have another layout, where the storage is shared.
 
     Returns:
         The same choice on all ranks; None if there is no checkpoint at all.
 
     Raises:
         NoneUsableError: there are checkpoints but none can be used or none is verified; on all ranks.
-        CheckpointError: the newest usable one has another layout, or ``resume`` forbids what was found; on all ranks.
+        CheckpointError: the newest usable one has a layout that is not allowed, or ``resume`` forbids what was
+            found; on all ranks.
         StorageError: the folder cannot be read or cleaned; on all ranks.
 
     Collective: all ranks of the world.
@@ -127,7 +130,7 @@ def find_checkpoint(
             manifest, problems = None, [_CANDIDATE]
             candidates.append(step)
         else:
-            manifest, problems = _examine(path / step_folder(step), place, dims, verify)
+            manifest, problems = _examine(path / step_folder(step), place, None if any_layout else dims, verify)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
             return Chosen(path / step_folder(step), step, manifest, skipped, candidates, verified_only)
@@ -208,10 +211,10 @@ def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
     )
 
 
-def _examine(folder: Path, place: Place, dims: ParallelDims, verify: bool) -> tuple[Manifest | None, list[str]]:
+def _examine(folder: Path, place: Place, dims: ParallelDims | None, verify: bool) -> tuple[Manifest | None, list[str]]:
     """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
-    CheckpointError on all ranks if it is complete but of another layout.
+    CheckpointError on all ranks if it is complete but of another layout than ``dims``; None: it may have any.
     """
     manifest: Manifest | None = None
     try:
@@ -228,15 +231,13 @@ def _examine(folder: Path, place: Place, dims: ParallelDims, verify: bool) -> tu
     identities = {identity[0] for _, identity, _ in answers if identity}
     if len(identities) > 1:
         problems.append(f"the nodes hold files of {len(identities)} different saves of this step")
-    if not problems and manifest is not None:
-        wanted = (dims.tensor, dims.pipeline, dims.data)
-        layout = manifest.layout
-        if (layout.tensor, layout.pipeline, layout.data) != wanted:
-            raise CheckpointError(
-                f"{folder} was saved with {layout} ({manifest.world_size} ranks), this run has {dims} "
-                f"({dims.world_size} ranks): start with the saved layout; or convert it with megasdc "
-                "convert-checkpoint, and name the result in megasdc.checkpoint.universal of a run with a new folder"
-            )
+    if not problems and manifest is not None and dims is not None and manifest.layout != Layout.of(dims):
+        raise CheckpointError(
+            f"{folder} was saved with {manifest.layout} ({manifest.world_size} ranks), this run has {dims} "
+            f"({dims.world_size} ranks): start with the saved layout; or set megasdc.checkpoint.other_layout to "
+            "convert, where the storage is shared; or convert it with megasdc convert-checkpoint, and name the result "
+            "in megasdc.checkpoint.universal of a run with a new folder"
+        )
     return manifest, problems
 
 

@@ -158,3 +158,16 @@ def test_candidates_on_the_disk_are_left_behind(failed: tuple[Path, Path, Path],
     assert (run_dir / "checkpoints" / "unverified" / "step_00000004").is_dir()
     assert not (run_dir / "checkpoints" / "corruption.json").exists()
     _ended_as(run_dir, straight)
+
+
+def test_another_layout_goes_on_from_memory(failed: tuple[Path, Path, Path], straight: Path) -> None:
+    """One rank takes what memory holds of two, newer than the disk; the losses are those of two but for rounding."""
+    config, run_dir, memory = failed
+    newest = _steps_held(memory, _run_of(run_dir))[-1]
+    assert train_run(config, 1, "megasdc.checkpoint.other_layout=convert", "megasdc.process_faults=[]") == [(0, None)]
+    (event,) = events_of(run_dir, "resume", "other_layout")
+    assert (event["step"], event["saved_layout"], event["layout"]) == (newest, *(f"TP1 x PP1 x DP{n}" for n in (2, 1)))
+    assert [one["disk_step"] for one in events_of(run_dir, "resume", "memory")] == [4]
+    losses = [[row["train/loss"] for row in metrics_of(one) if "train/loss" in row] for one in (run_dir, straight)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == STEPS
+    assert not memory.exists(), "the run has ended"

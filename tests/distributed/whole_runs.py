@@ -97,9 +97,9 @@ def pretrain_within(config: str, overrides: list[str], memory_bytes: int) -> tup
     return code, None if error is None else str(error)
 
 
-def leave_with_the_code(config: str) -> None:
+def leave_with_the_code(config: str, *overrides: str) -> None:
     """Body of a rank whose process ends with the exit code of its training, also while a peer hangs."""
-    code, _ = pretrain_rank(config, [])
+    code, _ = pretrain_rank(config, list(overrides))
     os._exit(code)
 
 

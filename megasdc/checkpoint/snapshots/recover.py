@@ -2,7 +2,8 @@
 
 Files of a rank that now runs on another host are sent there. Each host puts the files that its ranks need together in
 a folder, as a checkpoint of node-local storage, which is loaded as any other. Wherever the files come from, their
-digests are those that were taken when the snapshot was made.
+digests are those that were taken when the snapshot was made. Files of another layout are put together on rank 0's host
+alone, where they can be converted.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Found:
 
     Attributes:
         start: of the run, that made it.
+        layout: that it had then.
         sources: of each rank, one that was found to be right.
         verified: an audit has agreed after it.
         skipped: newer steps, each with the reason.
@@ -61,6 +63,7 @@ class Found:
 
     step: int
     start: int
+    layout: Layout
     sources: dict[int, Source]
     verified: bool
     skipped: dict[int, str]
@@ -73,7 +76,14 @@ class Found:
 
 
 def find_in_memory(
-    folder: Path, run: str | None, dims: ParallelDims, ranks: Ranks, *, newest: int | None = None, verified_only: bool
+    folder: Path,
+    run: str | None,
+    dims: ParallelDims,
+    ranks: Ranks,
+    *,
+    newest: int | None = None,
+    verified_only: bool,
+    any_layout: bool = False,
 ) -> Found | None:
     """The newest step that all hosts together hold; None: there is none.
 
@@ -83,6 +93,7 @@ def find_in_memory(
         ranks: with node-local storage.
         newest: newer ones are passed over; None: none.
         verified_only: whether an audit must have agreed after the step.
+        any_layout: whether it may have been made with another layout.
 
     Collective: all ranks of the world.
     """
@@ -95,7 +106,8 @@ def find_in_memory(
     sources = [Source(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
     skipped: dict[int, str] = {}
     for (step, start), those in sorted(_by_step(sources).items(), reverse=True):
-        problem = _why_not(those, dims)
+        layout = _layout(those[0].held.record)
+        problem = _why_not(those, layout if any_layout else Layout.of(dims))
         if not line.has(those[0].held.record):
             problem = f"start {line.start} of the run went on without it"
         elif newest is not None and step > newest:
@@ -105,9 +117,9 @@ def find_in_memory(
         if problem is None:
             whole = _check(those, place)
             chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
-            if len(chosen) == dims.world_size:
-                return Found(step, start, chosen, step <= line.verified, skipped)
-            lacking = sorted(set(range(dims.world_size)) - chosen.keys())
+            lacking = sorted(set(range(layout.world_size)) - chosen.keys())
+            if not lacking:
+                return Found(step, start, layout, chosen, step <= line.verified, skipped)
             problem = f"files of rank {lacking[0]} were changed"
         skipped[step] = problem
         place.emit("skip", "memory", step=step, reason=problem)
@@ -132,13 +144,13 @@ def _by_rank(sources: Sequence[Source], place: Place) -> dict[int, list[Source]]
     return found
 
 
-def _why_not(sources: Sequence[Source], dims: ParallelDims) -> str | None:
+def _why_not(sources: Sequence[Source], wanted: Layout) -> str | None:
     """Why a step cannot be restored, whatever its files are like."""
-    layouts = {tuple(one.held.record.layout) for one in sources}
-    if layouts != {(dims.tensor, dims.pipeline, dims.data)}:
-        return f"it was made with layouts {sorted(layouts)}, this run has {dims}"
+    layouts = {str(_layout(one.held.record)) for one in sources}
+    if layouts != {str(wanted)}:
+        return f"it was made with {', '.join(sorted(layouts))}, this run has {wanted}"
     ranks = {one.held.record.rank for one in sources}
-    if lacking := sorted(set(range(dims.world_size)) - ranks):
+    if lacking := sorted(set(range(wanted.world_size)) - ranks):
         return f"nobody holds rank {lacking[0]}" + (f" and {len(lacking) - 1} others" if len(lacking) > 1 else "")
     return None
 
@@ -177,7 +189,7 @@ class _Plan:
 
 
 def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Chosen:
-    """Put the files of a step together on every host, as a checkpoint to load.
+    """Put the files of a step together on every host, as a checkpoint to load; of another layout on rank 0's alone.
 
     Args:
         folder: of the run in this host's memory.
@@ -198,15 +210,19 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Cho
             problem = describe_error(error, f"create {target}")
     what = f"step {found.step} cannot be restored from memory"
     raise_together(problem, place, what)
-    plans = {node: _plan(found, nodes) for node, nodes in place.nodes.items()}
+    is_other = found.layout != Layout.of(dims)
+    all_ranks = list(range(found.layout.world_size))
+    needed = {node: all_ranks for node, nodes in place.nodes.items() if 0 in nodes} if is_other else place.nodes
+    plans = {node: _plan(found, of_node) for node, of_node in needed.items()}
+    manifest = _manifest(found, plans.get(place.node, _Plan()), needed, None if is_other else place.node)
     try:
         _move(plans, target, place)
-        if place.leader:
-            _write_manifest(found, plans[place.node], target, dims, place)
+        if place.leader and place.node in plans:
+            write_manifest(target, manifest)
+            write_marker(target, manifest)
     except OSError as error:
         problem = describe_error(error, f"write {target}")
     raise_together(problem, place, what)
-    manifest = _manifest(found, plans[place.node], dims, place)
     return Chosen(target, found.step, manifest, {}, [], False)
 
 
@@ -223,9 +239,7 @@ def _plan(found: Found, ranks: Sequence[int]) -> _Plan:
 
 def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[str]]]:
     """Files that these ranks need: their own, the weights and the file of their stages, the shared state."""
-    records = {rank: source.held.record for rank, source in found.sources.items()}
-    names = {rank: [one.name for one in record.files] for rank, record in records.items()}
-    layout = Layout(**dict(zip(("tensor", "pipeline", "data"), records[0].layout, strict=True)))
+    names = {rank: [one.name for one in source.held.record.files] for rank, source in found.sources.items()}
 
     def holder(name: str) -> int:
         holders = [rank for rank in names if name in names[rank]]
@@ -234,7 +248,7 @@ def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[s
     for rank in ranks:
         yield found.sources[rank], names[rank]
     for rank in ranks:
-        of_stage = stage_file(stage_number(layout.dims(rank)))
+        of_stage = stage_file(stage_number(found.layout.dims(rank)))
         other = holder(of_stage)
         yield found.sources[other], [of_stage, *(name for name in names[other] if layer_of(name) is not None)]
     yield found.sources[holder(SHARED_STATE_FILE)], [SHARED_STATE_FILE]
@@ -251,7 +265,7 @@ def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:
     if not place.leader:
         return
     failed: list[OSError] = []
-    for name, source in plans[place.node].links.items():
+    for name, source in plans.get(place.node, _Plan()).links.items():
         try:
             os.link(source.held.folder / name, target / name)
         except OSError as error:
@@ -304,7 +318,8 @@ def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup |
         raise OSError(f"{told.name} did not arrive as it was sent")
 
 
-def _manifest(found: Found, plan: _Plan, dims: ParallelDims, place: Place) -> Manifest:
+def _manifest(found: Found, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
+    """``node``: whose files these are; None: they are those of all ranks."""
     record: HeldRecord = found.sources[0].held.record
     names = {**plan.links, **plan.sent}
     files = [
@@ -326,18 +341,16 @@ def _manifest(found: Found, plan: _Plan, dims: ParallelDims, place: Place) -> Ma
         step=found.step,
         save_id=uuid.uuid5(uuid.NAMESPACE_OID, f"{record.run} {found.start} {found.step}").hex,
         time=record.time,
-        layout=Layout(tensor=dims.tensor, pipeline=dims.pipeline, data=dims.data),
-        world_size=dims.world_size,
-        storage="node_local",
-        nodes=place.nodes,
-        node=place.node,
+        layout=found.layout,
+        world_size=found.layout.world_size,
+        storage="shared" if node is None else "node_local",
+        nodes=nodes,
+        node=node,
         engine=record.engine,
         versions=record.versions,
         files=sorted_records(files),
     )
 
 
-def _write_manifest(found: Found, plan: _Plan, target: Path, dims: ParallelDims, place: Place) -> None:
-    manifest = _manifest(found, plan, dims, place)
-    write_manifest(target, manifest)
-    write_marker(target, manifest)
+def _layout(record: HeldRecord) -> Layout:
+    return Layout(**dict(zip(("tensor", "pipeline", "data"), record.layout, strict=True)))

@@ -62,6 +62,11 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
         why = '"sync", where no save is ever late; set that to "auto" or "async"'
         yield from _without_effect(file.checkpoint, "megasdc.checkpoint", ("when_late",), "writing", why)
     local = file.checkpoint.storage == "node_local"
+    if local and file.checkpoint.other_layout == "convert":
+        yield Problem(
+            ("megasdc.checkpoint.other_layout", "megasdc.checkpoint.storage"),
+            'got "convert" with "node_local", where no rank sees the files of all ranks; set "refuse", or "shared".',
+        )
     if deepspeed["checkpoint"]["use_node_local_storage"] is not local:
         yield Problem(
             ("checkpoint.use_node_local_storage", "megasdc.checkpoint.storage"),

@@ -177,6 +177,11 @@ class CheckpointSection(Section):
         "Newest step to resume from: newer checkpoints are moved to `unverified`, and steps in memory are passed over; "
         "without an older one the run begins anew. null: the newest of all.",
     )
+    other_layout: Literal["refuse", "convert"] = setting(
+        "refuse",
+        "Where the newest checkpoint, or step in memory, has another layout than the run: refuse: the start fails; "
+        "convert: it is made universal in the checkpoint folder, loaded and removed again. Needs shared storage.",
+    )
     verify: bool = setting(True, "Check sizes and checksums of every file before resuming.")
     require_verified: Literal["auto", "always", "never"] = setting(
         "auto",

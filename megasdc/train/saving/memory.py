@@ -210,8 +210,15 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     verified_only = section.require_verified == "always" or (section.require_verified == "auto" and corrupt)
     if section.resume == "never":
         return None
-    newest = section.resume_at_most
-    return find_in_memory(folder, origin.run, run.dims, ranks, newest=newest, verified_only=verified_only)
+    return find_in_memory(
+        folder,
+        origin.run,
+        run.dims,
+        ranks,
+        newest=section.resume_at_most,
+        verified_only=verified_only,
+        any_layout=section.other_layout == "convert",
+    )
 
 
 def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:

@@ -8,22 +8,28 @@ from typing import Any
 
 from megasdc.checkpoint.aside import leave_behind
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
-from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
-from megasdc.checkpoint.manifest import installed_versions
-from megasdc.checkpoint.places import Problem, Ranks, raise_together
+from megasdc.checkpoint.manifest import Layout
+from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
 from megasdc.config import RunConfig, StudySection
-from megasdc.data.manifest import Manifest
-from megasdc.data.position import Position, position_for, stream_end
-from megasdc.determinism import restore_rng, seed_generators
+from megasdc.data.position import position_for
+from megasdc.determinism import restore_rng
 from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.train.changed_settings import ChangedSettings
+from megasdc.train.saving.carried import (
+    check_skipped_samples,
+    prolong_stream,
+    restore_counters,
+    tell_other_versions,
+    tell_quantized,
+)
 from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
 from megasdc.train.saving.saver import checkpoint_folder
+from megasdc.train.saving.universal import load_other_layout, start_from_universal
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +113,7 @@ def _find_on_disk(
                 require_verified=section.require_verified,
                 at_most=at_most,
                 newest=section.resume_at_most,
+                any_layout=section.other_layout == "convert",
             )
         except CheckpointError as error:
             unusable = error if isinstance(error, NoneUsableError) else None
@@ -178,6 +185,11 @@ def _load(
     Args:
         leave: called once it is loaded.
     """
+    if found.manifest.layout != Layout.of(run.dims):
+        hooks = load_other_layout(run, config, found, leave)
+        run.passed_over = set(found.skipped) - set(found.candidates)
+        _cut_metrics_back(run)
+        return hooks
     changed = ChangedSettings(run.engine, config, study)
     data = found.manifest.layout.data
 
@@ -189,149 +201,20 @@ def _load(
     leave()
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
-    _restore_counters(run, state)
+    restore_counters(run, state)
     run.loader.position = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
-    _prolong_stream(run)
+    prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
     changed.apply(run)
+    _cut_metrics_back(run)
     if run.dims.rank == 0:
-        dropped = cut_back(run.folder, run.step)
-        run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
         logger.info("resumed from %s", found.path)
         tell_other_versions(run, found.manifest.versions)
         tell_quantized(run, found.manifest.quantized_moments_bits)
     return changed.hook_states(state["hooks"])
 
 
-def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse ranges of samples to skip that have changed before the position of a checkpoint.
-
-    Args:
-        saved: shared state of the checkpoint.
-
-    Raises:
-        CheckpointError: some have.
-    """
-    then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
-    end = stream_end(saved["loader"])
-    before = [[[first, min(last, end)] for first, last in ranges if first < end] for ranges in (then, now)]
-    if before[0] != before[1]:
-        raise CheckpointError(
-            f"megasdc.data.skip is {now}, and was {then} when the checkpoint of step {saved['step']} was saved, which "
-            f"is past all samples before {end}: set what was before {end} again, or resume from an earlier checkpoint "
-            "with megasdc.checkpoint.resume_at_most"
-        )
-
-
-def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
-    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
-    here = installed_versions()
-    other = {
-        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
-    }
-    if other:
-        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
-        run.events.emit("resume", "other_versions", step=run.step, versions=other)
-        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
-
-
-def tell_quantized(run: Run, bits: int | None) -> None:
-    """Warn that the optimizer's moments are not those that were saved; None: they are."""
-    if bits is not None:
-        run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
-        logger.warning(
-            "the optimizer's moments were quantized to %d bits in the archive: the run does not continue bit for bit",
-            bits,
-        )
-
-
-def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
-    """Continue a run that was saved at any layout; returns states of the hooks by class name.
-
-    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
-    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
-    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
-
-    Raises:
-        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
-            in ``checkpoint.universal_without``; on all ranks.
-
-    Collective: all ranks of the world.
-    """
-    section, dims = config.megasdc.checkpoint, run.dims
-    found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
-    state = found.shared_state
-    changed = ChangedSettings(run.engine, config, None)
-    problem = changed.problem_of(state, found.manifest.source_layout.data)
-    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed")
-    position = Position()
-    try:
-        if "loader" not in section.universal_without:
-            position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
-            check_skipped_samples(state, config)
-    except CheckpointError as error:
-        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
-        problem = Problem(f"{error}; {hint}", storage=False)
-    data = config.megasdc.data.path
-    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
-    if saved not in (None, now):
-        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
-        problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
-    what = f"{found.path} cannot continue with this data, nothing was changed"
-    raise_together(problem, found.place, what)
-    load_universal(run.engine, found)
-    _restore_counters(run, state)
-    run.loader.position = position
-    _prolong_stream(run)
-    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
-    changed.apply(run)
-    if dims.rank == 0:
-        _tell_universal(run, config, found)
-    return {} if "hooks" in section.universal_without else changed.hook_states(state["hooks"])
-
-
-def _restore_counters(run: Run, state: dict[str, Any]) -> None:
-    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
-    run.skipped_steps = state["skipped_steps"]
-
-
-def _prolong_stream(run: Run) -> None:
-    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
-    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
-    run.loader.prolong(own)
-
-
-def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
-    """Event and log lines of rank 0."""
-    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
-    batch, saved_batch = run.engine.train_batch_size(), found.shared_state["config"].get("train_batch_size")
-    run.events.emit(
-        "resume",
-        "universal",
-        step=run.step,
-        path=str(found.path),
-        source=manifest.source,
-        saved_layout=str(manifest.source_layout),
-        layout=str(run.dims),
-        without=list(without),
-        precision=manifest.precision,
-        global_batch=batch,
-        saved_global_batch=saved_batch,
-    )
-    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
-    tell_quantized(run, manifest.quantized_moments_bits)
-    if run.step >= run.steps:
-        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
-        logger.warning(
-            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
-            "is written at this layout; raise megasdc.training.steps to continue",
-            found.path,
-            run.step,
-            run.steps,
-        )
-    if "loader" in without:
-        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
-    if "hooks" in without:
-        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
-    if saved_batch not in (None, "auto", batch):
-        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)
+def _cut_metrics_back(run: Run) -> None:
+    if run.dims.rank == 0:
+        dropped = cut_back(run.folder, run.step)
+        run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)

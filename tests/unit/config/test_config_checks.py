@@ -249,6 +249,12 @@ def test_verified_checkpoints_need_audits():
     assert build(checkpoint={"require_verified": "never"})
 
 
+def test_other_layouts_need_shared_storage():
+    """Files of another layout's ranks are on other hosts: converting them is refused, with both fields named."""
+    text = problem(checkpoint={"storage": "node_local", "other_layout": "convert"})
+    assert "megasdc.checkpoint.other_layout" in text and 'set "refuse", or "shared"' in text
+
+
 def test_node_local_storage_reaches_deepspeed():
     """checkpoint.storage is the one place to say that nodes share no folder."""
     assert build(checkpoint={"storage": "node_local"}).deepspeed["checkpoint"]["use_node_local_storage"] is True
