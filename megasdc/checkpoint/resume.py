@@ -72,7 +72,7 @@ class NoneUsableError(CheckpointError):
 
 def find_checkpoint(
     folder: Path | str,
-    dims: ParallelDims,
+    dims: ParallelDims | None,
     ranks: Ranks,
     *,
     verify: bool = True,
@@ -80,7 +80,6 @@ def find_checkpoint(
     require_verified: RequireVerified = "auto",
     at_most: int | None = None,
     newest: int | None = None,
-    any_layout: bool = False,
 ) -> Chosen | None:
     """Choose the newest checkpoint that is complete and unchanged on every node.
 
@@ -88,12 +87,12 @@ def find_checkpoint(
     event with the reasons for each checkpoint passed over.
 
     Args:
+        dims: whose layout it must have; None: any, where the storage is shared.
         verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
         resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
         at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
         newest: newer ones are passed over, and no later resume may take them; None: none.
-        any_layout: whether it may have another layout, where the storage is shared.
 
     Returns:
         The same choice on all ranks; None if there is no checkpoint at all.
@@ -130,7 +129,7 @@ def find_checkpoint(
             manifest, problems = None, [_CANDIDATE]
             candidates.append(step)
         else:
-            manifest, problems = _examine(path / step_folder(step), place, None if any_layout else dims, verify)
+            manifest, problems = _examine(path / step_folder(step), place, dims, verify)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
             return Chosen(path / step_folder(step), step, manifest, skipped, candidates, verified_only)

@@ -22,6 +22,7 @@ from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.supervisor.ledger import Ledger, judge
 from megasdc.supervisor.policy import Limits
+from megasdc.supervisor.sizes import find_sizes
 from megasdc.supervisor.slurm import SlurmJob
 from megasdc.supervisor.supervise import Supervisor
 
@@ -57,6 +58,9 @@ def supervise_run(
         raise LaunchError(
             f"megasdc.supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
         )
+    sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
+    for hosts, problem in impossible.items():
+        say(f"with {hosts} hosts the run cannot go on: {problem}")
     run_dir = Path.cwd() / config.megasdc.logging.run_dir
     request = LaunchRequest(
         config_path.absolute(),
@@ -74,11 +78,11 @@ def supervise_run(
         stop.set()
 
     with Journal(run_dir / FOLDER, say) as journal:
-        _open(journal, request.config_path, allocation.slots, num_hosts)
+        _open(journal, request.config_path, allocation.slots, num_hosts, list(sizes))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
         steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
-        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation)
+        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation, sizes)
         ledger = None if section.ledger is None else Ledger(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
@@ -138,7 +142,7 @@ def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
         journal.write(SUSPECTED, hosts=kept)
 
 
-def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int) -> None:
+def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int, sizes: Sequence[int]) -> None:
     """Write what begins the journal, or goes on with it: the run, or that it is taken over, and changed hosts.
 
     Raises:
@@ -150,8 +154,8 @@ def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int)
             f"{journal.path} is of the run of {history.config}, not of {config}; give that file, or another "
             "megasdc.logging.run_dir"
         )
-    if (history.slots, history.num_hosts) != (slots, num_hosts):
-        journal.write(HOSTS, slots=slots, num_hosts=num_hosts)
+    if (history.slots, history.num_hosts, history.sizes) != (slots, num_hosts, tuple(sizes)):
+        journal.write(HOSTS, slots=slots, num_hosts=num_hosts, sizes=sizes)
     if not history.stage or history.exit_code is not None:
         journal.write("opened", config=str(config))
     else:

@@ -45,6 +45,7 @@ class Kind:
 KINDS = {
     "done": Kind("all steps are done"),
     "stopped": Kind("stopped on request"),
+    "grown": Kind("ended to go on with more hosts"),
     "preempted": Kind("ended from outside: by a scheduler, or with its job"),
     "input": Kind("configuration, data or command line are wrong"),
     "memory": Kind("a rank got no memory"),
@@ -109,6 +110,7 @@ class Evidence:
         lines: what the front said of the end, the cause first.
         host_of_rank: as in the hostfile.
         unreachable: hosts that could not be reached afterwards.
+        grows: it was asked to save and end, to go on with more hosts.
         interrupted: how it was ended from outside, in a sentence; empty: it was not.
         hang: the incident of a standstill in this attempt; None: there was none.
         corruption: that of silent data corruption; None: there was none.
@@ -124,6 +126,7 @@ class Evidence:
     lines: Sequence[str]
     host_of_rank: Sequence[str]
     unreachable: Sequence[str] = ()
+    grows: bool = False
     interrupted: str = ""
     hang: HangIncident | None = None
     corruption: Incident | None = None
@@ -170,6 +173,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     code = evidence.exit_code
     if code == 0 and evidence.reached >= evidence.steps:
         return found("done")
+    if evidence.grows and code is not None and (code == 0 or code > SIGNALS):
+        return found("grown", text="more hosts can be used")
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
     if evidence.unreachable:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -70,6 +70,7 @@ class FrontEngine:
         rewind_steps: see ``megasdc.supervisor.back.find_back``.
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
+        sizes: settings of an attempt by its number of hosts, as of ``--set``.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class FrontEngine:
         rewind_steps: int,
         request: LaunchRequest,
         allocation: Allocation,
+        sizes: Mapping[int, Sequence[str]],
     ) -> None:
         self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
         self._skip, self._rewind_steps, self._allocation = skip, rewind_steps, allocation
+        self._sizes = sizes
         self._shown: dict[Path, int] = {}
 
     def was_started(self, attempt: Attempt) -> bool:
@@ -115,7 +118,8 @@ class FrontEngine:
         hostfile.write_text(
             "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()), encoding="utf-8"
         )
-        overrides = (*self._request.overrides, *overrides_of(attempt, self._skip))
+        of_size = self._sizes.get(len(attempt.hosts), ())
+        overrides = (*self._request.overrides, *of_size, *overrides_of(attempt, self._skip))
         request = replace(self._request, hostfile=hostfile, launch_id=attempt.launch_id, overrides=overrides)
         launch = asdict(self._allocation.request(request, attempt))
         words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
@@ -170,6 +174,7 @@ class FrontEngine:
             lines=() if result is None else tuple(result.lines),
             host_of_rank=tuple(host for host, slots in attempt.slots.items() for _ in range(slots)),
             unreachable=() if code == 0 else self._allocation.unreachable(attempt),
+            grows=attempt.grows,
             interrupted=self._interrupted(attempt, result),
             hang=hangs[-1] if hangs else None,
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,

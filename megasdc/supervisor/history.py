@@ -41,6 +41,7 @@ class Attempt:
         process: None: not known to be started.
         at_most: newest step to go on from; None: the newest of all.
         skip: samples that are not trained on, ranges [first, end), besides those of the configuration.
+        grows: it is asked to save and end, to go on with more hosts.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Attempt:
     process: Process | None = None
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
+    grows: bool = False
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -83,6 +85,8 @@ class History:
         stage: kind of the last entry that is a turn; empty: there is none.
         config: file of the run.
         slots: ranks of each host of the hostfile, in its order.
+        num_hosts: that the run should have.
+        sizes: numbers of hosts that it can have.
         replaced: hosts that are not used.
         given_back: how often a host was, after a test.
         passed_at: when a spare has last passed a test, seconds since the epoch.
@@ -100,6 +104,7 @@ class History:
     config: str = ""
     slots: dict[str, int] = field(default_factory=dict)
     num_hosts: int = 0
+    sizes: tuple[int, ...] = ()
     replaced: dict[str, Replaced] = field(default_factory=dict)
     given_back: dict[str, int] = field(default_factory=dict)
     passed_at: dict[str, float] = field(default_factory=dict)
@@ -132,8 +137,13 @@ class History:
         """Ranks of the hosts of the next attempt: those of the last one that are left, then spares."""
         last = () if self.attempt is None else self.attempt.hosts
         kept = [host for host in last if host in self.usable]
-        hosts = [*kept, *(host for host in self.usable if host not in kept)][: self.num_hosts]
+        hosts = [*kept, *(host for host in self.usable if host not in kept)][: self.size]
         return {host: self.slots[host] for host in hosts}
+
+    @property
+    def size(self) -> int:
+        """Hosts that the run can have now: as many as there are, of those that are needed."""
+        return max((size for size in self.sizes if size <= len(self.usable)), default=self.num_hosts)
 
     @property
     def waiting(self) -> list[str]:
@@ -145,6 +155,11 @@ class History:
     def num_spares(self) -> int:
         """Hosts that may be used and are not."""
         return max(0, len(self.usable) - self.num_hosts)
+
+    @property
+    def num_dispensable(self) -> int:
+        """Hosts that may be used, and that the run can do without."""
+        return max(0, len(self.usable) - min(self.sizes))
 
     def add(self, entry: Entry) -> None:
         """Take one more entry."""
@@ -160,6 +175,7 @@ def _opened(history: History, entry: Entry) -> None:
 
 def _hosts(history: History, entry: Entry) -> None:
     history.slots, history.num_hosts = entry.fields["slots"], entry.fields["num_hosts"]
+    history.sizes = tuple(entry.fields.get("sizes", (history.num_hosts,)))
 
 
 def _planned(history: History, entry: Entry) -> None:
@@ -167,6 +183,11 @@ def _planned(history: History, entry: Entry) -> None:
     skip = tuple((first, end) for first, end in said.get("skip", ()))
     attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
     history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip)
+
+
+def _growing(history: History, entry: Entry) -> None:
+    assert history.attempt is not None, "it runs"
+    history.attempt = replace(history.attempt, grows=True)
 
 
 def _started(history: History, entry: Entry) -> None:
@@ -231,15 +252,17 @@ def _taken_over(history: History, entry: Entry) -> None:
     """The run is as it was."""
 
 
-HOSTS, SUSPECTED, TESTED, TAKEN_OVER = "hosts", "suspected", "tested", "taken_over"
-NO_TURNS = (HOSTS, SUSPECTED, TESTED, TAKEN_OVER)
+HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER = "hosts", "suspected", "tested", "growing", "taken_over"
+NO_TURNS = (HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER)
 """Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; hosts that failed
-often in other runs; ends of tests; a supervisor goes on where an earlier one has stopped."""
+often in other runs; ends of tests; an attempt is asked to end, since there are more hosts; a supervisor goes on where
+an earlier one has stopped."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
     SUSPECTED: _suspected,
     TESTED: _tested,
+    GROWING: _growing,
     TAKEN_OVER: _taken_over,
     "planned": _planned,
     "started": _started,

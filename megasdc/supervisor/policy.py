@@ -4,7 +4,7 @@
 diagnosis          the first time                      again: on one of the same hosts, or without progress
 =================  ==================================  =====================================================
 done, stopped      finish                              -
-preempted          start again                         start again
+grown, preempted   start again                         start again
 input              stop: a person must change it       -
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
@@ -19,10 +19,11 @@ link               start again                         replace both hosts
 stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
-An attempt that was preempted is no failure, and counts for no limit. Before the rules of the others come limits: where
-attempts on different hosts end at the same step, it is no hardware, and the run stops; so it does after too many
-failures in an hour, or in succession without progress. Where no host is left for one that may recover, the attempt is
-repeated in place after a pause that doubles.
+An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
+rules of the others come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
+stops; so it does after too many failures in an hour, or in succession without progress. A host is replaced by a spare,
+or the run goes on without it where it can. Where neither is possible for one that may recover, the attempt is repeated
+in place after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -76,6 +77,7 @@ class Rule:
 RULES = {
     "done": Rule(Action.FINISH),
     "stopped": Rule(Action.FINISH),
+    "grown": Rule(Action.AGAIN, fails=False),
     "preempted": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
@@ -164,7 +166,7 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
 
     Args:
         failures: attempts of the run, oldest first; the last one is what is decided on, also where it is no failure.
-        num_spares: hosts that could be used instead of others.
+        num_spares: hosts that could be used instead of others, or that the run can do without.
         went_back: how often the run has gone back.
     """
     found = failures[-1].diagnosis

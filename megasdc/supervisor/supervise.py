@@ -16,7 +16,7 @@ from megasdc.launcher.plan import new_launch_id
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
-from megasdc.supervisor.history import ENDED, TESTED, Attempt, History
+from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
@@ -82,8 +82,8 @@ class Supervisor:
     def _plan(self) -> None:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
-        are_lacking = len(history.chosen) < history.num_hosts
-        text = f"{history.num_hosts} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
+        are_lacking = len(history.chosen) < min(history.sizes)
+        text = f"{min(history.sizes)} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
         is_new = history.stage == "left"
         if self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
             text = f"{self._allocation.name} is about to end" if self._allocation.is_ending else text
@@ -121,7 +121,9 @@ class Supervisor:
         elif self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
             process = self._engine.find(attempt)
         else:
-            self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}")
+            fewer = len(attempt.hosts) < self._history.num_hosts
+            of_all = f", {len(attempt.hosts)} of {self._history.num_hosts} hosts" if fewer else ""
+            self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}{of_all}")
             process = self._engine.start(attempt)
         self._write("started", pid=process.pid, ticks=process.ticks)
 
@@ -131,14 +133,14 @@ class Supervisor:
         stopped = False
         while self._runs(attempt):
             self._engine.show(attempt)
-            if self._stop.is_set() and not stopped:
+            if not stopped and (self._stop.is_set() or self._grows(attempt)):
                 stopped = True
                 self._say("the run is asked to save and end")
                 self._engine.stop(attempt.process)
             self._test_hosts()
             time.sleep(POLL_S)
         self._engine.show(attempt)
-        evidence = self._engine.evidence(attempt)
+        evidence = self._engine.evidence(self._history.attempt or attempt)
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
@@ -147,6 +149,14 @@ class Supervisor:
         self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
         self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis), trained=trained)
+
+    def _grows(self, attempt: Attempt) -> bool:
+        """Whether an attempt is to end, so that the next one has more hosts; the first time that is written down."""
+        history = self._history
+        if history.size > len(attempt.hosts) and history.attempt == attempt:
+            self._write(GROWING)
+            self._say(f"{history.size} of {history.num_hosts} hosts can be used again")
+        return history.attempt is not None and history.attempt.grows
 
     def _decide(self) -> None:
         history = self._history
@@ -166,20 +176,21 @@ class Supervisor:
             return
         passed_s = max(0.0, time.time() - history.decided_at)  # also that of an earlier supervisor
         end = time.monotonic() + decision.pause_s - passed_s
-        while time.monotonic() < end:
-            self._test_hosts()
-            if self._stop.wait(min(POLL_S, max(0.0, end - time.monotonic()))):
-                if self._allocation.is_ending:
-                    break
-                self._finish(code, f"stopped on request, after an attempt that failed: {decision.text}")
+        while not self._allocation.is_ending:
+            if self._stop.is_set():
+                self._finish(code, f"stopped on request, after an attempt that ended so: {decision.text}")
                 return
+            if (left_s := end - time.monotonic()) <= 0:
+                break
+            self._test_hosts()
+            self._stop.wait(min(POLL_S, left_s))
         self._plan()
 
     @property
     def _num_others(self) -> int:
-        """Hosts that could be used instead of others: spares, and those of another allocation."""
+        """Hosts that could be used instead of others, or done without; and those of another allocation."""
         history = self._history
-        return history.num_spares + (history.num_hosts if self._allocation.can_be_left else 0)
+        return history.num_dispensable + (history.num_hosts if self._allocation.can_be_left else 0)
 
     def _runs(self, attempt: Attempt) -> bool:
         if attempt.process is None or attempt.job != self._allocation.job:

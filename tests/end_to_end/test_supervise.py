@@ -15,6 +15,8 @@ import psutil
 import pytest
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 
+from megasdc.events import read_events
+from megasdc.metrics.writer import read_metrics
 from megasdc.supervisor.back import overrides_of
 from megasdc.supervisor.goodput import goodput_of
 from megasdc.supervisor.history import Attempt, History
@@ -126,6 +128,44 @@ def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) 
     hosts.boot("node3")
     hosts.wait_until_reachable()
     ended_as_without_faults(hosts, folder)
+
+
+@pytest.mark.full
+def test_without_a_spare_a_run_goes_on_with_fewer_hosts_and_grows_again(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+    """One of three hosts is powered off; two go on from memory, and once it is back and has passed its test, all three.
+
+    The samples of each step are those of three hosts, and the losses too, but for rounding.
+    """
+    sections = {
+        "supervise": {"min_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0, "spare_test_s": 0},
+        "delay": [{"kind": "normal", "mean_s": 0.2, "std_s": 0.0, "steps": [15, STEPS]}],
+    }
+    paths = [write(folder, name, **sections) for name in ("run", "plain")]
+    for path in paths:
+        raw = json.loads(path.read_text())
+        raw |= {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+        path.write_text(json.dumps(raw))
+    process, log = supervise(hosts, paths[0]), paths[0].with_suffix(".log")
+    wait_until(lambda: len(steps_done(folder)) > 15, process, log)
+    hosts.power_off("node2")
+    wait_until(lambda: "attempt 2 on node1, node3, 2 of 3 hosts" in log.read_text(), process, log)
+    hosts.boot("node2")
+    assert process.wait(timeout=300) == 0, log.read_text()
+    failures = history_of(folder).failures
+    assert [(one.diagnosis.kind, len(one.used)) for one in failures] == [("host_lost", 3), ("grown", 2), ("done", 3)]
+    changed = list(read_events(folder / "run", kind="resume", name="other_layout"))
+    assert [one.fields["layout"] for one in changed] == ["TP1 x PP1 x DP2", "TP1 x PP1 x DP3"]
+    from_memory = next(read_events(folder / "run", kind="resume", name="memory"))
+    assert from_memory.fields["origin"].startswith("memory, ranks 1"), "its host was lost"
+    fresh = supervise(hosts, paths[1])
+    assert fresh.wait(timeout=200) == 0, (folder / "plain.log").read_text()
+    rows = [
+        {row["step"]: row for row in read_metrics(folder / name) if "train/loss" in row} for name in ("run", "plain")
+    ]
+    assert [len(one) for one in rows] == [STEPS, STEPS]
+    for step, row in rows[0].items():
+        assert row["data/stream_end"] == rows[1][step]["data/stream_end"]
+        assert row["train/loss"] == pytest.approx(rows[1][step]["train/loss"], rel=1e-5)
 
 
 @pytest.mark.full

@@ -78,22 +78,21 @@ class Found:
 def find_in_memory(
     folder: Path,
     run: str | None,
-    dims: ParallelDims,
+    dims: ParallelDims | None,
     ranks: Ranks,
     *,
     newest: int | None = None,
     verified_only: bool,
-    any_layout: bool = False,
 ) -> Found | None:
     """The newest step that all hosts together hold; None: there is none.
 
     Args:
         folder: of the run in this host's memory.
         run: its id.
+        dims: whose layout it must have been made with; None: any.
         ranks: with node-local storage.
         newest: newer ones are passed over; None: none.
         verified_only: whether an audit must have agreed after the step.
-        any_layout: whether it may have been made with another layout.
 
     Collective: all ranks of the world.
     """
@@ -107,7 +106,7 @@ def find_in_memory(
     skipped: dict[int, str] = {}
     for (step, start), those in sorted(_by_step(sources).items(), reverse=True):
         layout = _layout(those[0].held.record)
-        problem = _why_not(those, layout if any_layout else Layout.of(dims))
+        problem = _why_not(those, layout if dims is None else Layout.of(dims))
         if not line.has(those[0].held.record):
             problem = f"start {line.start} of the run went on without it"
         elif newest is not None and step > newest:

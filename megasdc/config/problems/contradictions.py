@@ -62,6 +62,12 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
         why = '"sync", where no save is ever late; set that to "auto" or "async"'
         yield from _without_effect(file.checkpoint, "megasdc.checkpoint", ("when_late",), "writing", why)
     local = file.checkpoint.storage == "node_local"
+    if local and file.supervise.min_hosts is not None:
+        yield Problem(
+            ("megasdc.supervise.min_hosts", "megasdc.checkpoint.storage"),
+            f'got {file.supervise.min_hosts} with "node_local", where a checkpoint of more hosts is lost with one of '
+            'them; set null, or "shared".',
+        )
     if local and file.checkpoint.other_layout == "convert":
         yield Problem(
             ("megasdc.checkpoint.other_layout", "megasdc.checkpoint.storage"),

@@ -15,6 +15,12 @@ class SuperviseSection(Section):
         "Hosts that the run uses, the first of the hostfile or of the SLURM job; the others are spares. null: all, and "
         "no spare.",
     )
+    min_hosts: PositiveInt | None = setting(
+        None,
+        "With so many hosts at least the run goes on where others are lacking: with fewer replicas, the same samples a "
+        "step, and with all again once they can be used. Needs shared storage. null: never with fewer than "
+        "`num_hosts`.",
+    )
     failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
     without_progress: PositiveInt = setting(
         50, "So many failures after the first one that got no further than that end the run."

@@ -33,7 +33,7 @@ from megasdc.errors import ConfigError
 from megasdc.health.own_address import own_address_towards
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder
+from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
 
 logger = logging.getLogger(__name__)
 
@@ -210,15 +210,8 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     verified_only = section.require_verified == "always" or (section.require_verified == "auto" and corrupt)
     if section.resume == "never":
         return None
-    return find_in_memory(
-        folder,
-        origin.run,
-        run.dims,
-        ranks,
-        newest=section.resume_at_most,
-        verified_only=verified_only,
-        any_layout=section.other_layout == "convert",
-    )
+    dims, newest = wanted_dims(config, run), section.resume_at_most
+    return find_in_memory(folder, origin.run, dims, ranks, newest=newest, verified_only=verified_only)
 
 
 def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:

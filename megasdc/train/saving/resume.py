@@ -28,7 +28,7 @@ from megasdc.train.saving.carried import (
     tell_quantized,
 )
 from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
-from megasdc.train.saving.saver import checkpoint_folder
+from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
 from megasdc.train.saving.universal import load_other_layout, start_from_universal
 
 logger = logging.getLogger(__name__)
@@ -106,14 +106,13 @@ def _find_on_disk(
         try:
             found = find_checkpoint(
                 folder,
-                run.dims,
+                wanted_dims(config, run),
                 ranks,
                 verify=verify,
                 resume="auto" if needs_none and section.resume == "must" else section.resume,
                 require_verified=section.require_verified,
                 at_most=at_most,
                 newest=section.resume_at_most,
-                any_layout=section.other_layout == "convert",
             )
         except CheckpointError as error:
             unusable = error if isinstance(error, NoneUsableError) else None

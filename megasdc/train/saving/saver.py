@@ -26,6 +26,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ def checkpoint_folder(config: RunConfig) -> Path:
     """Folder of a run's checkpoints."""
     sections = config.megasdc
     return Path(sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
+
+
+def wanted_dims(config: RunConfig, run: Run) -> ParallelDims | None:
+    """The layout that a run can go on from; None: any."""
+    return None if config.megasdc.checkpoint.other_layout == "convert" else run.dims
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,10 +41,13 @@ class SmallProcesses:
     Args:
         folder: where it keeps which were started.
         ends: (exit code, failed host, unreachable hosts, last step) of each attempt.
+        seconds: that each lasts, if it is not stopped.
     """
 
-    def __init__(self, folder: Path, ends: list[tuple[int | None, str | None, tuple[str, ...], int]]) -> None:
-        self._log, self._ends = folder / "started", ends
+    def __init__(
+        self, folder: Path, ends: list[tuple[int | None, str | None, tuple[str, ...], int]], seconds: float = 0.3
+    ) -> None:
+        self._log, self._ends, self._seconds = folder / "started", ends, seconds
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopped = False
 
@@ -71,7 +76,9 @@ class SmallProcesses:
         """See ``Engine``."""
         with open(self._log, "a") as log:
             log.write(f"{attempt.launch_id} {','.join(attempt.hosts)}\n")
-        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.3)", attempt.launch_id])
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", f"import time; time.sleep({self._seconds})", attempt.launch_id]
+        )
         self._children.append(child)
         ticks = start_ticks(child.pid)
         assert ticks is not None
@@ -89,12 +96,14 @@ class SmallProcesses:
     def stop(self, process: Process) -> None:
         """See ``Engine``."""
         self.stopped = True
+        os.kill(process.pid, signal.SIGTERM)
 
     def evidence(self, attempt: Attempt) -> Evidence:
         """See ``Engine``."""
         code, host, unreachable, reached = self._ends[attempt.number - 1]
         rank = None if host is None else attempt.hosts.index(host)
-        return Evidence(code, rank, host, ["it ended"], attempt.hosts, unreachable, reached=reached, steps=STEPS)
+        said, grows = ["it ended"], attempt.grows
+        return Evidence(code, rank, host, said, attempt.hosts, unreachable, grows, reached=reached, steps=STEPS)
 
 
 class SmallJob(Allocation):
@@ -173,8 +182,9 @@ def supervise(
     limits: Limits = LIMITS,
     ledger: Ledger | None = None,
     allocation: Allocation | None = None,
+    sizes: Sequence[int] = (2,),
 ) -> int:
-    """Supervise two of four hosts; ``on_write`` is called before and after each entry."""
+    """Supervise two of four hosts, or as many as can be; ``on_write`` is called before and after each entry."""
     allocation = Allocation("hosts", SLOTS) if allocation is None else allocation
     with Journal(folder, lambda line: None) as journal:
         if on_write is not None:
@@ -188,7 +198,7 @@ def supervise(
 
             journal.write = watched  # type: ignore[method-assign]
         if History.of(journal.entries).slots != allocation.slots:
-            journal.write("hosts", slots=allocation.slots, num_hosts=2)
+            journal.write("hosts", slots=allocation.slots, num_hosts=2, sizes=sizes)
         if len(journal.entries) < 2:
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
@@ -248,6 +258,33 @@ def test_without_spares_a_lost_host_is_waited_for(tmp_path: Path) -> None:
     )
     assert supervise(tmp_path, engine) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "c,a", "c,a", "c,a"], "a lost host may come back"
+
+
+@pytest.mark.parametrize("killed_at", ["", "growing", "ended"])
+def test_a_run_goes_on_with_fewer_hosts_and_grows_again(tmp_path: Path, killed_at: str) -> None:
+    """Without a spare the lost host is done without; it passes its test, and the attempt ends for one with both."""
+    ends = [(78, None, ("b",), 10), (0, None, (), 20), (0, None, (), STEPS)]
+    engine = SmallProcesses(tmp_path, ends, seconds=2.0)
+    hosts, tests = Allocation("hosts", {"z": 1, "b": 1}), SmallTests({"b": [0]})
+    killed: list[str] = []
+
+    def kill_once(journal: Journal, written: bool) -> None:
+        if (
+            written
+            and journal.entries[-1].kind == killed_at
+            and engine.stopped is (killed_at == "ended")
+            and not killed
+        ):
+            killed.append(killed_at)
+            raise Killed
+
+    code = None
+    while code is None:
+        with contextlib.suppress(Killed):
+            code = supervise(tmp_path, engine, kill_once, tests, Limits(pause_s=0.01), None, hosts, (1, 2))
+    assert code == 0 and [one.split()[1] for one in engine.started] == ["z,b", "z", "z,b"] and engine.stopped
+    assert [one.diagnosis.kind for one in _history_in(tmp_path).failures] == ["host_lost", "grown", "done"]
+    assert len(killed) == bool(killed_at)
 
 
 def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) -> None:
