@@ -72,13 +72,24 @@ def _place(folder: Path) -> Place:
 
 
 def test_a_lost_checkpoint_is_seen(tmp_path: Path) -> None:
-    """What a run has told must be there, unless the fault destroys it: then something must be."""
+    """What a run has told must be there, unless the fault destroys it: then the newest besides that must be."""
     place, killed, flipped = _place(tmp_path), KINDS["rank"], KINDS["slot"]
     assert check_holdings(place, killed, Holdings(7, 5), None, 0.0) == []
     assert check_holdings(place, killed, Holdings(0, 5), None, 0.0) != []
     assert check_holdings(place, killed, Holdings(7, 5), Holdings(8, 5), 0.0) != []
     assert check_holdings(place, flipped, Holdings(0, 5), None, 0.0) == []
     assert check_holdings(place, flipped, Holdings(0, 0), None, 0.0) != []
+    assert check_holdings(place, flipped, Holdings(3, 0), None, 0.0) != []
+
+
+def test_the_only_checkpoint_may_be_destroyed(tmp_path: Path) -> None:
+    """A run that has told of one alone, in memory, begins anew after a fault in it."""
+    place = Place(tmp_path, 2, 1)
+    place.run.mkdir()
+    line = {"step": 8, "time": 2e9, "memory/step": 7}
+    (place.run / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert check_holdings(place, KINDS["slot"], Holdings(0, 0), None, 0.0) == []
+    assert check_holdings(place, KINDS["rank"], Holdings(0, 0), None, 0.0) != []
 
 
 def test_where_a_start_went_on_is_read_from_its_events(tmp_path: Path) -> None:

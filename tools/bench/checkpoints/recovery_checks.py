@@ -92,13 +92,15 @@ def check_holdings(place: Place, kind: Kind, found: Holdings, earlier: Holdings 
     """
     saved = [one for one in read_events(place.run, kind="save", name="checkpoint", rank=0)]
     lines = read_metrics(place.run) if (place.run / METRICS_FILE).exists() else []
-    kept = [int(line["memory/step"]) for line in lines if "memory/step" in line and line["time"] >= since]
-    told = max([*(one.step or 0 for one in saved if one.time >= since), *kept], default=0)
+    in_memory = max(
+        (int(line["memory/step"]) for line in lines if "memory/step" in line and line["time"] >= since), default=0
+    )
+    told = {one.step or 0 for one in saved if one.time >= since} | {in_memory}
     if earlier is not None and not kind.has_hosts:
-        told = max(told, earlier.newest)
-    if kind.destroys:  # one of at least two
-        told = min(told, 1)
-    return [f"step {told} was whole, and only {found} is"] if found.newest < told else []
+        told.add(earlier.newest)
+    # What is destroyed may be the newest; where nothing else was whole yet, the run begins anew.
+    least = sorted({0, *told})[-2:][0 if kind.destroys else -1]
+    return [f"step {least} was whole, and only {found} is"] if found.newest < least else []
 
 
 def find_left(place: Place, pids: Sequence[int]) -> list[str]:
