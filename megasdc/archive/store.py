@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ PACKAGES = {
 }
 """Package of a scheme, each an extra of megasdc: ``s3``, ``gcs``, ``azure``. There, an object appears as a whole."""
 _LARGEST_MESSAGE = 300
+_REFUSED, _NOT_FOUND, _NO_SUCH_RANGE = (401, 403), 404, 416
+_CHECK_CREDENTIALS = "check the credentials (environment, ~/.aws or the like, fsspec's files) and their rights"
 
 
 class Store:
@@ -110,11 +114,9 @@ class Store:
     def _read_start(self, path: str, count: int) -> bytes:
         try:
             return bytes(self._files.cat_file(path, start=0, end=count))
-        except FileNotFoundError:
-            raise
-        except Exception:  # S3 has no ranges of an empty object
-            if self._files.size(path) == 0:
-                return b""
+        except Exception as error:
+            if _status_of(error) == _NO_SUCH_RANGE and self._files.size(path) == 0:
+                return b""  # an empty object has no ranges
             raise
 
     def _path(self, name: str) -> str:
@@ -145,29 +147,57 @@ def _open(address: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = address.partition("://")[0] if "://" in address else "file"
+    # In zonal buckets gcsfs writes objects that are seen before they are whole, and to find such buckets it asks a
+    # service before each operation, with a warning where it does not answer (gcsfs 2026.10). They are not supported.
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+    for client in ("gcsfs", "azure"):  # they print pages about what they raise, too
+        logging.getLogger(client).setLevel(logging.CRITICAL)
     try:
-        return fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         command = f"pip install {PACKAGES[scheme]}" if scheme in PACKAGES else f"install what fsspec needs: {error}"
         raise LaunchError(f'"{scheme}://" addresses need a package that is not installed: {command}') from error
     except ValueError as error:
         raise ConfigError(f'got "{address}" as the address of an archive: {error}') from error
-    except Exception as error:  # credentials may be looked for already here
+    try:
+        return fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
+    except ValueError as error:  # adlfs looks for credentials already here
+        raise StorageError(f"{address}: cannot be opened: {_first_line(error)}; {_CHECK_CREDENTIALS}") from error
+    except Exception as error:
         raise StorageError(f"{address}: cannot be opened: {_explain(error)}") from error
 
 
 def _explain(error: BaseException) -> str:
     """An error's type and first line, and what to do."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {without_credentials(lines[0])[:_LARGEST_MESSAGE]}" if lines else repr(error)
-    names = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
-    if isinstance(error, PermissionError) or any("Credential" in name for name in names):
-        return f"{text}; check the credentials (environment, ~/.aws or the like, fsspec's files) and their rights"
-    if isinstance(error, FileNotFoundError):
+    causes, status, text = list(_chain(error)), _status_of(error), _first_line(error)
+    names = [kind.__name__ for cause in causes for kind in type(cause).__mro__]
+    nameless = any("Credential" in name or "Auth" in name for name in names)
+    if isinstance(error, PermissionError) or status in _REFUSED or nameless:
+        return f"{text}; {_CHECK_CREDENTIALS}"
+    if isinstance(error, FileNotFoundError) or status == _NOT_FOUND:
         return f"{text}; check that the bucket, container or folder exists"
-    if isinstance(error, OSError) and error.errno is not None:
+    unreachable = any(isinstance(cause, ConnectionError | TimeoutError | socket.gaierror) for cause in causes)
+    if isinstance(error, OSError) and error.errno is not None and not unreachable:
         return f"{text}; free space, or check the path and the rights on it"
     return f"{text}; check the address and that this machine reaches it, then do it again: what is there is kept"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {without_credentials(lines[0])[:_LARGEST_MESSAGE]}" if lines else repr(error)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """HTTP's status in the error of a client; None: it has none."""
+    for cause in _chain(error):
+        if isinstance(response := getattr(cause, "response", None), dict):  # S3
+            return int(response["ResponseMetadata"]["HTTPStatusCode"])
+        for name in ("status_code", "code"):  # Azure, Google
+            if isinstance(status := getattr(cause, name, None), int):
+                return status
+        if type(cause) is OSError and str(cause).startswith("Forbidden: "):  # gcsfs gives this one no number
+            return 403
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

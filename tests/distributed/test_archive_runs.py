@@ -1,7 +1,4 @@
-"""Real runs and their archive: pushed beside training, pulled bit for bit, and no failure of it stops a run.
-
-The store is moto's server, which speaks S3's protocol, in a process of its own.
-"""
+"""Real runs and their archive: pushed beside training, pulled bit for bit, and no failure of it stops a run."""
 
 from __future__ import annotations
 
@@ -12,18 +9,16 @@ from pathlib import Path
 
 import pytest
 from harness import run_command
-from s3_server import BUCKET, refusing_server, s3_server
+from object_stores import STORES, ObjectStore, s3_store
 from small_disk import small_disk
 from tiny import relative_distance
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.archive.pull import pull
 from megasdc.archive.push import push
-from megasdc.archive.record import BLOCKS, RUNS
-from megasdc.archive.store import Store
 from megasdc.archive.verify import verify
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.errors import CheckpointError, StorageError
+from megasdc.errors import StorageError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8
@@ -44,11 +39,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    """The environment of clients of an S3 server."""
-    with s3_server() as variables:
-        yield variables
+@pytest.fixture(
+    scope="module", params=["s3", *(pytest.param(name, marks=pytest.mark.full) for name in ("gcs", "azure"))]
+)
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    """Each object store."""
+    with STORES[request.param]() as running:
+        yield running
 
 
 def same_files(one: Path, other: Path) -> bool:
@@ -57,28 +54,29 @@ def same_files(one: Path, other: Path) -> bool:
     return files[0] == files[1]
 
 
-def test_a_run_archives_to_s3_and_goes_on_from_there(
-    tmp_path: Path, data: Path, straight: Path, s3: dict[str, str]
+def test_a_run_archives_to_a_store_and_goes_on_from_there(
+    tmp_path: Path, data: Path, straight: Path, store: ObjectStore
 ) -> None:
     """The archiving run has the bits of the other; its folder is lost; what is pulled goes on with the same bits."""
-    run_dir, address = tmp_path / "run", f"s3://{BUCKET}/straight"
+    run_dir, address = tmp_path / "run", store.address("straight")
     keys = {"checkpoint": {"interval": 2, "keep_last": 0, "archive": {"address": address, "every": 2}}}
     config = write_config(tmp_path / "c.json", data, run_dir, training__steps=STEPS, **keys)
-    assert train_run(config, 2, "megasdc.training.stop_step=5", env=s3) == [(0, None)] * 2
+    assert train_run(config, 2, "megasdc.training.stop_step=5", env=store.variables) == [(0, None)] * 2
     assert events_of(run_dir, "archive", "failed") == []
     pushed = [event["step"] for event in events_of(run_dir, "archive", "pushed")]
     assert pushed == [2, 4, 5], "every second step, and the last of the run"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert sum("archive/push_s" in row for row in rows) == 3
-    for secret in ("s3cr3t",):
-        assert all(secret not in path.read_text(errors="replace") for path in run_dir.rglob("*.json*"))
+    files = [path for path in run_dir.rglob("*") if path.suffix in (".json", ".jsonl", ".log")]
+    assert "resolved.json" in {path.name for path in files}
+    assert not store.secret or all(store.secret not in path.read_text(errors="replace") for path in files)
     kept = shutil.copytree(run_dir / "checkpoints", tmp_path / "kept")
     shutil.rmtree(run_dir / "checkpoints")
     for command in (["pull", address, str(run_dir / "checkpoints"), "--step", "4"], ["verify", address]):
-        done = run_command("archive", *command, env=s3)
+        done = run_command("archive", *command, env=store.variables)
         assert done.returncode == 0, done.stdout + done.stderr
     assert same_files(run_dir / "checkpoints" / "step_00000004", kept / "step_00000004")
-    assert train_run(config, 2, env=s3) == [(0, None)] * 2
+    assert train_run(config, 2, env=store.variables) == [(0, None)] * 2
     name = f"checkpoints/step_{STEPS:08d}"
     assert state_of(run_dir / name) == state_of(straight / name)
     assert metrics_of(run_dir) == metrics_of(straight)
@@ -87,10 +85,10 @@ def test_a_run_archives_to_s3_and_goes_on_from_there(
 def test_no_failure_of_the_archive_stops_a_run(tmp_path: Path, data: Path, straight: Path) -> None:
     """Wrong credentials: an event, a warning, a counter; the bits of the run are those of the other."""
     run_dir = tmp_path / "run"
-    keys = {"checkpoint": {"interval": 4, "keep_last": 0, "archive": {"address": f"s3://{BUCKET}/a"}}}
-    config = write_config(tmp_path / "c.json", data, run_dir, training__steps=STEPS, **keys)
-    with refusing_server() as variables:
-        assert train_run(config, 2, env=variables) == [(0, None)] * 2
+    with s3_store() as store:
+        keys = {"checkpoint": {"interval": 4, "keep_last": 0, "archive": {"address": store.address("a")}}}
+        config = write_config(tmp_path / "c.json", data, run_dir, training__steps=STEPS, **keys)
+        assert train_run(config, 2, env=store.variables | store.refused[0]) == [(0, None)] * 2
     failed = events_of(run_dir, "archive", "failed")
     assert [event["step"] for event in failed] == [4, 8] and {event["exit_code"] for event in failed} == {77}
     assert "check the credentials" in failed[0]["problem"] and "s3cr3t" not in failed[0]["problem"]
@@ -98,40 +96,6 @@ def test_no_failure_of_the_archive_stops_a_run(tmp_path: Path, data: Path, strai
     assert max(row.get("archive/failures", 0) for row in rows) == 2
     name = f"checkpoints/step_{STEPS:08d}"
     assert state_of(run_dir / name) == state_of(straight / name)
-
-
-def test_damages_in_an_object_store_are_found(
-    tmp_path: Path, straight: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An emptied, a cut and a lost object, a flipped bit: as in a folder."""
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    address = f"s3://{BUCKET}/damaged"
-    push(straight / "checkpoints", address)
-    store = Store(address)
-    names = [min(store.sizes(BLOCKS)), *store.sizes(RUNS)]
-    for name in names:
-        whole = store.read(name, 1 << 30)
-        assert whole is not None
-        flipped = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
-        for harmed in (b"", whole[:-1], flipped, None):
-            store.delete([name]) if harmed is None else store.write(name, harmed)
-            assert not verify(address).ok, name
-            with pytest.raises(CheckpointError):
-                pull(address, tmp_path / "out")
-        store.write(name, whole)
-    assert verify(address).ok and pull(address, tmp_path / "out").step == STEPS
-
-
-def test_commands_name_what_is_wrong_with_a_store(straight: Path, s3: dict[str, str]) -> None:
-    """A bucket that is not there, credentials that are refused or missing: 77, with the place and what to do."""
-    missing = run_command("archive", "push", str(straight / "checkpoints"), "s3://no-such-bucket/a", env=s3)
-    assert missing.returncode == 77 and "s3://no-such-bucket/a" in missing.stderr
-    assert "check that the bucket" in missing.stderr
-    with refusing_server() as variables:
-        refused = run_command("archive", "list", f"s3://{BUCKET}/a", env=variables)
-    assert refused.returncode == 77 and "check the credentials" in refused.stderr
-    assert "s3cr3t" not in missing.stderr + refused.stderr
 
 
 def test_quantized_moments_resume_near_by(tmp_path: Path, data: Path, straight: Path) -> None:

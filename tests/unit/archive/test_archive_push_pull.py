@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
-from run_to_archive import RUN
-from typer.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+from run_to_archive import RUN, contents, invoke, killed_command
 
 from megasdc.archive import cut, lease, store
 from megasdc.archive.entries import read_entries
@@ -29,21 +31,7 @@ from megasdc.archive.verify import verify
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.cli import app
-from megasdc.errors import CheckpointError, ConfigError, MegasdcError, StorageError
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def invoke(*arguments: Any) -> tuple[int, str]:
-    """Exit code and message of a command."""
-    done = CliRunner().invoke(app, ["archive", *map(str, arguments)])
-    if isinstance(done.exception, MegasdcError):
-        return done.exception.exit_code, str(done.exception)
-    return done.exit_code, done.output
+from megasdc.errors import CheckpointError, ConfigError, StorageError
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["folder", "store that renames"])
@@ -83,7 +71,9 @@ def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monke
     """The process is killed in the middle: no step is there, and the next push stores the other blocks only."""
     address = tmp_path / "archive"
     blocks = "blocks/*/[0-9a-f]*"
-    killed = _killed(["push", checkpoints, address, "--workers", 1], lambda: len(list(address.glob(blocks))) >= 5)
+    killed = killed_command(
+        ["push", checkpoints, address, "--workers", 1], lambda: len(list(address.glob(blocks))) >= 5
+    )
     assert killed == -signal.SIGKILL
     assert read_entries(open_archive(str(address))) == [] and len(list(address.glob("leases/*.json"))) == 1
     there = {path.name for path in address.glob(blocks)}
@@ -101,7 +91,7 @@ def test_a_pull_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path) -> No
     """What it wrote is not fetched again; until the end there is no checkpoint."""
     address, out = tmp_path / "archive", tmp_path / "out"
     push(checkpoints, str(address))
-    killed = _killed(["pull", address, out, "--workers", 1], lambda: len(list(out.rglob("*.pt"))) >= 4)
+    killed = killed_command(["pull", address, out, "--workers", 1], lambda: len(list(out.rglob("*.pt"))) >= 4)
     assert killed == -signal.SIGKILL and not (out / "step_00000004").exists()
     report = pull(str(address), out)
     assert report.kept_bytes > 0
@@ -144,7 +134,7 @@ def test_a_real_kill_of_a_prune_loses_nothing(
     for step in (2, 4):
         push(checkpoints / f"step_{step:08d}", str(address))
     record = address / "runs" / RUN / "step_00000002" / "all.json"
-    assert _killed(["prune", address, "--keep-last", 1], lambda: not record.exists()) == -signal.SIGKILL
+    assert killed_command(["prune", address, "--keep-last", 1], lambda: not record.exists()) == -signal.SIGKILL
     assert pull(str(address), tmp_path / "out").step == 4
     with pytest.raises(StorageError, match="a prune of all runs"):
         prune(str(address))
@@ -152,30 +142,6 @@ def test_a_real_kill_of_a_prune_loses_nothing(
     prune(str(address), keep_last=1)
     report = verify(str(address))
     assert report.ok and report.num_steps == 1 and report.unneeded == 0
-
-
-def _killed(arguments: list[Any], moment: Any) -> int:
-    """Run a command in a process that works slowly, and kill it when its time has come; returns its exit code."""
-    code = (
-        "import os, sys, time\n"
-        "from megasdc.archive import pull, store\n"
-        "write, slow = store.Store.write, pull._write\n"
-        "store.Store.write = lambda *a: (time.sleep(0.05), write(*a))[1]\n"
-        "pull._write = lambda *a: (time.sleep(0.05), slow(*a))[1]\n"
-        "delete = store.Store.delete\n"
-        "store.Store.delete = lambda self, names: [(time.sleep(0.05), delete(self, [name])) for name in names]\n"
-        "from megasdc.cli import main\n"
-        "main()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "archive", *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while not moment() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    return process.wait()
 
 
 def test_another_content_of_a_step_is_refused(checkpoints: Path, tmp_path: Path) -> None:
@@ -321,6 +287,7 @@ def test_places_that_cannot_be_used_are_named(
     assert code == 70 and "--run ID" in text
     code, text = invoke("list", "nosuch://bucket/a")
     assert code == 70 and "nosuch" in text
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     code, text = invoke("list", "gs://bucket/a")
     assert code == 78 and "pip install gcsfs" in text
     (tmp_path / "file").touch()
@@ -353,6 +320,21 @@ def test_addresses_without_credentials_are_taken() -> None:
 
     for address in ("sftp://host:22/a@b", "abfs://container@account.dfs.core.windows.net/a", "/a?b=c", "s3://b/x:y"):
         assert find_credentials(address) is None
+
+
+def test_a_store_that_is_not_reached_is_not_taken_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the HTTP client of most stores, which has a number as that of a disk has: 77, check the network."""
+
+    async def get(port: int) -> None:
+        async with aiohttp.ClientSession() as session:
+            await session.get(f"http://127.0.0.1:{port}")
+
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *arguments, **options: asyncio.run(get(port)))
+        code, text = invoke("list", "memory://a")
+    assert code == 77 and "ClientConnectorError" in text and "that this machine reaches it" in text
 
 
 def test_a_push_waits_for_a_prune_and_sees_what_it_deleted(
