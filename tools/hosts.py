@@ -174,9 +174,13 @@ class Cluster:
         """Return where this machine finds the folder that a host sees at a private path."""
         return self.folder / "private" / name / str(self.private.index(Path(path)))
 
+    def is_on(self, name: str) -> bool:
+        """Whether a host has power."""
+        return self._processes[name].poll() is None
+
     def power_off(self, name: str) -> None:
         """Cut a host's power: all its processes end at once, nothing is flushed, no connection is closed."""
-        if self._processes[name].poll() is None:
+        if self.is_on(name):
             os.kill(self._first_pid[name], signal.SIGKILL)
             self._processes[name].wait()
 
@@ -205,10 +209,10 @@ class Cluster:
         _run("ip", "link", "add", f"p{number}", "netns", str(self._first_pid["switch"]), *cable)
         self._in_switch("ip", "link", "set", f"p{number}", "master", "br0", "up")
 
-    def wait_until_reachable(self, timeout_s: float = 10.0) -> None:
-        """Wait until every host that is on answers over SSH from the first one."""
-        for name in self.names:
-            if self._processes[name].poll() is None:
+    def wait_until_reachable(self, names: Sequence[str] | None = None, timeout_s: float = 10.0) -> None:
+        """Wait until every host that is on, of the named ones (default all), answers over SSH from the first one."""
+        for name in names or self.names:
+            if self.is_on(name):
                 reached = _wait(lambda name=name: self._answers(name), timeout_s)  # type: ignore[misc]
                 assert reached, f"{name} cannot be reached:\n{self.log(name)}"
 

@@ -125,12 +125,17 @@ class SlurmJob(Allocation):
         return [*_STEP, f"--nodelist={host}"]
 
     def leave(self, away: Sequence[str]) -> str:
-        """See ``Allocation``: the job is requeued, and while it waits SLURM takes the list of nodes to leave out."""
+        """See ``Allocation``: the job is requeued, and while it waits SLURM takes the list of nodes to leave out.
+
+        Others may have requeued it already, which SLURM counts at once.
+        """
         shown = self._show()
-        if shown["JobState"] != "RUNNING":  # it was cancelled, or is over its limit
+        was_requeued = self.job != f"{self._number}.{shown['Restarts']}"
+        if not was_requeued and shown["JobState"] != "RUNNING":  # it was cancelled, or is over its limit
             return f"job {self._number} is {shown['JobState']}, and is not requeued"
         try:
-            _scontrol("requeue", self._number)
+            if not was_requeued:
+                _scontrol("requeue", self._number)
             if excluded := [*_listed(shown.get("ExcNodeList", "")), *away]:
                 _scontrol("update", f"JobId={self._number}", f"ExcNodeList={','.join(dict.fromkeys(excluded))}")
         except LaunchError as error:

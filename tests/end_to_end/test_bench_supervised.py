@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megasdc.errors import ConfigError
 from megasdc.supervisor.goodput import PARTS
+from megasdc.supervisor.journal import Entry
 from tools.bench.commands import app
-from tools.bench.supervised.campaign import Drill, SupervisedResult
+from tools.bench.supervised.campaign import Drill, SupervisedResult, used_again
 from tools.bench.supervised.options import SupervisedOptions
 from tools.hosts import unavailable_reason
+from tools.slurm_hosts import slurm_unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [
@@ -31,6 +34,44 @@ def test_one_run_that_is_not_right_decides() -> None:
     result = SupervisedResult("here", SupervisedOptions(), drills)  # type: ignore[arg-type]
     assert not result.passed and replace(result, drills=drills[:1]).passed
     assert list(result.report())[-1] == "run 1, 1x1x2, rank: losses differ in 1 steps, the first is 7"
+
+
+def test_kinds_are_those_that_can_come_about() -> None:
+    """All by default; one of the other engine is refused, not left out."""
+    drawn, in_jobs = SupervisedOptions().drawn, SupervisedOptions(slurm=True).drawn
+    assert {"supervisor", "wrong"} <= set(drawn) and "requeue" not in drawn
+    assert {"requeue", "limit", "step", "wrong"} <= set(in_jobs) and "supervisor" not in in_jobs
+    with pytest.raises(ConfigError, match="requeue cannot come about without --slurm"):
+        SupervisedOptions(kinds="rank,requeue")
+
+
+def test_a_host_that_computed_wrong_results_is_not_used_again() -> None:
+    """Nor is it in an allocation that was asked for without it; one that was lost may be used again."""
+
+    def entries(*kinds: tuple[str, dict[str, object]]) -> list[Entry]:
+        return [Entry(number, 0.0, kind, fields) for number, (kind, fields) in enumerate(kinds, 1)]
+
+    def ended(kind: str) -> list[tuple[str, dict[str, object]]]:
+        return [("ended", {"diagnosis": {"kind": kind}}), ("decided", {"replaced": ["a"]})]
+
+    again: tuple[str, dict[str, object]] = ("planned", {"slots": {"a": 1, "b": 1}})
+    assert used_again(entries(again, *ended("corrupt_again"), again)) == ["a is used again"]
+    assert not used_again(entries(again, *ended("host_lost"), again))
+    left: list[tuple[str, dict[str, object]]] = [("left", {"away": ["a"]}), ("hosts", {"slots": {"a": 1, "c": 1}})]
+    assert used_again(entries(*left)) == ["a is in a later allocation"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(slurm_unavailable_reason() is not None, reason=str(slurm_unavailable_reason()))
+def test_a_sample_in_a_slurm_job(tmp_path: Path) -> None:
+    """Its step is cancelled, and it is requeued: the run ends as without that, and no attempt has failed."""
+    log = tmp_path / "log.jsonl"
+    options = ["--slurm", "--drills", "1", "--kinds", "step,requeue", "--layouts", "1x1x2"]
+    done = CliRunner().invoke(app, ["supervised", *options, "--log", str(log)])
+    (line,) = map(json.loads, log.read_text().splitlines()[1:])
+    assert not line["problems"] and done.exit_code == 0, (done.output, done.exception)
+    kinds = [kind for kind, _ in line["attempts"]]
+    assert kinds[-1] == "done" and set(kinds[:-1]) <= {"preempted"}, line
 
 
 @pytest.mark.full

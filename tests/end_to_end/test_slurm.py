@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_cluster import SlurmCluster, slurm_unavailable_reason
 from test_launch import ROOT, WORKER, write_small_config
 from test_launch_train import folder  # noqa: F401 - a fixture
 
@@ -21,6 +20,7 @@ from megasdc.events import read_events
 from megasdc.experiments.results import read_sweep
 from megasdc.launcher.records import collect
 from tools.hosts import unavailable_reason
+from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
 
 REASON = unavailable_reason() or slurm_unavailable_reason()
 pytestmark = [

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_unavailable_reason
 from test_launch import ROOT
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 from test_supervise import STEPS, have_the_same_end, history_of, write
 
 from tools.hosts import unavailable_reason
+from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
 
 REASON = unavailable_reason() or slurm_unavailable_reason()
 pytestmark = [

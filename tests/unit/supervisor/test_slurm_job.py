@@ -20,7 +20,10 @@ ENVIRON = {
     "SLURM_TASKS_PER_NODE": "2(x3)",
     "SLURMD_NODENAME": "node1",
 }
-JOB = "JobId=7 JobName=a b JobState={state} Requeue={requeue} BatchFlag=1 ExcNodeList={excluded} Command=/x y"
+JOB = (
+    "JobId=7 JobName=a b JobState={state} Requeue={requeue} Restarts={restarts} BatchFlag=1 "
+    "ExcNodeList={excluded} Command=/x y"
+)
 """As SLURM 22.05 prints it, shortened."""
 
 
@@ -37,9 +40,9 @@ class Programs:
         self.write("srun", 'case "$*" in *=node2*) exit 1;; esac')
         self.write("sinfo", "echo 'node1 mixed'; echo 'node2 down*'; echo 'node3 idle'")
 
-    def job(self, state: str = "RUNNING", requeue: int = 1, excluded: str = "(null)") -> None:
+    def job(self, state: str = "RUNNING", requeue: int = 1, excluded: str = "(null)", restarts: int = 0) -> None:
         """What ``scontrol`` shows of the job."""
-        shown = JOB.format(state=state, requeue=requeue, excluded=excluded)
+        shown = JOB.format(state=state, requeue=requeue, excluded=excluded, restarts=restarts)
         names = 'show\\ hostnames\\ node9) echo node9;; show\\ hostnames*) printf "node1\\nnode2\\nnode3\\n";;'
         self.write("scontrol", f'case "$*" in {names} *show\\ job*) echo "{shown}";; esac')
 
@@ -89,7 +92,7 @@ def test_states_and_fields() -> None:
         *[True] * 4,
         *[False] * 3,
     ]
-    assert fields_of(JOB.format(state="RUNNING", requeue=1, excluded="n[1-2]"))["ExcNodeList"] == "n[1-2]"
+    assert fields_of(JOB.format(state="RUNNING", requeue=1, excluded="n[1-2]", restarts=0))["ExcNodeList"] == "n[1-2]"
 
 
 def test_the_hosts_of_a_job_are_its_nodes(programs: Programs) -> None:
@@ -159,6 +162,14 @@ def test_a_job_is_left_by_requeueing_it_without_the_nodes(programs: Programs) ->
     assert programs.calls[-1] == "scontrol update JobId=7 ExcNodeList=node9,node2"
     programs.job()
     assert SlurmJob(ENVIRON).leave([]) == "" and programs.calls[-1] == "scontrol requeue 7"
+
+
+def test_a_job_that_others_have_requeued_is_left_as_it_is(programs: Programs) -> None:
+    """An administrator: the supervisor only says which nodes it is to come back without."""
+    job = SlurmJob(ENVIRON)
+    programs.job(state="COMPLETING", restarts=1)
+    assert job.leave(["node2"]) == "" and programs.calls[-1] == "scontrol update JobId=7 ExcNodeList=node2"
+    assert "scontrol requeue 7" not in programs.calls
 
 
 def test_a_cancelled_job_is_not_requeued(programs: Programs) -> None:

@@ -14,7 +14,8 @@ def bench_supervising(on_progress: Any, options: SupervisedOptions, log: Log = N
     """Bring faults about in supervised runs between test hosts; exit code 1 if one does not end right by itself.
 
     All losses, the last checkpoint and the place in the data as without a fault, bit for bit; few attempts; no host
-    away whose test has passed. Needs root. A run with two faults takes a minute or two.
+    away whose test has passed, and none used again that computed wrong results. Needs root. A run with two faults
+    takes a minute or two, with --slurm up to five: requeued jobs wait, and a lost node is known after a while.
     """
     from tools.bench.supervised.campaign import bench_supervised
 

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megasdc.errors import LaunchError
 from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
 from megasdc.supervisor.goodput import PARTS, goodput_of
-from megasdc.supervisor.history import History
+from megasdc.supervisor.history import HOSTS, History
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout, tables
@@ -33,20 +30,25 @@ from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result, table
-from tools.bench.supervised.faults import KINDS, Target
+from tools.bench.supervised.config import STEP_S, STEPS, write_config
+from tools.bench.supervised.faults import KINDS
 from tools.bench.supervised.options import SupervisedOptions
-from tools.hosts import Cluster, unavailable_reason
+from tools.bench.supervised.slurm import in_slurm
+from tools.bench.supervised.target import Target, over_ssh
+from tools.hosts import unavailable_reason
+from tools.slurm_hosts import slurm_unavailable_reason
 
-STEPS, STEP_S = 60, 0.1
-SPARES = 1
+Engine = Callable[[Path, int, int, random.Random], AbstractContextManager[Target]]
+"""Makes hosts for a run."""
+
 PROGRESS = (3, 12)
 """Steps between two faults, least and most; or the next one comes while a start recovers."""
 IN_RECOVERY = 0.3
 """Share of faults that do not wait for a step."""
-GIVE_UP_S = 420.0
+GIVE_UP_S = 600.0
 MORE_ATTEMPTS = 3
 """Than faults, which a run may take: a fault may end two of them."""
-_POLL_S = 0.1
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def bench_supervised(
         LaunchError: this machine cannot make test hosts.
         MegasdcError: the log cannot be used.
     """
-    if (reason := unavailable_reason()) is not None:
+    if (reason := unavailable_reason() or (slurm_unavailable_reason() if options.slurm else None)) is not None:
         raise LaunchError(f"supervised runs need test hosts: {reason}")
+    engine: Engine = in_slurm if options.slurm else over_ssh
     machine, kept, chance = describe_machine(), RunLog(log, options, Drill), random.Random(options.seed)
     planned = _plan(options, chance)
     with scratch_folder() as folder:
@@ -156,11 +159,11 @@ def bench_supervised(
             if number < len(kept.runs):
                 continue
             if layout not in ends:
-                drill, end = _run(folder / f"plain_{len(ends)}", data, layout, (), 0, None)
+                drill, end = _run(engine, folder / f"plain_{len(ends)}", data, layout, (), 0, None)
                 if end is None:
                     raise LaunchError(f"a run without a fault has failed: {'; '.join(drill.problems)}")
                 ends[layout] = end
-            kept.add(_run(folder / f"run_{number}", data, layout, kinds, seed, ends[layout])[0])
+            kept.add(_run(engine, folder / f"run_{number}", data, layout, kinds, seed, ends[layout])[0])
         on_progress("runs", len(planned), len(planned))
     return SupervisedResult(machine, options, kept.runs)
 
@@ -194,109 +197,51 @@ def _slots(layout: Layout) -> int:
     return 2 if math.prod(layout) == 4 else 1
 
 
-def _config(
-    path: Path, data: Path, layout: Layout, hosts: Sequence[str], kinds: Sequence[str], chance: random.Random
-) -> None:
-    """With three replicas, which can name one of them, results are audited."""
-    tensor, pipeline, replicas = layout
-    sections: dict[str, Any] = {}
-    if replicas > 2:
-        sections["determinism"] = {"enabled": True}
-        sections["audit"] = {"enabled": True, "interval": 10, "verify_checkpoints": True}
-    for prepare in (KINDS[kind].prepare for kind in kinds):
-        if prepare is not None:
-            prepare(sections, hosts, chance)
-    raw = {
-        "train_batch_size": 2 * replicas,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-            "data": {"path": str(data), "sequence_length": 32},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
-            "training": {"steps": STEPS},
-            "checkpoint": {
-                "interval": 10,
-                "keep_last": 2,
-                "writing": "async",
-                "memory": {"interval": 2, "partners": True, "linger_s": 120.0},
-            },
-            "logging": {"run_dir": str(path.parent / "run"), "interval": 1, "progress_bar": False},
-            "health": {"enabled": True, "hang_floor_s": 5.0, "slow_floor_s": 15.0},
-            "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
-            "supervise": {
-                "num_hosts": len(hosts),
-                "pause_s": 1.0,
-                "test_rounds": 1,
-                "retest_s": 5.0,
-                "spare_test_s": 0.0,
-            },
-            **sections,
-        },
-    }
-    path.write_text(json.dumps(raw), encoding="utf-8")
-
-
 def _run(
-    folder: Path, data: Path, layout: Layout, kinds: Sequence[str], seed: int, right: End | None
+    engine: Engine, folder: Path, data: Path, layout: Layout, kinds: Sequence[str], seed: int, right: End | None
 ) -> tuple[Drill, End | None]:
     """Run once, with faults; returns also how it has ended, None: it has not."""
-    started, chance = time.monotonic(), random.Random(seed)
-    num_hosts = math.prod(layout) // _slots(layout)
-    config, run = folder / "config.json", folder / "run"
+    started = time.monotonic()
     folder.mkdir()
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[Any]] = []
     problems: list[str] = []
-    with Cluster(folder / "hosts", 1 + num_hosts + SPARES, env=env) as hosts:
-        head, *others = hosts.names
-        hostfile = hosts.hostfile(others, slots=_slots(layout))
-        _config(config, data, layout, others[:num_hosts], kinds, chance)
-
-        def supervise() -> None:
-            words = ["-m", "megasdc", "supervise", "--hostfile", str(hostfile), "--config", str(config)]
-            with open(folder / "supervisor.log", "ab") as said:
-                processes.append(hosts.popen(head, [sys.executable, *words], cwd=str(folder), stdout=said, stderr=said))
-
-        target = Target(hosts, head, config, run, chance, supervise)
-        supervise()
+    with engine(folder, math.prod(layout) // _slots(layout), _slots(layout), random.Random(seed)) as target:
+        write_config(target, data, layout, kinds)
+        target.start()
         until = time.monotonic() + GIVE_UP_S
         for kind in kinds:
             strike = KINDS[kind].strike
-            if strike is not None and _wait_for_moment(target, processes, until):
+            if strike is not None and _wait_for_moment(target, until):
                 strike(target)
-        while processes[-1].poll() is None and time.monotonic() < until:
+        while (code := target.exit_code()) is None and time.monotonic() < until:
             target.undo()
             time.sleep(_POLL_S)
-        code = processes[-1].poll()
-        target.undo(all_of_it=True)
-        if code is None:
-            problems.append(f"it has not ended in {GIVE_UP_S:g} s")
-        elif code:
-            problems.append(f"it has ended with exit code {code}")
+        run = target.run
+    if code is None:
+        problems.append(f"it has not ended in {GIVE_UP_S:g} s")
+    elif code:
+        problems.append(f"it has ended with exit code {code}")
     end = read_end(run, run / "checkpoints") if code == 0 else None
     if end is not None and right is not None:
         problems += why_different(end, right)
     return _drill(kinds, layout, run, problems, time.monotonic() - started), end
 
 
-def _wait_for_moment(target: Target, processes: Sequence[subprocess.Popen[Any]], until: float) -> bool:
+def _wait_for_moment(target: Target, until: float) -> bool:
     """Wait for the moment of the next fault; whether it may come: the run still goes on."""
     chance = target.chance
     steps, attempts = _last_step(target.run), len(target.entries("started"))
     in_recovery = attempts > 0 and chance.random() < IN_RECOVERY
     if in_recovery:
         time.sleep(chance.uniform(0.0, 10.0))
-        return processes[-1].poll() is None
+        return target.exit_code() is None
     wanted = max(steps, 4) + chance.randint(*PROGRESS)
     while _last_step(target.run) < min(wanted, STEPS - 5):
-        if processes[-1].poll() is not None or time.monotonic() > until:
+        if target.exit_code() is not None or time.monotonic() > until:
             return False
         target.undo()
         time.sleep(_POLL_S)
     time.sleep(chance.uniform(0.0, 3 * STEP_S))
-    return processes[-1].poll() is None
+    return target.exit_code() is None
 
 
 def _last_step(run: Path) -> int:
@@ -309,15 +254,45 @@ def _last_step(run: Path) -> int:
 def _drill(kinds: Sequence[str], layout: Layout, run: Path, problems: list[str], seconds: float) -> Drill:
     entries = read_journal(run / FOLDER)
     history = History.of(entries)
-    attempts = tuple((one.diagnosis.kind, one.used) for one in history.failures)
+    attempts = _attempts(entries)
     if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
         problems.append(f"it took {len(attempts)} attempts")
     away = tuple(history.replaced)
     problems += [f"{host} is away, although its test has passed" for host in away if _has_passed(history, host)]
+    problems += used_again(entries)
     found = goodput_of(run, time.time())
     parts = {} if found is None else {part: round(one, 1) for part, one in found.parts.items()}
     recoveries = _recoveries(entries)
     return Drill(tuple(kinds), layout, attempts, tuple(problems), round(seconds, 1), away, parts, recoveries)
+
+
+def _attempts(entries: Sequence[Entry]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    found, hosts = list[tuple[str, tuple[str, ...]]](), tuple[str, ...]()
+    for entry in entries:
+        if entry.kind == "planned":
+            hosts = tuple(entry.fields["slots"])
+        elif entry.kind == "ended":
+            found.append((entry.fields["diagnosis"]["kind"], hosts))
+    return tuple(found)
+
+
+def used_again(entries: Sequence[Entry]) -> list[str]:
+    """Hosts that computed wrong results and were used later, or were in an allocation that was to be without them."""
+    wrong, excluded, ended = set[str](), set[str](), ""
+    found: list[str] = []
+    for entry in entries:
+        said = entry.fields
+        if entry.kind == "ended":
+            ended = said["diagnosis"]["kind"]
+        elif entry.kind == "decided" and ended == "corrupt_again":
+            wrong |= set(said["replaced"])
+        elif entry.kind == "left":
+            excluded |= set(said["away"])
+        elif entry.kind == HOSTS:
+            found += [f"{host} is in a later allocation" for host in sorted(excluded & said["slots"].keys())]
+        elif entry.kind == "planned":
+            found += [f"{host} is used again" for host in sorted(wrong & said["slots"].keys())]
+    return found
 
 
 def _recoveries(entries: Sequence[Entry]) -> tuple[tuple[str, float], ...]:

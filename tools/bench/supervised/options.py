@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tools.bench.drills import DrillOptions
 from tools.bench.options import option
-from tools.bench.supervised.faults import KINDS
+from tools.bench.supervised.faults import KINDS, SLURM, SSH
 
 
 @dataclass(frozen=True)
@@ -17,5 +17,22 @@ class SupervisedOptions(DrillOptions):
 
     drills: int = option(75, "Runs.", least=1)
     faults: int = option(2, "Faults of a run, kinds in turn.", least=1)
-    kinds: str = option(",".join(KINDS), "Kinds of faults.")
+    kinds: str = option("all", "Kinds of faults; all: those that can come about there.")
     layouts: str = option("1x1x3,2x1x2,1x2x2", "Tensor x pipeline x data of each layout.")
+    slurm: bool = option(False, "In jobs of a real SLURM on test hosts, instead of over SSH.")
+
+    @property
+    def drawn(self) -> list[str]:
+        """See ``DrillOptions``."""
+        return self._possible if self.kinds == "all" else super().drawn
+
+    def problems(self) -> list[str]:
+        """Kinds that are not known, or cannot come about there."""
+        known = [one for one in self.drawn if one in KINDS and one not in self._possible]
+        where = "under SLURM" if self.slurm else "without --slurm"
+        return [*super().problems(), *(f"--kinds: {one} cannot come about {where}" for one in known)]
+
+    @property
+    def _possible(self) -> list[str]:
+        engine = SLURM if self.slurm else SSH
+        return [name for name, kind in KINDS.items() if engine in kind.engines]

@@ -74,11 +74,10 @@ class SlurmCluster:
         self.hosts.__enter__()
         try:
             for name in self.hosts.names:
-                # Its key lies in a folder of everybody's, which munge would refuse.
-                self._daemon(name, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key")
+                self._start_munge(name)
             self._daemon(self.hosts.names[0], "slurmctld", "-D")
             for name in self.hosts.names:
-                self._daemon(name, "slurmd", "-D", "-N", name)
+                self._start_slurmd(name)
             self._wait_until_idle()
         except BaseException:
             self.close()
@@ -101,9 +100,23 @@ class SlurmCluster:
         """Run a command of SLURM's on the first host, to its end."""
         return self.hosts.run(self.hosts.names[0], argv, timeout_s=timeout_s, **options)
 
+    def boot(self, name: str) -> None:
+        """Start a host that was powered off, with its daemons; not the first one, which has the controller."""
+        self.hosts.boot(name)
+        self.hosts.wait_until_reachable([name])
+        self._start_munge(name)
+        self._start_slurmd(name)
+
     def logs(self) -> str:
         """What the daemons have said."""
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+    def _start_munge(self, name: str) -> None:
+        # Its key lies in a folder of everybody's, which munge would refuse.
+        self._daemon(name, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key")
+
+    def _start_slurmd(self, name: str) -> None:
+        self._daemon(name, "slurmd", "-D", "-N", name)
 
     def _daemon(self, name: str, program: str, *arguments: str) -> None:
         log = open(self.folder / f"{program}_{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
