@@ -32,6 +32,7 @@ from megasdc.durable import TEMPORARY_PREFIX, rename_durably, sync_path, write_d
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.program import FULL
 from megasdc.progress import bytes_bar
+from megasdc.run_identity import read_identity
 
 logger = logging.getLogger(__name__)
 WORKERS = 4
@@ -82,7 +83,7 @@ def pull(
 
     Args:
         out: the folder, created if absent; the checkpoint is ``step_NNNNNNNN`` in it.
-        run: None: the only run of the archive.
+        run: None: the only run of the archive, which must be the one whose folder this is, if it is that of a run.
         step: None: the newest that is complete and undamaged.
         node: of node-local storage, whose files are wanted; None: this host.
         accept_quantized: pull one with quantized moments.
@@ -90,7 +91,8 @@ def pull(
         progress: draw a bar on standard error where it is a terminal.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged or quantized, or another one lies there.
+        CheckpointError: there is no such checkpoint, it is damaged or quantized, or another one or another run lies
+            there.
         StorageError: the archive cannot be read, or the folder not written. What was fetched is found by the next pull.
     """
     started = time.monotonic()
@@ -101,6 +103,8 @@ def pull(
             f"step {part.step} of {part.run} in {store.address} has {part.quantized}: it does not continue its run bit "
             "for bit. Pull it with --accept-quantized if that is what you want"
         )
+    if run is None:
+        _check_run(Path(out), part.run)
     final = Path(out) / step_folder(part.step)
     report = PullReport(store.address, part.run, part.step, part.name, str(final), part.size_bytes)
     report.quantized = None if part.quantized is None else str(part.quantized)
@@ -118,6 +122,16 @@ def pull(
         ) from error
     report.duration_s = time.monotonic() - started
     return report
+
+
+def _check_run(folder: Path, run: str) -> None:
+    """Refuse to put a checkpoint into the folder of another run, which would go on from it."""
+    there = read_identity(folder.resolve().parent)
+    if there is not None and there.run != run:
+        raise CheckpointError(
+            f"{folder.resolve().parent} is the folder of run {there.run}, and the archive has {run}: pull it into "
+            f"another folder, or name it with --run {run} to put it there all the same"
+        )
 
 
 def choose_entry(store: Store, run: str | None, step: int | None) -> Entry:

@@ -158,7 +158,8 @@ def _open(address: str) -> tuple[Any, str]:
         command = f"pip install {PACKAGES[scheme]}" if scheme in PACKAGES else f"install what fsspec needs: {error}"
         raise LaunchError(f'"{scheme}://" addresses need a package that is not installed: {command}') from error
     except ValueError as error:
-        raise ConfigError(f'got "{address}" as the address of an archive: {error}') from error
+        known = "a folder, or a URL of s3://, gs://, abfs:// or another file system of fsspec"
+        raise ConfigError(f'got "{address}" as the address of an archive: {error}; needed: {known}') from error
     try:
         return fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
     except ValueError as error:  # adlfs looks for credentials already here

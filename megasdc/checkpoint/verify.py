@@ -76,6 +76,8 @@ def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
+    if kind_of(folder) == CHECKPOINT:  # whatever else lies in it
+        return [folder]
     found = [folder / step_folder(step) for step in reversed(list_steps(folder))]
     if universal:
         found += reversed(list_universal(folder))

@@ -75,10 +75,8 @@ def may_change(change: Change, allowed: Collection[str], universal: bool) -> boo
 
 def explain_refusal(refused: Iterable[Change]) -> str:
     """Message with the changed fields that prevent a resume, and what to do."""
-    lines, kinds = [], set()
-    for change in refused:
-        kinds.add(change.at_resume)
-        lines.append(f"  - {change}")
+    refused = list(refused)
+    kinds, lines = {change.at_resume for change in refused}, [f"  - {change}" for change in refused]
     remedies = ["Set the saved values again, or start a new run in another megasdc.logging.run_dir."]
     if "universal" in kinds:
         names = ", ".join(change.path for change in refused if change.at_resume == "universal")
@@ -88,7 +86,9 @@ def explain_refusal(refused: Iterable[Change]) -> str:
         )
     if "flag" in kinds:
         flags = " ".join(f"--allow-changed {change.path}" for change in refused if change.at_resume == "flag")
-        remedies.append(f"To resume with the new values anyway, add {flags}.")
+        others = [change.path for change in refused if change.at_resume != "flag"]
+        of_these = f" of the others, once {', '.join(others)} are as saved" if others else ""
+        remedies.append(f"To resume with the new values{of_these} anyway, add {flags}.")
     head = "it was saved with another configuration, with which this run cannot resume:"
     return "\n".join([head, *lines, " ".join(remedies)])
 

@@ -36,7 +36,7 @@ from megasdc.checkpoint.formats.deepspeed_names import (
     kind_of_file,
 )
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, read_shared_state
-from megasdc.checkpoint.kinds import is_universal
+from megasdc.checkpoint.kinds import CHECKPOINT, is_universal, kind_of
 from megasdc.checkpoint.manifest import describe_file, installed_versions
 from megasdc.checkpoint.universal import (
     UNIVERSAL_FORMAT_VERSION,
@@ -192,8 +192,8 @@ def _check_output(final: Path, source: Source, force: bool) -> None:
     read, written = source.path.resolve(), final.resolve()
     if read.is_relative_to(written):
         raise CheckpointError(f"{final} cannot be the output: it is or holds the checkpoint that is converted")
-    if written.is_relative_to(read):
-        raise CheckpointError(f"{final} cannot be the output: it lies in the checkpoint that is converted")
+    if inside := next((one for one in written.parents if kind_of(one) == CHECKPOINT), None):
+        raise CheckpointError(f"{final} cannot be the output: it lies in the checkpoint {inside}")
     if final.exists() and not final.is_dir():
         raise CheckpointError(f"{final} is a file; choose another --out")
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):

@@ -199,10 +199,14 @@ def test_a_closed_terminal_ends_a_command_but_not_under_nohup() -> None:
 
 def test_outputs_in_and_over_their_source(tmp_path: Path, checkpoint: Path) -> None:
     """Neither form is written into the checkpoint that it is made from or over a file; an empty folder is taken."""
-    with pytest.raises(CheckpointError, match="lies in the checkpoint that is converted"):
+    with pytest.raises(CheckpointError, match="lies in the checkpoint "):
         convert.convert_to_universal(checkpoint, checkpoint / "universal")
     with pytest.raises(ConfigError, match=r"OUT: .* lies in"):
         export_hf.export_hf(checkpoint, checkpoint / "exported")
+    other = shutil.copytree(checkpoint, tmp_path / "other" / "step_00000009")
+    with pytest.raises(CheckpointError, match="lies in the checkpoint "):
+        convert.convert_to_universal(checkpoint, other / "universal")
+    shutil.rmtree(other.parent)
     assert verify_checkpoint(checkpoint).ok
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match=r"file is a file; choose another --out$"):

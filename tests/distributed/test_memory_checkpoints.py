@@ -173,7 +173,7 @@ def test_snapshots_that_do_not_fit_are_refused_with_the_numbers() -> None:
     """The same answer on all ranks, by what the host has: a petabyte is refused, a byte is not."""
     for answers in run_distributed(_room_for, 2, 1 << 50):
         for text in answers:
-            assert "need 1,048,576.00 GiB of memory, and of the " in text and "may take 80%" in text
+            assert "need 1,073,741,824.0 MiB of memory, and of the " in text and "may take 80%" in text
         assert "in /dev/shm there" in answers[1]
     assert run_distributed(_room_for, 2, 1) == [[None, None]] * 2
 

@@ -12,7 +12,7 @@ from megasdc.memory_limits import memory_limits
 from megasdc.parallel.collectives import gather_objects
 from megasdc.shared_memory import shared_folder
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 LEAST_BYTES = 64 << 20
 """State of a rank below which a snapshot saves nothing: writing it takes a fraction of a second."""
 _SHARE = 0.8
@@ -46,14 +46,15 @@ def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool, with_
     told = gather_objects((socket.gethostname(), size, room), group)
     largest = max(one for _, one, _ in told)
     if largest < LEAST_BYTES and not is_asked:
-        return f"the state of a rank has {largest / (1 << 20):,.1f} MiB, which is written faster than it is worth"
+        return f"the state of a rank has {largest / MIB:,.1f} MiB, which is written faster than it is worth"
     for host in dict.fromkeys(name for name, _, _ in told):
         needed = sum(one for name, one, _ in told if name == host)
         free = min(one for name, _, one in told if name == host)
         if needed > _SHARE * free:
             return (
-                f"the snapshots of the ranks on {host} need {needed / GIB:,.2f} GiB of memory, and of the "
-                f"{free / GIB:,.2f} GiB that are free {f'in {shared_folder()} ' if with_names else ''}there they may "
+                f"the snapshots of the ranks on {host} need {needed / MIB:,.1f} MiB of memory, and of the "
+                f"{free / MIB:,.1f} MiB that are free {f'in {shared_folder()} ' if with_names else ''}there they may "
                 f"take {_SHARE:.0%}: use fewer ranks a host, or more memory"
+                f"{f', or a larger {shared_folder()}' if with_names else ''}"
             )
     return None

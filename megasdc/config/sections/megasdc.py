@@ -75,7 +75,9 @@ class TrainingSection(Section):
         64, "Validation samples of one evaluation, the same each time; rounded up to whole micro-batches.", APPLIED
     )
     time_limit_s: PositiveFloat | None = setting(
-        None, "Save and stop at the first step boundary after so many seconds; null: no limit.", NO_MATTER
+        None,
+        "Save and stop at the first step boundary after so many seconds, the start included; null: no limit.",
+        NO_MATTER,
     )
     stop_step: PositiveInt | None = setting(
         None, "Save and stop after this step although the run is longer; null: continue to `steps`.", NO_MATTER

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.archive.record import check_name
+from megasdc.archive.store import Store
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.marks import read_mark
@@ -21,7 +22,7 @@ from megasdc.config.sections.megasdc import CheckpointSection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
+from megasdc.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.train.archiving.child import PushProcess
 
@@ -50,6 +51,10 @@ class Archiver(Hook):
         verified_only: wait for the mark that an audit agreed, since a candidate may be corrupt.
         prunes: whether this rank applies ``archive.keep_last``: one of the run.
         writer: where rank 0 writes; None on other ranks.
+
+    Raises:
+        ConfigError: the address is none, or lies in the folder of checkpoints.
+        LaunchError: the package for such addresses is not installed.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Archiver(Hook):
     ) -> None:
         assert section.archive.address is not None, "it is built only where there is one"
         self._address, self._every = section.archive.address, section.archive.every
+        _check_address(self._address, folder)
         self._keep_last = section.archive.keep_last if prunes else 0
         self._folder, self._run_id = folder, check_name(run_id, "the id of a run")
         self._verified_only = verified_only
@@ -213,3 +219,18 @@ def build_archiver(
     return Archiver(
         section, folder, str(run.events.origin.run), verified_only=verified_only, prunes=place.rank == 0, writer=writer
     )
+
+
+def _check_address(address: str, folder: Path) -> None:
+    """Refuse what no later push could use; whether the archive can be reached now does not matter."""
+    field = "megasdc.checkpoint.archive.address"
+    try:
+        local = Store(address).local
+    except (ConfigError, LaunchError) as error:
+        text = error.problems[0] if isinstance(error, ConfigError) else str(error)
+        raise type(error)(f"{field}: {text}") from error
+    except StorageError as error:
+        logger.warning("%s: %s; each push tries again", field, error)
+        return
+    if local is not None and local.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{field}: got {address}, which lies in the checkpoint folder {folder}; name another folder.")

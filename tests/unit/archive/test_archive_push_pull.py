@@ -53,6 +53,22 @@ def test_a_pull_gives_every_bit_back(checkpoints: Path, tmp_path: Path, memory: 
     assert verify(address).ok
 
 
+def test_a_checkpoint_of_another_run_is_not_put_into_a_run(checkpoints: Path, tmp_path: Path) -> None:
+    """The run would go on from it; named by its id it is. Into the folder of its own run it comes without."""
+    push(checkpoints, str(tmp_path / "archive"))
+    (tmp_path / "other").mkdir()
+    identity = (checkpoints.parent / "run.json").read_text()
+    (tmp_path / "other" / "run.json").write_text(identity.replace(RUN, "20261125-100000-000000"))
+    with pytest.raises(
+        CheckpointError, match=f"of run 20261125-100000-000000, and the archive has {RUN}: pull it into"
+    ):
+        pull(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints")
+    assert not (tmp_path / "other" / "checkpoints").exists()
+    assert pull(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints", run=RUN).step == 4
+    shutil.rmtree(checkpoints / "step_00000004")
+    assert pull(str(tmp_path / "archive"), checkpoints).step == 4
+
+
 def test_fp32_weights_and_master_weights_are_stored_once(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from megasdc.checkpoint.universal import (
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.checkpoint.views.open import open_view
@@ -232,3 +232,10 @@ def test_bad_places_have_a_fitting_remedy(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"free space or choose"), writing_folder(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert file.read_text() == "mine"
+
+
+def test_what_lies_in_a_checkpoint_does_not_hide_it(tmp_path: Path) -> None:
+    """A universal checkpoint in the folder of a checkpoint: that one is verified."""
+    folder = make_checkpoint(tmp_path, 3)
+    make_universal(folder)
+    assert find_folders(folder, universal=True) == [folder]

@@ -145,7 +145,8 @@ def test_a_refusal_names_all_fields_and_their_remedies() -> None:
     changes = [Change("train_batch_size", 8, 16, "flag"), Change("megasdc.data.seed", 1, 2, "universal")]
     text = explain_refusal(changes)
     assert "train_batch_size: saved with 8, now 16" in text
-    assert "--allow-changed train_batch_size" in text
+    assert "new values of the others, once megasdc.data.seed are as saved, anyway" not in text
+    assert "once megasdc.data.seed are as saved anyway, add --allow-changed train_batch_size" in text
     assert "another megasdc.data.seed from a universal checkpoint" in text
 
 

@@ -18,6 +18,7 @@ from hand_made import write_checkpoint
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.marks import VERIFIED_FILE, VerifiedMark
 from megasdc.config.sections.megasdc import CheckpointSection
+from megasdc.errors import ConfigError, LaunchError
 from megasdc.events import EventLog, read_events
 from megasdc.train.archiving import hook
 from megasdc.train.archiving.child import PushProcess
@@ -174,3 +175,19 @@ def _wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "said"),
+    [
+        ("nothing://bucket/x", ConfigError, "checkpoint.archive.address: got .* needed: a folder, or a URL"),
+        ("{folder}/checkpoints/archive", ConfigError, "lies in the checkpoint folder"),
+        ("dropbox://x", LaunchError, "checkpoint.archive.address: .*need a package that is not installed"),
+    ],
+)
+def test_addresses_that_no_push_could_use_end_the_start(
+    tmp_path: Path, address: str, kind: type[Exception], said: str
+) -> None:
+    """Before anything is trained, and with the field that is wrong."""
+    with pytest.raises(kind, match=said):
+        Training(tmp_path, address=address.format(folder=tmp_path))
