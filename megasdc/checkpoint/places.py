@@ -143,5 +143,8 @@ def raise_together(problem: Problem | None, place: Place, what: str) -> None:
     alike = len(failed) == len(answers) and all(found == first for _, _, found in failed)
     if alike and not first.storage:  # all ranks have the same problem
         raise kind(f"{what}: {first.text}")
-    others = f"; {len(failed) - 1} other ranks failed too" if len(failed) > 1 else ""
-    raise kind(f"{what}: rank {rank} on {node}: {first.text}{others}")
+    others = "" if len(failed) == 1 else f"; {len(failed) - 1} more failed"
+    remedy = (
+        "; free space, or check the folder and the rights on it: what was saved before is kept" if first.storage else ""
+    )
+    raise kind(f"{what}: rank {rank} on {node}: {first.text}{others}{remedy}")

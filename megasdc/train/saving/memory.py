@@ -83,6 +83,8 @@ class MemoryCheckpoints(Hook):
         """
         size, there = self._saver.measure(run.engine, self._state.of(run))
         if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
+            if self._place.leader and not self._has_old:
+                shutil.rmtree(self._folder, ignore_errors=True)  # it holds nothing
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
         self._saver.reserve(run.engine, self._state.of(run))
         if run.dims.rank == 0:
@@ -118,7 +120,10 @@ class MemoryCheckpoints(Hook):
         run.enter("BETWEEN")
         if self._was_taken and not taken and run.dims.rank == 0:  # the first of several
             run.events.emit("skip", "memory_snapshot", step=run.step, skipped=self._saver.skipped)
-            logger.warning("memory: step %d is not kept: those before are still being made whole", run.step)
+            logger.warning(
+                "memory: step %d is not kept: those before are still being made whole; a larger interval keeps up",
+                run.step,
+            )
         self._was_taken = taken
         if self._writer is not None:
             self._writer.write(
