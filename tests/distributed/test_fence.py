@@ -14,6 +14,7 @@ from megasdc.checkpoint.fence import Fence, FencedError
 from megasdc.checkpoint.snapshots.messages import Act
 from megasdc.checkpoint.snapshots.writer_main import act
 from megasdc.run_lock import RECORD_FILE, Holder
+from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.saving.saver import Saver
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -26,7 +27,8 @@ def _take(folder: Path, token: str = "another") -> None:
 
 def _train_and_lose_the_folder(config: str) -> tuple[int, str | None]:
     """Body of a rank: another launch takes the folder once it has a checkpoint, as where this host was frozen."""
-    after_step = Saver.after_step
+    after_step, watch = Saver.after_step, FolderWatch.after_step
+    FolderWatch.after_step = lambda *_: None  # type: ignore[method-assign] # it would end rank 0 alone, by its clock
 
     def taken_before_it(saver: Saver, run: Any, result: Any) -> None:
         if run.dims.rank == 0 and (run.folder / "checkpoints" / "latest").exists():
@@ -37,7 +39,7 @@ def _train_and_lose_the_folder(config: str) -> tuple[int, str | None]:
     try:
         return pretrain_rank(config, [])
     finally:
-        Saver.after_step = after_step  # type: ignore[method-assign]
+        Saver.after_step, FolderWatch.after_step = after_step, watch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("writing", ["sync", "async"])

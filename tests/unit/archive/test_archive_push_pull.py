@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from run_to_archive import RUN, contents, invoke, killed_command
 
 from megasdc.archive import cut, lease, store
@@ -303,6 +304,8 @@ def test_places_that_cannot_be_used_are_named(
     assert code == 70 and "--run ID" in text
     code, text = invoke("list", "nosuch://bucket/a")
     assert code == 70 and "nosuch" in text
+    for scheme in ("gs", "gcs"):
+        monkeypatch.delitem(_registry, scheme, raising=False)  # another test may have loaded it
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     code, text = invoke("list", "gs://bucket/a")
     assert code == 78 and "pip install gcsfs" in text
