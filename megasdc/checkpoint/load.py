@@ -7,7 +7,7 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -171,14 +171,13 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
     reader = engine.checkpoint_engine = CheckedReader(inner)
-    moments = dict(engine.optimizer.optimizer.state)
     try:
         with plain_path(folder) as path:
             stage_file = engine._get_ckpt_name(str(path), ".")
             if not engine.load_universal_checkpoint():
                 engine._get_all_ckpt_names = lambda *_: [stage_file] * engine.mp_world_size
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
-            _keep_in_place(engine.optimizer.optimizer, moments)
+            _own_memory(engine.optimizer.optimizer)
         if loaded is None:
             problem = Problem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
@@ -191,13 +190,9 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     return problem, client_state
 
 
-def _keep_in_place(optimizer: torch.optim.Optimizer, before: Mapping[Any, dict[str, Any]]) -> None:
-    """Copy loaded moments on the CPU into the tensors that an optimizer had before, or into fresh memory."""
-    for param, state in optimizer.state.items():
+def _own_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Copy an optimizer's moments on the CPU, which are those of a file, into memory of its own."""
+    for state in optimizer.state.values():
         for name, value in state.items():
-            mine = before.get(param, {}).get(name)
-            if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value is mine:
-                continue
-            if mine is None or (mine.shape, mine.dtype) != (value.shape, value.dtype):
-                mine = torch.empty_like(value)
-            state[name] = mine.copy_(value)
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()

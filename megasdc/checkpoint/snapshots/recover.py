@@ -55,7 +55,6 @@ class Found:
 
     Attributes:
         start: of the run, that made it.
-        layout: that it had then.
         sources: of each rank, one that was found to be right.
         verified: an audit has agreed after it.
         skipped: newer steps, each with the reason.
@@ -63,10 +62,14 @@ class Found:
 
     step: int
     start: int
-    layout: Layout
     sources: dict[int, Source]
     verified: bool
     skipped: dict[int, str]
+
+    @property
+    def layout(self) -> Layout:
+        """That the run had then."""
+        return _layout(self.sources[0].held.record)
 
     @property
     def origin(self) -> str:
@@ -118,7 +121,7 @@ def find_in_memory(
             chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
             lacking = sorted(set(range(layout.world_size)) - chosen.keys())
             if not lacking:
-                return Found(step, start, layout, chosen, step <= line.verified, skipped)
+                return Found(step, start, chosen, step <= line.verified, skipped)
             problem = f"files of rank {lacking[0]} were changed"
         skipped[step] = problem
         place.emit("skip", "memory", step=step, reason=problem)
