@@ -15,20 +15,26 @@ _END = "data/stream_end"
 
 
 def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
-    """Where a run can go back to: before a checkpoint that could not be loaded, or before NaN and Inf.
+    """Where a run can go back to: before a checkpoint that could not be loaded, before NaN and Inf, to its beginning.
+
+    To the beginning where results were wrong, and no audit has agreed after a checkpoint since the run began: that is
+    early in a run with audits. One that ever had a verified checkpoint does not lose all by itself.
 
     Args:
         since: start of the attempt that failed, seconds since the epoch.
         rewind_steps: least number of steps before the first of the last skipped steps; 0: not because of these.
 
     Returns:
-        None: the attempt had no such checkpoint, and no skipped step or one that is not to be gone back before.
+        None: the attempt had no such checkpoints, and no skipped step or one that is not to be gone back before.
     """
     if not run_dir.is_dir():
         return None
-    failed = [one.step for one in read_events(run_dir, kind="resume", name="not_loaded", rank=0) if one.time >= since]
+    resumes = [one for one in read_events(run_dir, kind="resume", rank=0) if one.time >= since]
+    failed = [one.step for one in resumes if one.name == "not_loaded"]
     if failed and failed[-1] is not None:
         return Back(failed[-1] - 1)
+    if any(one.name == "none_verified" for one in resumes):
+        return None if any(read_events(run_dir, kind="verify", name="checkpoint")) else Back(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
     if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
         return None

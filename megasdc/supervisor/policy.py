@@ -9,6 +9,7 @@ input              stop: a person must change it       -
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
 checkpoint         start again                         go back to an earlier one; stop if none could be used
+begin              go back to the beginning            go back to the beginning
 corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
@@ -81,6 +82,7 @@ RULES = {
     "preempted": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
+    "begin": Rule(Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
@@ -182,15 +184,15 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
     pause_s = _pause_s(failures, limits)
+    again = "again: " if had else ""
     if action is Action.BACK and found.back is not None and went_back < limits.rewinds:
-        return Decision(action, f"again: {found.text}; {found.back}", pause_s=pause_s, back=found.back)
+        return Decision(action, f"{again}{found.text}; {found.back}", pause_s=pause_s, back=found.back)
     if action in (Action.STOP, Action.BACK):
         often = f"; it has gone back {went_back} times" if went_back else ""
         return Decision(Action.STOP, f"{found.text}; it is not the first time{often}")
     if action is not Action.REPLACE:
         return Decision(action, found.text, pause_s=pause_s)
     if len(found.hosts) <= num_spares:
-        again = "again: " if had else ""
         return Decision(action, f"{again}{found.text}", found.hosts)
     lacking = f"{len(found.hosts)} other hosts would be needed, and there are {num_spares}"
     if rule.certain:

@@ -269,8 +269,9 @@ def _savers(
     """What keeps checkpoints in memory, if anything does, and what writes them."""
     section, run, state = parts.config.megasdc.checkpoint.memory, parts.run, _run_state(parts)
     before_save = OnceAStep(None if detection is None else detection.before_save)
+    after_save = None if detection is None else detection.after_save
     memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None
-    return memory, Saver(parts.config, run, writer, state, before_save, parts.fence)
+    return memory, Saver(parts.config, run, writer, state, before_save, after_save, parts.fence)
 
 
 def _archiver(parts: HookParts, writer: MetricsWriter | None) -> Archiver | None:

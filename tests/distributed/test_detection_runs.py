@@ -16,6 +16,7 @@ from whole_runs import events_of, failure_of, metrics_of, prepare_text, pretrain
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
 from megasdc.config import load_config
+from megasdc.events import read_events
 from megasdc.golden.record import record
 from megasdc.report.summary import summarize
 from megasdc.sdc.incident import incident_from_json
@@ -219,6 +220,19 @@ def test_audits_repeat_over_a_resume(tmp_path: Path, data: Path) -> None:
         assert [code for code, _ in results] == [0, 0], results
     assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
     assert [one["step"] for one in events_of(tmp_path / "resumed", "audit", "agreed")] == [3, 6]
+
+
+def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path: Path, data: Path) -> None:
+    """It is whole steps after the audit that has agreed on its step, and no other audit comes."""
+    options = {"checkpoint": {"interval": 3, "writing": "async"}, "training__steps": 9, "training__stop_step": None}
+    config = _write(tmp_path, data, "run", 2, audit={"enabled": True, "interval": 4}, **options)
+    results = train_run(config, 2)
+    assert [code for code, _ in results] == [0, 0], results
+    marked = {one["step"]: one["audit_step"] for one in events_of(tmp_path / "run", "verify", "checkpoint")}
+    agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
+    assert agreed == [4, 8] and marked == {3: 4, 6: 8}
+    times = {one.name: one.time for one in read_events(tmp_path / "run", rank=0) if one.step in (3, 4)}
+    assert times["agreed"] < times["checkpoint"], "it was not whole yet"
 
 
 def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:

@@ -258,6 +258,10 @@ class Detection(Hook):
         if self._requested:
             run.events.emit("audit", "requested", step=run.step + 1)
 
+    def after_save(self) -> None:
+        """A checkpoint is whole."""
+        self._disputes.after_save()
+
     def before_save(self, run: Run) -> None:
         """Compare the parameters about to be saved, since the next step would do so only after the save.
 

@@ -262,6 +262,10 @@ class Disputes:
             run.events.emit("audit", "agreed", step=result.step, verified_up_to=last)
         self._incidents.verified(last, result.step)
 
+    def after_save(self) -> None:
+        """A checkpoint is whole, which an audit may have agreed on before."""
+        self._incidents.mark_saved()
+
     def state_dict(self) -> dict[str, Any]:
         """Devices found wrong so far, and the first step whose checkpoint cannot be verified."""
         return {"earlier": self._suspects.state(), "wrong_since": self._wrong_since}

@@ -74,6 +74,7 @@ class Incidents:
         self._checkpoints = checkpoint_folder(config)
         self._ranks: list[RankPlace] = []
         self._place: Place | None = None
+        self._agreed: tuple[int, int] | None = None  # newest step that an audit has agreed on, and that audit's
 
     def on_start(self) -> None:
         """Gather the place of every rank.
@@ -135,19 +136,20 @@ class Incidents:
     def verified(self, last: int, audit_step: int) -> None:
         """Mark checkpoints up to the step ``last`` as verified, after an audit agreed."""
         assert self._place is not None, "on_start comes first"
-        mark_verified(
-            self._checkpoints,
-            last,
-            audit_step,
-            self._place,
-            passed_over=self._run.passed_over,
-            events=self._run.events,
-        )
+        self._agreed = (last, audit_step)
+        self.mark_saved()
         if (
             self._config.megasdc.checkpoint.memory.interval
             and self._place.rank == self._place.nodes[self._place.node][0]
         ):
             mark_memory(memory_folder(self._run.events.origin.run), last)
+
+    def mark_saved(self) -> None:
+        """Mark what is saved: a save beside training may be done after the audit that has agreed on it."""
+        assert self._place is not None, "on_start comes first"
+        if self._agreed is not None:
+            passed_over, events = self._run.passed_over, self._run.events
+            mark_verified(self._checkpoints, *self._agreed, self._place, passed_over=passed_over, events=events)
 
     def _describe(self, step: int, found: Settled, action: str) -> Incident:
         sections, engine = self._config.megasdc, self._run.engine

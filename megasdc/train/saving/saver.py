@@ -121,8 +121,9 @@ class OnceAStep:
 class Saver(Hook):
     """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
 
-    ``before_save`` is called on all ranks; ``writer`` is None on other ranks than 0. The last checkpoint is always
-    written while the run waits, since nothing is left that could go on. A hook before it must call ``wait_for_copy``.
+    ``before_save`` is called on all ranks, and so is ``after_save`` once a checkpoint is whole; None: it is not needed.
+    ``writer`` is None on other ranks than 0. The last checkpoint is always written while the run waits, since nothing
+    is left that could go on. A hook before it must call ``wait_for_copy``.
     """
 
     def __init__(
@@ -132,10 +133,11 @@ class Saver(Hook):
         writer: MetricsWriter | None,
         state: RunState,
         before_save: OnceAStep,
+        after_save: Callable[[], None] | None,
         fence: Fence | None,
     ) -> None:
         self.state = state
-        self.before_save = before_save
+        self.before_save, self.after_save = before_save, after_save
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
         self.writer = writer
@@ -234,6 +236,8 @@ class Saver(Hook):
         if saved is None:
             return
         run.passed_over.discard(saved.step)
+        if self.after_save is not None:
+            self.after_save()
         if self.writer is not None:
             self.writer.write(
                 run.step,

@@ -53,6 +53,16 @@ def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
     assert find_back(run_dir, time.time() + 1, 0) is None
 
 
+def test_to_the_beginning_where_nothing_was_ever_verified(run_dir: Path) -> None:
+    """Not where a checkpoint once was: its mark should be there, so that a person is needed."""
+    with closing(EventLog(run_dir, 0)) as log:
+        log.emit("resume", "none_verified", step=12)
+        assert find_back(run_dir, 0.0, 0) == Back(0)
+        assert find_back(run_dir, time.time() + 1, 0) is None, "it was another attempt's"
+        log.emit("verify", "checkpoint", step=8, audit_step=9)
+    assert find_back(run_dir, 0.0, 0) is None
+
+
 def test_only_what_going_back_may_help_has_a_place_to_go_back_to() -> None:
     """NaN and Inf, and checkpoints; not a rank that failed in the same attempt."""
     kinds = {code: diagnose(Evidence(code, 0, "a", ["it"], ["a"], back=Back(4))).back for code in (72, 74, 1, 77)}

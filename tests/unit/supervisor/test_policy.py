@@ -46,7 +46,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
     [
         *((kind, AGAIN, REPLACE) for kind in ("hang", "rank_lost", "rank_failed", "link", "corrupt_once")),
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
-        ("input", STOP, STOP),
+        *((kind, STOP, STOP) for kind in ("input", "begin")),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
         *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted", "grown")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
@@ -125,6 +125,15 @@ def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
     often = decide([found, again], 2, LIMITS, 3)
     assert often.action is STOP and often.text.endswith("it has gone back 3 times")
     assert decided(failure("launch"), again).action is AGAIN
+
+
+def test_a_run_without_a_checkpoint_that_counts_begins_anew_at_once() -> None:
+    """A second attempt would find the same; where wrong results come again at the same step, it is no hardware."""
+    corrupt, found = failure("corrupt_one_of", "a", "b"), failure("begin", used=("c", "d"))
+    begin = replace(found, diagnosis=replace(found.diagnosis, back=Back(0)))
+    decision = decided(corrupt, begin)
+    assert (decision.action, decision.back) == (Action.BACK, Back(0))
+    assert decided(corrupt, begin, failure("corrupt_one_of", "c", "d")).action is STOP
 
 
 def test_what_was_preempted_counts_for_no_limit() -> None:

@@ -204,7 +204,7 @@ def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snap
         for hook in hooks_of(parts):
             if isinstance(hook, Saver):
                 beside = hook
-                waiting = Saver(_waiting(parts.config), parts.run, None, hook.state, hook.before_save, None)
+                waiting = Saver(_waiting(parts.config), parts.run, None, hook.state, hook.before_save, None, None)
                 savers[SYNC], savers[ASYNC] = Asked(SYNC, waiting, clock), Asked(ASYNC, hook, clock)
                 found += [savers[SYNC], savers[ASYNC]]
             elif isinstance(hook, MemoryCheckpoints):
