@@ -13,8 +13,9 @@ from megasdc.errors import ConfigError
 from megasdc.supervisor.goodput import PARTS
 from megasdc.supervisor.journal import Entry
 from tools.bench.commands import app
-from tools.bench.supervised.campaign import Drill, SupervisedResult, used_again
+from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again
 from tools.bench.supervised.options import SupervisedOptions
+from tools.bench.supervised.verdict import SupervisedResult
 from tools.hosts import unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
 
@@ -25,7 +26,18 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(600),
 ]
-RIGHT = Drill(("rank",), (1, 1, 2), (("rank_lost", ("a", "b")), ("done", ("a", "b"))), (), 60.0, (), {}, ())
+
+
+def attempt(number: int, planned_at: float, ended: str, resumed: int | None, source: str = "", **parts: float) -> Tried:
+    """One on two hosts, after which the run was started again."""
+    whole = {**dict.fromkeys(PARTS, 0.0), **parts}
+    return Tried(number, ("a", "b"), planned_at, resumed, 9, ended, "", "start again", whole, 0.0, source)
+
+
+LOST = attempt(1, 100.0, "rank_lost", 0, starting=5.0, productive=10.0, detecting=2.0, deciding=1.0)
+NOTHING = attempt(2, 118.0, "launch", None, starting=4.0, deciding=2.0)
+DONE = attempt(3, 124.0, "done", 8, "memory", starting=6.0, loading=1.0, productive=20.0)
+RIGHT = Drill(("rank",), (1, 1, 2), (Strike("rank", 115.5),), (LOST, NOTHING, DONE), (), (), 60.0)
 
 
 def test_one_run_that_is_not_right_decides() -> None:
@@ -34,6 +46,33 @@ def test_one_run_that_is_not_right_decides() -> None:
     result = SupervisedResult("here", SupervisedOptions(), drills)  # type: ignore[arg-type]
     assert not result.passed and replace(result, drills=drills[:1]).passed
     assert list(result.report())[-1] == "run 1, 1x1x2, rank: losses differ in 1 steps, the first is 7"
+
+
+def test_times_of_a_recovery_follow_from_the_attempts() -> None:
+    """From the end of each to the next first step; attempts without one count; a fault belongs to what it met."""
+    first, second = RIGHT.recoveries
+    assert (LOST.ended_at, first.seconds, second.seconds) == (117.0, 1 + 6 + 7, 2 + 7)
+    assert first.parts["lost attempts"] == 6 and second.parts["loading"] == 1
+    assert RIGHT.struck(RIGHT.strikes[0]) is LOST
+    assert RIGHT.struck(Strike("rank", 117.5)) is NOTHING, "it came between two attempts"
+    assert RIGHT.struck(Strike("rank", 200.0)) is None
+
+
+def test_hosts_are_away_until_they_have_passed() -> None:
+    """Or to the end; a spare that fails its test is away from then on."""
+    entries = [
+        ("ended", 10.0, {"diagnosis": {"kind": "corrupt_one_of"}}),
+        ("decided", 11.0, {"replaced": ["a", "b"]}),
+        ("tested", 31.0, {"host": "a", "exit_code": 0}),
+        ("tested", 35.0, {"host": "c", "exit_code": 73}),
+        ("finished", 71.0, {}),
+    ]
+    found = excluded([Entry(number, at, kind, fields) for number, (kind, at, fields) in enumerate(entries, 1)])
+    assert found == (
+        Excluded("a", "corrupt_one_of", 20.0, returned=True),
+        Excluded("b", "corrupt_one_of", 60.0, returned=False),
+        Excluded("c", "", 36.0, returned=False),
+    )
 
 
 def test_kinds_are_those_that_can_come_about() -> None:
@@ -70,7 +109,7 @@ def test_a_sample_in_a_slurm_job(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["supervised", *options, "--log", str(log)])
     (line,) = map(json.loads, log.read_text().splitlines()[1:])
     assert not line["problems"] and done.exit_code == 0, (done.output, done.exception)
-    kinds = [kind for kind, _ in line["attempts"]]
+    kinds = [one["ended"] for one in line["attempts"]]
     assert kinds[-1] == "done" and set(kinds[:-1]) <= {"preempted"}, line
 
 
@@ -83,7 +122,8 @@ def test_a_sample(tmp_path: Path) -> None:
     assert out.exists(), (done.output, done.exception)
     (line,) = map(json.loads, log.read_text().splitlines()[1:])
     assert not line["problems"] and done.exit_code == 0
-    kinds = [kind for kind, _ in line["attempts"]]
+    kinds = [one["ended"] for one in line["attempts"]]
     assert kinds[-1] == "done" and set(kinds[:-1]) <= {"rank_lost"} and len(kinds) <= 2
-    assert tuple(line["parts"]) == PARTS and line["parts"]["productive"] > 0
-    assert sum(line["parts"].values()) == pytest.approx(line["seconds"], rel=0.3)
+    parts = [one["parts"] for one in line["attempts"]]
+    assert all(tuple(one) == PARTS for one in parts) and parts[-1]["productive"] > 0
+    assert sum(sum(one.values()) for one in parts) == pytest.approx(line["seconds"], rel=0.3)

@@ -50,6 +50,20 @@ def test_another_end_is_seen() -> None:
         "losses differ in 1 steps, the first is 2",
         "a.pt differs at the end",
     ]
+    places = End({1: 0.5, 2: 0.25}, {"step": 2}, {1: 4, 2: 8})
+    assert why_different(replace(places, places={1: 4, 2: 9}), places) == [
+        "places in the data differ in 1 steps, the first is 2"
+    ]
+
+
+def test_a_run_of_other_replicas_is_compared_but_for_rounding() -> None:
+    """Its losses, and exactly where it was in the data; not what its last checkpoint holds."""
+    right = End({1: 0.5, 2: 0.25}, {"a.pt": 1}, {1: 4, 2: 8})
+    near = End({1: 0.5, 2: 0.25 * (1 + 5e-5)}, {"a.pt": 2}, {1: 4, 2: 8})
+    assert why_different(near, right, 1e-4) == []
+    assert why_different(near, right, 1e-5) == ["losses differ in 1 steps, the first is 2"]
+    assert why_different(replace(near, places={1: 4, 2: 9}), right, 1e-4) != []
+    assert why_different(replace(near, losses={1: 0.5}), right, 1e-4) != []
 
 
 def test_a_start_from_an_older_step_is_seen() -> None:

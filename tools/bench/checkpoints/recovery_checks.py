@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ _POSITION = ("step", "tokens", "samples", "skipped_steps", "loader")
 
 @dataclass(frozen=True)
 class End:
-    """Losses by step, and what the last checkpoint holds by file and by part."""
+    """Losses by step, what the last checkpoint holds by file and by part, and the place in the data after each step."""
 
     losses: dict[int, float]
     contents: dict[str, Any]
+    places: dict[int, int] = field(default_factory=dict)
 
 
 def read_end(run: Path, checkpoints: Path) -> End:
     """How a run has ended."""
-    losses = {line["step"]: line["train/loss"] for line in read_metrics(run) if "train/loss" in line}
+    lines = [line for line in read_metrics(run) if "train/loss" in line]
+    losses = {line["step"]: line["train/loss"] for line in lines}
+    places = {line["step"]: line["data/stream_end"] for line in lines}
     last = checkpoints / step_folder(max(list_steps(checkpoints)))
     contents: dict[str, Any] = {}
     for record in read_manifest(last).files:
@@ -43,18 +47,34 @@ def read_end(run: Path, checkpoints: Path) -> End:
             tensors = sorted((one.name, one.type, one.blocks) for one in content.tensors)
             contents[record.name] = (record.tensors, tensors, content.values, content.rest, content.fragments)
     shared = json.loads((last / SHARED_STATE_FILE).read_text(encoding="utf-8"))
-    return End(losses, {**contents, **{name: shared[name] for name in _POSITION}})
+    return End(losses, {**contents, **{name: shared[name] for name in _POSITION}}, places)
 
 
-def why_different(end: End, right: End) -> list[str]:
-    """What differs between two runs, a line each."""
-    steps = sorted(end.losses.keys() | right.losses.keys())
-    wrong = [step for step in steps if end.losses.get(step) != right.losses.get(step)]
-    found = [f"losses differ in {len(wrong)} steps, the first is {wrong[0]}"] if wrong else []
+def why_different(end: End, right: End, rounding: float = 0.0) -> list[str]:
+    """What differs between two runs, a line each.
+
+    Args:
+        rounding: largest relative difference of a loss of runs with other numbers of replicas, whose last checkpoints
+            are not compared; 0: all bits are to be equal.
+    """
+    found = []
+    for name, one, other in (("losses", end.losses, right.losses), ("places in the data", end.places, right.places)):
+        steps = sorted(one.keys() | other.keys())
+        tolerance = rounding if name == "losses" else 0.0
+        wrong = [step for step in steps if not _equal(one.get(step), other.get(step), tolerance)]
+        found += [f"{name} differ in {len(wrong)} steps, the first is {wrong[0]}"] if wrong else []
+    if rounding:
+        return found
     names = sorted(end.contents.keys() | right.contents.keys())
     return found + [
         f"{name} differs at the end" for name in names if end.contents.get(name) != right.contents.get(name)
     ]
+
+
+def _equal(one: float | None, other: float | None, rounding: float) -> bool:
+    if one is None or other is None:
+        return False
+    return one == other or math.isclose(one, other, rel_tol=rounding)
 
 
 def resumed_from(place: Place, since: float, before: int) -> Resumed | None:

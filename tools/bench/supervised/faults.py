@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ import psutil
 from megasdc.shared_memory import own_prefix
 from megasdc.supervisor import front
 from megasdc.supervisor.slurm import fields_of
-from tools.bench.supervised.target import Target
+from tools.bench.supervised.target import LONG_S, SPARES, Target
 
 SSH, SLURM = "ssh", "slurm"
 """How attempts are started."""
+INJECTED = ("fault", "injected")
+POISON = Path(__file__).with_name("poison.py")
 _WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.health.agent"
 
 
@@ -55,6 +57,20 @@ def _unplugged(run: Target) -> None:
     host = run.chance.choice(run.used())
     run.hosts.unplug(host)
     run.later(lambda: run.hosts.plug_in(host))
+
+
+def _two_off(run: Target) -> None:
+    """So that hosts are lacking: the run goes on with fewer replicas, and with all of them once one is back."""
+    for host in run.chance.sample(run.used(), min(2, len(run.used()))):
+        run.power_off(host, LONG_S)
+
+
+def _split(run: Target) -> None:
+    """The supervisor's host is unplugged; somebody takes it for lost, and starts another on a host that is left."""
+    first = run.hosts.names[0]
+    run.hosts.unplug(first)
+    run.later(lambda: run.hosts.plug_in(first))
+    run.intrude()
 
 
 def _supervisor_killed(run: Target) -> None:
@@ -139,12 +155,24 @@ def _step_cancelled(run: Target) -> None:
         run.scheduler("scancel", step)
 
 
-def _wrong_results(sections: dict[str, Any], hosts: Sequence[str], chance: random.Random) -> None:
-    """From a random step on, on one of the hosts that the run begins with."""
+def _wrong_results(run: Target, sections: dict[str, Any]) -> None:
+    """From a random step on, on one of the hosts that the run begins with, the same each time that it is repeated."""
     wrong = {"kind": "scale", "factor": 1.5, "elements": 3, "same_elements": True, "submodule": "*.linear_fc2"}
-    sections.setdefault("faults", []).append(
-        {**wrong, "host": chance.choice(hosts), "steps": [chance.randint(12, 45), None]}
-    )
+    audit = {"enabled": True, "interval": 10, "verify_checkpoints": True}
+    first = run.chance.randint(12, 45)
+    fault = {**wrong, "host": run.chance.choice(run.first), "steps": [first, None]}
+    sections |= {"determinism": {"enabled": True}, "audit": audit, "faults": [fault]}
+
+
+def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
+    sections["supervise"]["min_hosts"] = 1
+
+
+def _poisoned_samples(run: Target, sections: dict[str, Any]) -> None:
+    hook = {"hook": "file", "path": str(POISON), "name": "Poison", "parameters": ["*"]}
+    sections["optimizer_hooks"] = [hook]
+    sections["training"]["max_skipped_steps"] = 2
+    sections["supervise"]["rewind_steps"] = 2
 
 
 @dataclass(frozen=True)
@@ -153,15 +181,19 @@ class Kind:
 
     Args:
         strike: at its moment; None: it comes by itself.
-        prepare: in the configuration's sections, for the hosts that a run begins with; None: nothing.
-        replicas: that a run needs at least.
+        prepare: changes the configuration's sections; None: nothing.
+        event: kind and name of what is reported when it comes by itself; None: it does not.
+        replicas: fewest and most of runs that it comes about in.
+        spares: hosts that such a run has beside those that it needs.
         engines: of the runs that it can come about in.
     """
 
     title: str
     strike: Callable[[Target], None] | None
-    prepare: Callable[[dict[str, Any], Sequence[str], random.Random], None] | None = None
-    replicas: int = 1
+    prepare: Callable[[Target, dict[str, Any]], None] | None = None
+    event: tuple[str, str] | None = None
+    replicas: tuple[int, int] = (1, 99)
+    spares: int = SPARES
     engines: tuple[str, ...] = (SSH, SLURM)
 
 
@@ -184,6 +216,10 @@ KINDS = {
     "requeue": Kind("an administrator requeues the job", _job_requeued, engines=(SLURM,)),
     "limit": Kind("the time limit is announced to the job", _limit_near, engines=(SLURM,)),
     "step": Kind("the job step of an attempt is cancelled", _step_cancelled, engines=(SLURM,)),
-    "wrong": Kind("a host computes wrong results from a step on", None, _wrong_results, replicas=3),
+    "fewer": Kind("two hosts are powered off, and the run may have fewer", _two_off, _fewer_hosts, engines=(SSH,)),
+    "split": Kind("the supervisor's host is unplugged, and another one is started", _split, engines=(SSH,)),
+    "samples": Kind("some samples give NaN", None, _poisoned_samples, ("skip", "optimizer_step"), engines=(SSH,)),
+    "wrong": Kind("one host of three replicas computes wrong results", None, _wrong_results, INJECTED, (3, 99)),
+    "unsure": Kind("one host of two replicas computes wrong results", None, _wrong_results, INJECTED, (2, 2), 3),
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""

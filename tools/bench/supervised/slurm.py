@@ -1,4 +1,4 @@
-"""A supervised run as faults find it that is a SLURM job: it has a spare node, and there is one more beside it."""
+"""A supervised run as faults find it that is a SLURM job: it has spare nodes, and there is one more beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megasdc.supervisor.diagnosis import SIGNALS
 from megasdc.supervisor.slurm import fields_of
-from tools.bench.supervised.target import ENVIRONMENT, SPARES, Target
+from tools.bench.supervised.target import ENVIRONMENT, Target
 from tools.slurm_hosts import SlurmCluster
 
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "supervise.sbatch"
@@ -25,13 +25,15 @@ _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "OUT_OF_ME
 class SlurmTarget(Target):
     """A run in a job, on any nodes but the first, which has the controller; with no spare where nodes are lacking."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, num_hosts: int, slots: int, chance: random.Random) -> None:
+    def __init__(
+        self, slurm: SlurmCluster, folder: Path, num_hosts: int, spares: int, slots: int, chance: random.Random
+    ) -> None:
         super().__init__(slurm.hosts, folder, num_hosts, slots, chance)
-        self._slurm = slurm
+        self._slurm, self._spares = slurm, spares
 
     def start(self) -> None:
         """See ``Target``."""
-        words = [f"--nodes={self.num_hosts}-{self.num_hosts + SPARES}", f"--exclude={self.hosts.names[0]}"]
+        words = [f"--nodes={self.num_hosts}-{self.num_hosts + self._spares}", f"--exclude={self.hosts.names[0]}"]
         words += [f"--ntasks-per-node={self.slots}", "--cpus-per-task=1", "--gpus-per-node=1"]
         log = f"--output={self.folder}/supervisor.log"
         self.job = self.scheduler("sbatch", "--parsable", *words, log, str(SCRIPT), str(self.config)).strip()
@@ -54,8 +56,8 @@ class SlurmTarget(Target):
 
 
 @contextmanager
-def in_slurm(folder: Path, num_hosts: int, slots: int, chance: random.Random) -> Iterator[Target]:
-    """Nodes for a job, one spare and one beside it, for the time of a ``with`` block; SSH between them is refused.
+def in_slurm(folder: Path, num_hosts: int, spares: int, slots: int, chance: random.Random) -> Iterator[Target]:
+    """Nodes for a job, with spares, and one beside it, for the time of a ``with`` block; SSH between them is refused.
 
     Args:
         folder: and others, as of ``Target``.
@@ -65,7 +67,7 @@ def in_slurm(folder: Path, num_hosts: int, slots: int, chance: random.Random) ->
     (refused / "ssh").write_text("#!/bin/sh\nexit 255\n", encoding="utf-8")
     (refused / "ssh").chmod(0o755)
     env = {**ENVIRONMENT, "PATH": f"{refused}:{ENVIRONMENT['PATH']}", "PYTHON": sys.executable}
-    count = 1 + num_hosts + SPARES + BESIDE
+    count = 1 + num_hosts + spares + BESIDE
     # In a short folder: sockets of slurmd lie in it, whose names may have 108 characters.
     with tempfile.TemporaryDirectory() as short, SlurmCluster(Path(short), count, env, SETTINGS) as slurm:
-        yield SlurmTarget(slurm, folder, num_hosts, slots, chance)
+        yield SlurmTarget(slurm, folder, num_hosts, spares, slots, chance)

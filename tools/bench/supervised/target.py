@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from megasdc.errors import LaunchError
 from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
 from tools.hosts import Cluster
 
@@ -25,9 +26,12 @@ ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "O
 """Of all processes on test hosts."""
 BACK_S = (4.0, 15.0)
 """After how many seconds a host that was powered off or unplugged is back."""
+LONG_S = (20.0, 30.0)
+"""The same, where the run is not to wait for it."""
 SOON_S = 6.0
 """Most seconds between two faults of a kind that has two."""
 SPARES = 1
+"""Least hosts that a run has beside those that it needs."""
 
 
 @dataclass
@@ -40,6 +44,11 @@ class Target(ABC):
         num_hosts: that the run should have.
         slots: ranks of each of them.
         chance: of what a fault chooses itself.
+
+    Attributes:
+        job: that it runs in, once it is submitted; empty: there is none.
+        back: what is undone later, and when, on ``time.monotonic``.
+        problems: what a fault has shown not to be right, a line each.
     """
 
     hosts: Cluster
@@ -48,9 +57,8 @@ class Target(ABC):
     slots: int
     chance: random.Random
     job: str = ""
-    """That it runs in, once it is submitted; empty: there is none."""
     back: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    """What is undone later, and when, on ``time.monotonic``."""
+    problems: list[str] = field(default_factory=list)
 
     @abstractmethod
     def start(self) -> None:
@@ -63,6 +71,10 @@ class Target(ABC):
     @abstractmethod
     def power_on(self, host: str) -> None:
         """Start a host that was powered off."""
+
+    def intrude(self) -> None:
+        """Start another supervisor of the run, elsewhere, which must be refused."""
+        raise NotImplementedError("only without a scheduler")
 
     def scheduler(self, *words: str) -> str:
         """What a command of the run's scheduler prints; nothing where it fails."""
@@ -122,11 +134,11 @@ class Target(ABC):
             with suppress(psutil.Error):
                 one.send_signal(number)
 
-    def power_off(self, host: str) -> None:
-        """Power a host off for a while; one that is off stays so until it is its time."""
+    def power_off(self, host: str, seconds: tuple[float, float] = BACK_S) -> None:
+        """Power a host off for a while, between so many seconds; one that is off stays so until it is its time."""
         if self.hosts.is_on(host):
             self.hosts.power_off(host)
-            self.later(lambda: self.power_on(host))
+            self.later(lambda: self.power_on(host), seconds)
 
     def undo(self) -> None:
         """Undo what is due."""
@@ -135,9 +147,9 @@ class Target(ABC):
         for _, action in due:
             action()
 
-    def later(self, action: Callable[[], None]) -> None:
+    def later(self, action: Callable[[], None], seconds: tuple[float, float] = BACK_S) -> None:
         """Undo something after a while."""
-        self.back.append((time.monotonic() + self.chance.uniform(*BACK_S), action))
+        self.back.append((time.monotonic() + self.chance.uniform(*seconds), action))
 
     def soon(self) -> None:
         """Let some time pass."""
@@ -152,23 +164,43 @@ class SshTarget(Target):
 
     def start(self) -> None:
         """See ``Target``."""
-        hostfile = self.hosts.hostfile(self.hosts.names[1:], slots=self.slots)
-        words = ["-m", "megasdc", "supervise", "--hostfile", str(hostfile), "--config", str(self.config)]
         with open(self.folder / "supervisor.log", "ab") as said:
-            argv, cwd = [sys.executable, *words], str(self.folder)
-            self._supervisors.append(self.hosts.popen(self.hosts.names[0], argv, cwd=cwd, stdout=said, stderr=said))
+            first, cwd = self.hosts.names[0], str(self.folder)
+            self._supervisors.append(self.hosts.popen(first, self._command, cwd=cwd, stdout=said, stderr=said))
 
     def exit_code(self) -> int | None:
         """See ``Target``."""
         return self._supervisors[-1].poll()
 
+    def intrude(self) -> None:
+        """See ``Target``."""
+        while self.exit_code() is None and not any(map(self._holds_journal, self.processes("megasdc", "supervise"))):
+            time.sleep(0.1)  # one that has just been started has not got it yet
+        if self.exit_code() is not None:
+            return
+        host = next(one for one in reversed(self.hosts.names) if self.hosts.is_on(one))
+        done = self.hosts.run(host, self._command, cwd=str(self.folder))
+        if done.returncode != LaunchError.exit_code or "in use by another supervisor" not in done.stderr:
+            self.problems.append(f"another supervisor ended with {done.returncode}, not refused: {done.stderr[-300:]}")
+
     def power_on(self, host: str) -> None:
         """See ``Target``."""
         self.hosts.boot(host)
 
+    def _holds_journal(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return str(self.run / FOLDER / JOURNAL_FILE) in [one.path for one in process.open_files()]
+        return False
+
+    @property
+    def _command(self) -> list[str]:
+        hostfile = self.hosts.hostfile(self.hosts.names[1:], slots=self.slots)
+        words = ["-m", "megasdc", "supervise", "--hostfile", str(hostfile), "--config", str(self.config)]
+        return [sys.executable, *words]
+
 
 @contextmanager
-def over_ssh(folder: Path, num_hosts: int, slots: int, chance: random.Random) -> Iterator[Target]:
-    """Test hosts for a run, with a spare, for the time of a ``with`` block; arguments as of ``Target``."""
-    with Cluster(folder / "hosts", 1 + num_hosts + SPARES, env=ENVIRONMENT) as hosts:
+def over_ssh(folder: Path, num_hosts: int, spares: int, slots: int, chance: random.Random) -> Iterator[Target]:
+    """Test hosts for a run, with spares, for the time of a ``with`` block; arguments as of ``Target``."""
+    with Cluster(folder / "hosts", 1 + num_hosts + spares, env=ENVIRONMENT) as hosts:
         yield SshTarget(hosts, folder, num_hosts, slots, chance)

@@ -1,0 +1,216 @@
+"""One run of a campaign: what was done to it, what its supervisor made of that, and whether it ended right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasdc.events import read_events
+from megasdc.supervisor.goodput import PARTS, AttemptTime, goodput_of
+from megasdc.supervisor.history import HOSTS, TESTED, History
+from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from tools.bench.drills import Layout
+from tools.bench.supervised.faults import KINDS
+
+MORE_ATTEMPTS = 3
+"""Than faults, which a run may take: a fault may end two of them."""
+_AFTER = ("deciding", "queued", "idle")
+"""Parts of the time of an attempt that follow its end."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that came.
+
+    Args:
+        kind: of ``KINDS``.
+        at: seconds since the epoch.
+    """
+
+    kind: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Tried(AttemptTime):
+    """An attempt.
+
+    Args:
+        source: where the state came from: memory, partner, disk; empty: it began anew, or came to no step.
+    """
+
+    source: str = ""
+
+    @property
+    def ended_at(self) -> float:
+        """When it ended, seconds since the epoch."""
+        return self.planned_at + self.seconds - sum(self.parts[part] for part in _AFTER)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A host that was not used for a while.
+
+    Args:
+        kind: of the diagnosis that it was replaced for; empty: of its use as a spare.
+        seconds: until it had passed a test, or to the end of the run.
+        returned: whether it had passed.
+    """
+
+    host: str
+    kind: str
+    seconds: float
+    returned: bool
+
+
+@dataclass(frozen=True)
+class Drill:
+    """A run.
+
+    Args:
+        kinds: of its faults, in turn.
+        layout: tensor, pipeline, data.
+        strikes: of those that came.
+        attempts: in their order.
+        excluded: hosts that were not used for a while.
+        problems: what was not right, a line each.
+        seconds: of the whole run.
+    """
+
+    kinds: tuple[str, ...]
+    layout: Layout
+    strikes: tuple[Strike, ...]
+    attempts: tuple[Tried, ...]
+    excluded: tuple[Excluded, ...]
+    problems: tuple[str, ...]
+    seconds: float
+
+    @property
+    def right(self) -> bool:
+        """Whether all was."""
+        return not self.problems
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of all attempts, see ``megasdc.supervisor.goodput``."""
+        return {part: sum(one.parts[part] for one in self.attempts) for part in PARTS}
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """From the end of each attempt that was not the last to the first step of one after it."""
+        found = []
+        for number, ended in enumerate(self.attempts[:-1]):
+            later = self.attempts[number + 1 :]
+            count = next((count for count, one in enumerate(later) if one.resumed is not None), None)
+            if count is not None:
+                lost_s = sum(one.seconds for one in later[:count])
+                found.append(Recovery(ended, later[count], lost_s))
+        return found
+
+    def struck(self, strike: Strike) -> Tried | None:
+        """The attempt that a fault met, or that began after it; None: the run was over."""
+        return next((one for one in self.attempts if strike.at < one.ended_at), None)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """From the end of an attempt to the first step of the next that came to one.
+
+    Args:
+        lost_s: seconds of attempts between them, which came to none.
+    """
+
+    ended: Tried
+    next: Tried
+    lost_s: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they were for."""
+        waited = {part: self.ended.parts[part] for part in _AFTER}
+        return {
+            **waited,
+            "lost attempts": self.lost_s,
+            **{one: self.next.parts[one] for one in ("starting", "loading")},
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequence[Strike], seconds: float) -> Drill:
+    """Read from the folder of a run how it went, with the problems that its journal shows."""
+    entries = read_journal(run / FOLDER)
+    history, goodput = History.of(entries), goodput_of(run, time.time())
+    attempts = [] if goodput is None else [_tried(run, one) for one in goodput.attempts]
+    problems = []
+    if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
+        problems.append(f"it took {len(attempts)} attempts")
+    passed = [host for host, one in history.replaced.items() if one.test is not None and one.test.passed]
+    problems += [f"{host} is away, although its test has passed" for host in passed]
+    problems += used_again(entries)
+    came = tuple(sorted([*strikes, *_own_strikes(kinds, run)], key=lambda one: one.at))
+    return Drill(tuple(kinds), layout, came, tuple(attempts), excluded(entries), tuple(problems), round(seconds, 1))
+
+
+def _own_strikes(kinds: Sequence[str], run: Path) -> list[Strike]:
+    """Faults that come by themselves: when the first event of theirs was."""
+    found = []
+    for kind, event in ((kind, KINDS[kind].event) for kind in kinds):
+        if event is not None and (times := [one.time for one in read_events(run, kind=event[0], name=event[1])]):
+            found.append(Strike(kind, min(times)))
+    return found
+
+
+def _tried(run: Path, attempt: AttemptTime) -> Tried:
+    """An attempt, with where its state came from."""
+    source, until = "disk" if attempt.resumed else "", attempt.planned_at + attempt.seconds
+    for one in read_events(run, kind="resume", name="memory", rank=0):
+        if attempt.resumed and attempt.planned_at <= one.time < until:
+            source = "partner" if "partners" in one.fields["origin"] else "memory"
+    return Tried(
+        **{**vars(attempt), "parts": {part: round(one, 2) for part, one in attempt.parts.items()}}, source=source
+    )
+
+
+def excluded(entries: Sequence[Entry]) -> tuple[Excluded, ...]:
+    """Hosts that were replaced, for how long each, to the last entry at most."""
+    away, found, kind = dict[str, tuple[str, float]](), list[Excluded](), ""
+    for entry in entries:
+        if entry.kind == "ended":
+            kind = entry.fields["diagnosis"]["kind"]
+        elif entry.kind == "decided":
+            away |= dict.fromkeys(entry.fields["replaced"], (kind, entry.time))
+        elif entry.kind == TESTED:
+            host, passed = entry.fields["host"], entry.fields["exit_code"] == 0
+            if passed and host in away:
+                why, since = away.pop(host)
+                found.append(Excluded(host, why, round(entry.time - since, 1), returned=True))
+            elif not passed:
+                away.setdefault(host, ("", entry.time))
+    end = entries[-1].time if entries else 0.0
+    left = [Excluded(host, why, round(end - since, 1), returned=False) for host, (why, since) in away.items()]
+    return (*found, *left)
+
+
+def used_again(entries: Sequence[Entry]) -> list[str]:
+    """Hosts that computed wrong results and were used later, or were in an allocation that was to be without them."""
+    wrong, away, ended = set[str](), set[str](), ""
+    found: list[str] = []
+    for entry in entries:
+        said = entry.fields
+        if entry.kind == "ended":
+            ended = said["diagnosis"]["kind"]
+        elif entry.kind == "decided" and ended == "corrupt_again":
+            wrong |= set(said["replaced"])
+        elif entry.kind == "left":
+            away |= set(said["away"])
+        elif entry.kind == HOSTS:
+            found += [f"{host} is in a later allocation" for host in sorted(away & said["slots"].keys())]
+        elif entry.kind == "planned":
+            found += [f"{host} is used again" for host in sorted(wrong & said["slots"].keys())]
+    return found
