@@ -54,11 +54,11 @@ def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
     """
     overrides = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
     if attempt.skip:
-        overrides.append(f"megasdc.data.skip={json.dumps(_union([*skip, *attempt.skip]))}")
+        overrides.append(f"megasdc.data.skip={json.dumps(union([*skip, *attempt.skip]))}")
     return overrides
 
 
-def _union(ranges: Sequence[Sequence[int]]) -> list[list[int]]:
+def union(ranges: Sequence[Sequence[int]]) -> list[list[int]]:
     """Ranges of the same numbers that ascend and do not touch."""
     found: list[list[int]] = []
     for first, end in sorted(map(tuple, ranges)):

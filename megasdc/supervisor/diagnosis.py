@@ -174,7 +174,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     code = evidence.exit_code
     if code == 0 and evidence.reached >= evidence.steps:
         return found("done")
-    if evidence.grows and code is not None and (code == 0 or code > SIGNALS):
+    if evidence.grows and (code is None or code == 0 or code > SIGNALS):  # None: before it had anything to end
         return found("grown", text="more hosts can be used")
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")

@@ -27,6 +27,8 @@ def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
         ({"exit_code": 0, "reached": 50}, "done", ()),
         ({"exit_code": 0}, "stopped", ()),
         ({"exit_code": 143}, "stopped", ()),
+        *(({"exit_code": code, "grows": True}, "grown", ()) for code in (0, 143, None)),
+        ({"exit_code": 1, "grows": True}, "rank_failed", ("b",)),
         ({"exit_code": 0, "interrupted": "the job ends"}, "preempted", ()),
         ({"exit_code": 0, "reached": 50, "interrupted": "the job ends"}, "done", ()),
         ({"exit_code": None, "interrupted": "the job ends"}, "preempted", ()),

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasdc.errors import LaunchError
+from megasdc.supervisor.back import union
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import FOLDER, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
@@ -30,7 +31,7 @@ from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress
-from tools.bench.supervised.config import STEP_S, STEPS, write_config
+from tools.bench.supervised.config import STEP_S, STEPS, Training, training_of, write_config
 from tools.bench.supervised.drill import Drill, Strike, read_drill
 from tools.bench.supervised.faults import KINDS
 from tools.bench.supervised.options import SupervisedOptions
@@ -42,8 +43,6 @@ from tools.slurm_hosts import slurm_unavailable_reason
 
 Engine = Callable[[Path, int, int, int, random.Random], AbstractContextManager[Target]]
 """Makes hosts for a run."""
-Skipped = tuple[tuple[int, int], ...]
-"""Samples that are not trained on, as positions in the stream, [first, end)."""
 
 ROUNDING = 1e-4
 """Largest relative difference of a loss, where a run had fewer replicas for a while."""
@@ -134,7 +133,7 @@ class _Runs:
 
     def __init__(self, engine: Engine, folder: Path, data: Path) -> None:
         self._engine, self._folder, self._data = engine, folder, data
-        self._ends: dict[tuple[Layout, Skipped], End] = {}
+        self._ends: dict[Training, End] = {}
 
     def with_faults(self, name: str, layout: Layout, kinds: Sequence[str], seed: int) -> tuple[Drill, Path]:
         """Run with faults, and compare; returns the run's folder, too.
@@ -142,32 +141,32 @@ class _Runs:
         Raises:
             LaunchError: the run without a fault fails.
         """
-        drill, run = self._run(name, layout, kinds, seed)
+        training = training_of(layout, kinds)
+        drill, run = self._run(name, training, kinds, seed)
         if drill.problems:
             return drill, run
-        skipped = History.of(read_journal(run / FOLDER)).skip
-        if (layout, skipped) not in self._ends:
-            plain, plain_run = self._run(f"plain_{len(self._ends)}", layout, (), 0, skipped)
+        skipped = union(History.of(read_journal(run / FOLDER)).skip)
+        training = replace(training, skip=tuple((first, end) for first, end in skipped))
+        if training not in self._ends:
+            plain, plain_run = self._run(f"plain_{len(self._ends)}", training, (), 0)
             if plain.problems:
                 raise LaunchError(f"a run without a fault has failed: {'; '.join(plain.problems)}")
-            self._ends[layout, skipped] = read_end(plain_run, plain_run / "checkpoints")
+            self._ends[training] = read_end(plain_run, plain_run / "checkpoints")
         whole = len({len(one.hosts) for one in drill.attempts}) == 1
         end = read_end(run, run / "checkpoints")
-        problems = why_different(end, self._ends[layout, skipped], 0.0 if whole else ROUNDING)
+        problems = why_different(end, self._ends[training], 0.0 if whole else ROUNDING)
         return replace(drill, problems=tuple(problems)), run
 
-    def _run(
-        self, name: str, layout: Layout, kinds: Sequence[str], seed: int, skipped: Skipped = ()
-    ) -> tuple[Drill, Path]:
+    def _run(self, name: str, training: Training, kinds: Sequence[str], seed: int) -> tuple[Drill, Path]:
         """Run once; returns also its folder."""
         started, code = time.monotonic(), None
         folder = self._folder / name
         folder.mkdir()
-        slots, chance = _slots(layout), random.Random(seed)
+        slots, chance = _slots(training.layout), random.Random(seed)
         spares = max((KINDS[kind].spares for kind in kinds), default=SPARES)
         strikes: list[Strike] = []
-        with self._engine(folder, math.prod(layout) // slots, spares, slots, chance) as target:
-            write_config(target, self._data, layout, kinds, skipped)
+        with self._engine(folder, math.prod(training.layout) // slots, spares, slots, chance) as target:
+            write_config(target, self._data, training, kinds)
             target.start()
             until = time.monotonic() + GIVE_UP_S
             for kind in kinds:
@@ -179,7 +178,7 @@ class _Runs:
                 target.undo()
                 time.sleep(_POLL_S)
             run = target.run
-        drill = read_drill(kinds, layout, run, strikes, time.monotonic() - started)
+        drill = read_drill(kinds, training.layout, run, strikes, time.monotonic() - started)
         problems = [*target.problems, *drill.problems]
         if code is None:
             problems.append(f"it has not ended in {GIVE_UP_S:g} s")

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench.drills import Layout
-from tools.bench.supervised.faults import KINDS
+from tools.bench.supervised.faults import INJECTED, KINDS, POISON, SKIPPED
 from tools.bench.supervised.target import Target
 
 STEPS, STEP_S = 60, 0.1
 
-Range = tuple[int, int]
 
-
-def write_config(target: Target, data: Path, layout: Layout, kinds: Sequence[str], skip: Sequence[Range] = ()) -> None:
-    """Write the configuration of a run with faults of some kinds.
-
-    With three replicas, which can name one of them, results are audited.
+@dataclass(frozen=True)
+class Training:
+    """What decides the bits of a run without a fault.
 
     Args:
-        skip: samples that it is not to train on, as positions in the stream.
+        layout: tensor, pipeline, data.
+        audited: results are compared every few steps, in which all replicas train on the same samples.
+        hooked: a gradient hook of a file is called, for which the norm is summed in another order.
+        skip: samples that it is not to train on, positions [first, end) in the stream.
     """
-    tensor, pipeline, replicas = layout
+
+    layout: Layout
+    audited: bool
+    hooked: bool = False
+    skip: tuple[tuple[int, int], ...] = ()
+
+
+def training_of(layout: Layout, kinds: Sequence[str]) -> Training:
+    """That of a run with faults of some kinds; with three replicas, which can name one of them, it is audited."""
+    events = [KINDS[kind].event for kind in kinds]
+    return Training(layout, layout[2] > 2 or INJECTED in events, SKIPPED in events)
+
+
+def write_config(target: Target, data: Path, training: Training, kinds: Sequence[str]) -> None:
+    """Write the configuration of a run with faults of some kinds."""
+    tensor, pipeline, replicas = training.layout
     sections: dict[str, Any] = {
         "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-        "data": {"path": str(data), "sequence_length": 32, "skip": list(skip)},
+        "data": {"path": str(data), "sequence_length": 32, "skip": training.skip},
         "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
         "training": {"steps": STEPS},
         "checkpoint": {
@@ -47,9 +63,11 @@ def write_config(target: Target, data: Path, layout: Layout, kinds: Sequence[str
             "spare_test_s": 0.0,
         },
     }
-    if replicas > 2:
+    if training.audited:
         sections["determinism"] = {"enabled": True}
         sections["audit"] = {"enabled": True, "interval": 10, "verify_checkpoints": True}
+    if training.hooked:
+        sections["optimizer_hooks"] = [{"hook": "file", "path": str(POISON), "name": "Poison", "parameters": ["*"]}]
     for prepare in (KINDS[kind].prepare for kind in kinds):
         if prepare is not None:
             prepare(target, sections)

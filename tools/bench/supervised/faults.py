@@ -20,7 +20,7 @@ from tools.bench.supervised.target import LONG_S, SPARES, Target
 
 SSH, SLURM = "ssh", "slurm"
 """How attempts are started."""
-INJECTED = ("fault", "injected")
+INJECTED, SKIPPED = ("fault", "injected"), ("skip", "optimizer_step")
 POISON = Path(__file__).with_name("poison.py")
 _WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.health.agent"
 
@@ -158,10 +158,9 @@ def _step_cancelled(run: Target) -> None:
 def _wrong_results(run: Target, sections: dict[str, Any]) -> None:
     """From a random step on, on one of the hosts that the run begins with, the same each time that it is repeated."""
     wrong = {"kind": "scale", "factor": 1.5, "elements": 3, "same_elements": True, "submodule": "*.linear_fc2"}
-    audit = {"enabled": True, "interval": 10, "verify_checkpoints": True}
     first = run.chance.randint(12, 45)
     fault = {**wrong, "host": run.chance.choice(run.first), "steps": [first, None]}
-    sections |= {"determinism": {"enabled": True}, "audit": audit, "faults": [fault]}
+    sections["faults"] = [fault]
 
 
 def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
@@ -169,8 +168,6 @@ def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
 
 
 def _poisoned_samples(run: Target, sections: dict[str, Any]) -> None:
-    hook = {"hook": "file", "path": str(POISON), "name": "Poison", "parameters": ["*"]}
-    sections["optimizer_hooks"] = [hook]
     sections["training"]["max_skipped_steps"] = 2
     sections["supervise"]["rewind_steps"] = 2
 
@@ -218,7 +215,7 @@ KINDS = {
     "step": Kind("the job step of an attempt is cancelled", _step_cancelled, engines=(SLURM,)),
     "fewer": Kind("two hosts are powered off, and the run may have fewer", _two_off, _fewer_hosts, engines=(SSH,)),
     "split": Kind("the supervisor's host is unplugged, and another one is started", _split, engines=(SSH,)),
-    "samples": Kind("some samples give NaN", None, _poisoned_samples, ("skip", "optimizer_step"), engines=(SSH,)),
+    "samples": Kind("some samples give NaN", None, _poisoned_samples, SKIPPED, engines=(SSH,)),
     "wrong": Kind("one host of three replicas computes wrong results", None, _wrong_results, INJECTED, (3, 99)),
     "unsure": Kind("one host of two replicas computes wrong results", None, _wrong_results, INJECTED, (2, 2), 3),
 }
