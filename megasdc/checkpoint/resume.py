@@ -69,11 +69,6 @@ class NoneUsableError(CheckpointError):
         super().__init__(message)
         self.skipped, self.candidates, self.verified_only, self.too_new = skipped, candidates, verified_only, too_new
 
-    @property
-    def none_verified(self) -> bool:
-        """Whether only verified ones count, and no audit has agreed after any of them."""
-        return self.verified_only and len(self.candidates) == len(self.skipped)
-
 
 def find_checkpoint(
     folder: Path | str,

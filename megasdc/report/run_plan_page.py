@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megasdc.report.checkpoint_plan_page import duration
 from megasdc.report.result.figure import COLOURS, Figure, bars, layout, named_axis, scatter
 from megasdc.report.result.page import Page, Section
-from megasdc.report.result.table import Table, number
+from megasdc.report.result.table import Cell, Table, number
 from megasdc.supervisor.planning.measured import PARTS as PARTS_OF_RUN
-from megasdc.supervisor.planning.measured import Prediction
+from megasdc.supervisor.planning.measured import Prediction, shares_of
 from megasdc.supervisor.planning.run_plan import DAY_S, RunPlan
 from megasdc.supervisor.planning.simulation import FIRST_START, LOST
 
@@ -97,7 +97,6 @@ def _investments(plan: RunPlan) -> Table:
 def _predictions(plan: RunPlan) -> Table:
     rows = []
     for one in plan.predictions:
-        predicted, measured = one.shares
         failures = ", ".join(f"{count} {name}" for name, count in one.failures.items()) or "none"
         failures += f"; {one.early} in starts" if one.early else ""
         rows.append(
@@ -105,13 +104,13 @@ def _predictions(plan: RunPlan) -> Table:
                 one.path,
                 failures,
                 "other runs" if one.others else "its own",
-                number(predicted, ".1%"),
-                number(measured, ".1%"),
-                number(100 * (predicted - measured), "+.1f"),
+                *_shares(*one.shares),
                 f"{one.low:.1%} to {one.high:.1%}",
                 _apart(one),
             )
         )
+    if len(rows) > 1:
+        rows.append((f"all {len(rows)} runs", "", "", *_shares(*shares_of(plan.predictions)), "", ""))
     return Table(
         "predictions",
         ("run", "failures", "pieces", "predicted", "measured", "points", "9 of 10", "predicted and measured s"),
@@ -122,6 +121,10 @@ def _predictions(plan: RunPlan) -> Table:
         "and decisions of these pieces",
         elsewhere=("predicted and measured s",),
     )
+
+
+def _shares(predicted: float, measured: float) -> tuple[Cell, ...]:
+    return number(predicted, ".1%"), number(measured, ".1%"), number(100 * (predicted - measured), "+.1f")
 
 
 def _apart(one: Prediction) -> str:

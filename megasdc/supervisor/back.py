@@ -17,8 +17,8 @@ _END = "data/stream_end"
 def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
     """Where a run can go back to: before a checkpoint that could not be loaded, before NaN and Inf, to its beginning.
 
-    To the beginning where results were wrong, and no audit has agreed after a checkpoint since the run began: that is
-    early in a run with audits. One that ever had a verified checkpoint does not lose all by itself.
+    To the beginning where none of its checkpoints can be used, damaged or not verified, and the first that it saved is
+    still there: early in a run. A run that has more to lose is not begun anew without a person.
 
     Args:
         since: start of the attempt that failed, seconds since the epoch.
@@ -33,8 +33,11 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
     failed = [one.step for one in resumes if one.name == "not_loaded"]
     if failed and failed[-1] is not None:
         return Back(failed[-1] - 1)
-    if any(one.name == "none_verified" for one in resumes):
-        return None if any(read_events(run_dir, kind="verify", name="checkpoint")) else Back(0)
+    if unusable := [one for one in resumes if one.name == "none_usable"]:
+        saved = [
+            one.step for one in read_events(run_dir, kind="save", name="checkpoint", rank=0) if one.step is not None
+        ]
+        return Back(0) if min(saved, default=None) in unusable[-1].fields["steps"] else None
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
     if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
         return None

@@ -50,7 +50,6 @@ KINDS = {
     "input": Kind("configuration, data or command line are wrong"),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
-    "begin": Kind("no checkpoint can be used, and the run can begin anew"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
     "storage": Kind("a folder cannot be written, or the disk is full"),
     "corrupt_again": Kind("a rank computes wrong results, again when it repeats them", names_hosts=True),
@@ -168,7 +167,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
         said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
         named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()
-        back = evidence.back if kind in ("checkpoint", "begin", "non_finite") else None
+        back = evidence.back if kind in ("checkpoint", "non_finite") else None
         return Diagnosis(kind, named, evidence.reached, said, incident, back)
 
     code = evidence.exit_code
@@ -185,8 +184,6 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return found(OF_VERDICT[one.verdict], _hosts_of(evidence, [rank.rank for rank in one.suspects]))
     if evidence.hang is not None and not evidence.hang.kind.endswith("/gone"):
         return _of_hang(evidence, evidence.hang)
-    if code == CheckpointError.exit_code and evidence.back is not None and evidence.back.at_most == 0:
-        return found("begin")
     if code in BY_CODE:
         return found(BY_CODE[code])
     if evidence.interrupted:

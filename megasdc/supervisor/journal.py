@@ -54,10 +54,13 @@ class Journal:
     Raises:
         LaunchError: another supervisor has it.
         StorageError: it was changed, or cannot be read or written.
+
+    A file server that takes this host for lost may give the lock to another supervisor. So each entry is written only
+    where the file still is as this one has left it.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.path = folder / JOURNAL_FILE
+        self.path, self._size = folder / JOURNAL_FILE, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
@@ -88,8 +91,10 @@ class Journal:
         """Add an entry, which is on the disk on return.
 
         Raises:
+            LaunchError: another supervisor has gone on with the run meanwhile; nothing is written.
             StorageError: it cannot be written.
         """
+        self._check_owned()
         number = len(self.entries) + 1
         content = {"number": number, "time": time.time(), "kind": kind, "fields": fields}
         checksum = _chained(self._checksum, content)
@@ -99,10 +104,23 @@ class Journal:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise StorageError(f"the supervisor's journal {self.path} cannot be written: {error}") from error
-        self._checksum = checksum
+        self._checksum, self._size = checksum, self._size + len(line)
         entry = Entry(**json.loads(json.dumps(content)))  # as a later supervisor reads it
         self.entries.append(entry)
         return entry
+
+    def _check_owned(self) -> None:
+        """Raise LaunchError if the file has another's entries, or is another one; StorageError if it is not there."""
+        try:
+            with open(self.path, "rb") as now:  # opened anew, a file server is asked
+                found, own = os.fstat(now.fileno()), os.fstat(self._file.fileno())
+        except OSError as error:
+            raise StorageError(f"the supervisor's journal {self.path} cannot be written: {error}") from error
+        if (found.st_dev, found.st_ino, found.st_size) != (own.st_dev, own.st_ino, self._size):
+            raise LaunchError(
+                f"{self.path} was changed by another supervisor of this run, which the file server has given the lock "
+                "of this one; this one ends, what it has started goes on"
+            )
 
     def _read(self, say: Callable[[str], None]) -> tuple[list[Entry], str]:
         self._file.seek(0)
@@ -111,6 +129,7 @@ class Journal:
         if len(whole) < len(content):
             say(f"{self.path}: a line that was not written to its end is removed")
             os.ftruncate(self._file.fileno(), len(whole))
+        self._size = len(whole)
         return _parse(whole, self.path)
 
 

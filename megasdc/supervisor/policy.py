@@ -8,8 +8,7 @@ grown, preempted   start again                         start again
 input              stop: a person must change it       -
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
-checkpoint         start again                         go back to an earlier one; stop if none could be used
-begin              go back to the beginning            go back to the beginning
+checkpoint         start again                         go back to an earlier one, or to the beginning; else stop
 corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
@@ -21,8 +20,8 @@ stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
 An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
-rules of the others come limits: where attempts on different hosts end at the same step, it is no hardware, and the run
-stops; so it does after too many failures in an hour, or in succession without progress. A host is replaced by a spare,
+rules of the others come limits: where attempts on different hosts that are blamed end at the same step, it is no
+hardware, and the run stops; so it does after too many failures in an hour, or in succession without progress. A host is replaced by a spare,
 or the run goes on without it where it can. Where neither is possible for one that may recover, the attempt is repeated
 in place after a pause that doubles.
 
@@ -36,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.supervisor.diagnosis import Back, Diagnosis
+from megasdc.supervisor.diagnosis import KINDS, Back, Diagnosis
 
 HOUR_S = 3600.0
 
@@ -82,7 +81,6 @@ RULES = {
     "preempted": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
-    "begin": Rule(Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
@@ -107,7 +105,7 @@ class Limits:
     Args:
         per_hour: failures within an hour.
         without_progress: failures in succession, none of which got further than the first of them.
-        same_step: failures in succession at the same step, on more than one set of hosts.
+        same_step: failures in succession at the same step that blame hosts, on more than one set of them.
         pause_s: seconds before an attempt is repeated where the one before got no further; doubled each time.
         longest_pause_s: most of it.
         returns: times that a host comes back after its test; 0: no host is tested.
@@ -184,15 +182,15 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
     pause_s = _pause_s(failures, limits)
-    again = "again: " if had else ""
     if action is Action.BACK and found.back is not None and went_back < limits.rewinds:
-        return Decision(action, f"{again}{found.text}; {found.back}", pause_s=pause_s, back=found.back)
+        return Decision(action, f"again: {found.text}; {found.back}", pause_s=pause_s, back=found.back)
     if action in (Action.STOP, Action.BACK):
         often = f"; it has gone back {went_back} times" if went_back else ""
         return Decision(Action.STOP, f"{found.text}; it is not the first time{often}")
     if action is not Action.REPLACE:
         return Decision(action, found.text, pause_s=pause_s)
     if len(found.hosts) <= num_spares:
+        again = "again: " if had else ""
         return Decision(action, f"{again}{found.text}", found.hosts)
     lacking = f"{len(found.hosts)} other hosts would be needed, and there are {num_spares}"
     if rule.certain:
@@ -219,6 +217,7 @@ def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
         return f"{limits.without_progress + 1} attempts got no further; the last: {last.diagnosis.text}"
     same = failures[-limits.same_step :]
     alike = len({one.diagnosis.step for one in same}) == 1 and len({frozenset(one.used) for one in same}) > 1
+    alike = alike and all(KINDS[one.diagnosis.kind].names_hosts for one in same)  # the others blame no hardware
     if len(same) == limits.same_step and alike:
         return (
             f"{len(same)} attempts on different hosts ended at step {last.diagnosis.step}, so that it is no hardware; "

@@ -168,8 +168,14 @@ class Prediction:
     @property
     def shares(self) -> tuple[float, float]:
         """Predicted and measured share of the time that is productive."""
-        predicted, measured = (one[PRODUCTIVE] / sum(one.values()) for one in (self.predicted, self.measured))
-        return predicted, measured
+        return shares_of([self])
+
+
+def shares_of(predictions: Sequence[Prediction]) -> tuple[float, float]:
+    """Predicted and measured share of the time of runs, all together, that is productive."""
+    sides = [one.predicted for one in predictions], [one.measured for one in predictions]
+    shares = [sum(one[PRODUCTIVE] for one in side) / sum(sum(one.values()) for one in side) for side in sides]
+    return shares[0], shares[1]
 
 
 def cause_of(attempt: AttemptTime) -> str:

@@ -117,8 +117,8 @@ def _find_on_disk(
         except CheckpointError as error:
             unusable = error if isinstance(error, NoneUsableError) else None
             if not has_other and not (unusable is not None and unusable.too_new):
-                if unusable is not None and unusable.none_verified and run.dims.rank == 0:
-                    run.events.emit("resume", "none_verified", step=max(unusable.candidates))
+                if unusable is not None and run.dims.rank == 0:
+                    run.events.emit("resume", "none_usable", steps=sorted(unusable.skipped))
                 raise
             logger.warning("%s", error)
             return None, unusable

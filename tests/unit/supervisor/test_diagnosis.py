@@ -11,7 +11,7 @@ from megasdc.addresses import FORWARD, Address
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incident import DisputedRank, Environment, FlaggedRank, Incident
 from megasdc.sdc.incident import Evidence as SdcEvidence
-from megasdc.supervisor.diagnosis import Back, Evidence, diagnose
+from megasdc.supervisor.diagnosis import Evidence, diagnose
 
 ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
 
@@ -40,8 +40,6 @@ def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
         ({"exit_code": 70, "lines": ("this rank could not get the memory it asked for",)}, "memory", ()),
         ({"exit_code": 71}, "input", ()),
         ({"exit_code": 72}, "checkpoint", ()),
-        ({"exit_code": 72, "back": Back(4)}, "checkpoint", ()),
-        ({"exit_code": 72, "back": Back(0)}, "begin", ()),
         ({"exit_code": 74}, "non_finite", ()),
         ({"exit_code": 75}, "stuck", ()),
         ({"exit_code": 77}, "storage", ()),

@@ -53,13 +53,15 @@ def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
     assert find_back(run_dir, time.time() + 1, 0) is None
 
 
-def test_to_the_beginning_where_nothing_was_ever_verified(run_dir: Path) -> None:
-    """Not where a checkpoint once was: its mark should be there, so that a person is needed."""
+def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None:
+    """As long as the first one is among them; a run that has saved more, and deleted that, is not begun anew."""
     with closing(EventLog(run_dir, 0)) as log:
-        log.emit("resume", "none_verified", step=12)
+        for step in (5, 10):
+            log.emit("save", "checkpoint", step=step)
+        log.emit("resume", "none_usable", steps=[5, 10])
         assert find_back(run_dir, 0.0, 0) == Back(0)
         assert find_back(run_dir, time.time() + 1, 0) is None, "it was another attempt's"
-        log.emit("verify", "checkpoint", step=8, audit_step=9)
+        log.emit("resume", "none_usable", steps=[10, 15])
     assert find_back(run_dir, 0.0, 0) is None
 
 

@@ -1,6 +1,9 @@
 """A supervisor's journal survives kills at any byte, and notices any change."""
 
+import fcntl
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +68,27 @@ def test_each_change_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="move the file away"):
             Journal(tmp_path, SAID.append)
         assert path.read_bytes() == one, "nothing is lost"
+
+
+def test_a_supervisor_whose_lock_was_given_to_another_writes_nothing(tmp_path: Path) -> None:
+    """As after a network split: the other one's entries stay as they are; likewise where the file was replaced."""
+    with Journal(tmp_path, SAID.append) as lost:
+        lost.write("opened", config="a")
+        fcntl.flock(lost._file, fcntl.LOCK_UN)  # as a file server does that takes a host for lost
+        with Journal(tmp_path, SAID.append) as other:
+            other.write("taken_over")
+            content = other.path.read_bytes()
+            with pytest.raises(LaunchError, match="another supervisor of this run"):
+                lost.write("planned", attempt=1)
+            assert other.path.read_bytes() == content
+            other.write("planned", attempt=1)
+            shutil.copy(other.path, tmp_path / "copy")
+            os.replace(tmp_path / "copy", other.path)
+            with pytest.raises(LaunchError, match="another supervisor of this run"):
+                other.write("ended")
+            other.path.unlink()
+            with pytest.raises(StorageError, match="cannot be written"):
+                other.write("ended")
 
 
 def test_only_one_supervisor_has_it(tmp_path: Path) -> None:

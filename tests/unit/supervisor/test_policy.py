@@ -46,7 +46,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
     [
         *((kind, AGAIN, REPLACE) for kind in ("hang", "rank_lost", "rank_failed", "link", "corrupt_once")),
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
-        *((kind, STOP, STOP) for kind in ("input", "begin")),
+        ("input", STOP, STOP),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
         *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted", "grown")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
@@ -127,13 +127,13 @@ def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
     assert decided(failure("launch"), again).action is AGAIN
 
 
-def test_a_run_without_a_checkpoint_that_counts_begins_anew_at_once() -> None:
-    """A second attempt would find the same; where wrong results come again at the same step, it is no hardware."""
-    corrupt, found = failure("corrupt_one_of", "a", "b"), failure("begin", used=("c", "d"))
+def test_going_back_comes_before_the_limit_of_the_same_step() -> None:
+    """Where no checkpoint counts after wrong results, attempts end at their step, and blame no host."""
+    corrupt, found = failure("corrupt_one_of", "a", "b"), failure("checkpoint", used=("c", "d"))
     begin = replace(found, diagnosis=replace(found.diagnosis, back=Back(0)))
-    decision = decided(corrupt, begin)
+    assert decided(corrupt, begin).action is AGAIN
+    decision = decided(corrupt, begin, begin)
     assert (decision.action, decision.back) == (Action.BACK, Back(0))
-    assert decided(corrupt, begin, failure("corrupt_one_of", "c", "d")).action is STOP
 
 
 def test_what_was_preempted_counts_for_no_limit() -> None:

@@ -12,7 +12,7 @@ import pytest
 from megasdc.config import MegasdcSection
 from megasdc.errors import DataError
 from megasdc.supervisor.journal import FOLDER, Journal
-from megasdc.supervisor.planning.measured import measure_run, pieces_for, predict_run
+from megasdc.supervisor.planning.measured import measure_run, pieces_for, predict_run, shares_of
 
 STEP_S, START_S, DETECTION_S, DECIDING_S = 0.5, 12.0, {"rank_lost": 4.0, "host_lost": 20.0}, 1.5
 SECTIONS = MegasdcSection.model_validate(
@@ -97,6 +97,9 @@ def test_pieces_of_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert pieces_for(runs[0], runs[:1]) == (runs[0].pieces, False)
     others = predict_run(runs[0], *pieces_for(runs[0], runs), SECTIONS, seed=1)
     assert others.others and abs(others.shares[0] - others.shares[1]) < 0.03
+    both = [others, predict_run(calm, calm.pieces, False, SECTIONS, seed=1)]
+    productive, seconds = 2 * 2000 * STEP_S, sum(sum(one.measured.values()) for one in both)
+    assert shares_of(both)[1] == pytest.approx(productive / seconds), "of all together"
 
 
 def test_runs_that_tell_nothing(tmp_path: Path) -> None:

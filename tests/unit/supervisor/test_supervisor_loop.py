@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from threading import Event
 
 import pytest
 
+from megasdc.errors import LaunchError
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import Evidence
@@ -240,6 +242,22 @@ def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, after: bool) -> None:
     assert code == 0 and len(killed) == 23
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,c", "c,a", "c,a"]
     assert len(set(engine.started)) == 5
+
+
+def test_a_supervisor_whose_run_another_has_taken_over_starts_nothing(tmp_path: Path) -> None:
+    """After a network split, when a file server has given its lock away; the other one goes on with the run."""
+    engine = SmallProcesses(tmp_path, ENDS)
+
+    def lose(journal: Journal, written: bool) -> None:
+        if not written and len(journal.entries) == 4:
+            fcntl.flock(journal._file, fcntl.LOCK_UN)
+            with Journal(tmp_path, print) as other:
+                other.write("taken_over")
+
+    with pytest.raises(LaunchError, match="changed by another supervisor"):
+        supervise(tmp_path, engine, lose)
+    assert len(engine.started) == 1
+    assert supervise(tmp_path, engine) == 0 and len(engine.started) == 5
 
 
 def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
