@@ -34,10 +34,9 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
     if failed and failed[-1] is not None:
         return Back(failed[-1] - 1)
     if unusable := [one for one in resumes if one.name == "none_usable"]:
-        saved = [
-            one.step for one in read_events(run_dir, kind="save", name="checkpoint", rank=0) if one.step is not None
-        ]
-        return Back(0) if min(saved, default=None) in unusable[-1].fields["steps"] else None
+        saves = read_events(run_dir, kind="save", name="checkpoint", rank=0)
+        first = min((one.step for one in saves if one.step is not None), default=None)
+        return Back(0) if first in unusable[-1].fields["steps"] else None
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
     if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
         return None

@@ -21,9 +21,9 @@ stuck, launch      start again                         start again
 
 An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
 rules of the others come limits: where attempts on different hosts that are blamed end at the same step, it is no
-hardware, and the run stops; so it does after too many failures in an hour, or in succession without progress. A host is replaced by a spare,
-or the run goes on without it where it can. Where neither is possible for one that may recover, the attempt is repeated
-in place after a pause that doubles.
+hardware, and the run stops; so it does after too many failures in an hour, or in succession without progress. A host is
+replaced by a spare, or the run goes on without it where it can. Where neither is possible for one that may recover, the
+attempt is repeated in place after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
