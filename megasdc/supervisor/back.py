@@ -35,8 +35,8 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
         return Back(failed[-1] - 1)
     if unusable := [one for one in resumes if one.name == "none_usable"]:
         saves = read_events(run_dir, kind="save", name="checkpoint", rank=0)
-        first = min((one.step for one in saves if one.step is not None), default=None)
-        return Back(0) if first in unusable[-1].fields["steps"] else None
+        oldest = min(unusable[-1].fields["steps"])
+        return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
     if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
         return None

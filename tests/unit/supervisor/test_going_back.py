@@ -56,6 +56,8 @@ def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
 def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None:
     """As long as the first one is among them; a run that has saved more, and deleted that, is not begun anew."""
     with closing(EventLog(run_dir, 0)) as log:
+        log.emit("resume", "none_usable", steps=[5])
+        assert find_back(run_dir, 0.0, 0) == Back(0), "the run was killed before it could report that save"
         for step in (5, 10):
             log.emit("save", "checkpoint", step=step)
         log.emit("resume", "none_usable", steps=[5, 10])
