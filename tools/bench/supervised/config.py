@@ -48,7 +48,7 @@ def write_config(target: Target, data: Path, training: Training, kinds: Sequence
         "training": {"steps": STEPS},
         "checkpoint": {
             "interval": 10,
-            "keep_last": 2,
+            "keep_last": 4,
             "writing": "async",
             "memory": {"interval": 2, "partners": True, "linger_s": 120.0},
         },

@@ -169,7 +169,7 @@ def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
 
 def _poisoned_samples(run: Target, sections: dict[str, Any]) -> None:
     sections["training"]["max_skipped_steps"] = 2
-    sections["supervise"]["rewind_steps"] = 2
+    sections["supervise"] |= {"rewind_steps": 2, "rewinds": 8}  # each knows of two more steps
 
 
 @dataclass(frozen=True)
