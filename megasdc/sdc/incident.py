@@ -155,6 +155,7 @@ class Incident:
         "relative to the majority",
         "golden trace",
         "replay",
+        "referee",
         "own recomputation",
         "master shard",
         "copies on tensor ranks",

@@ -35,6 +35,7 @@ _BASES = {
     "relative to the majority": "Right is what the majority of replicas computed; no golden trace confirms it.",
     "golden trace": "Right is what the golden trace says, which trusted hardware computed.",
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
+    "referee": "Right is what fp64 says of the product, within the bound of the rounding of its type.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",

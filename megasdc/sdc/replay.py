@@ -15,6 +15,8 @@ What is proved, and how:
   such as a kernel that is not deterministic, and nobody is named. If each repeats its own value, at least one is
   persistently wrong, and only a golden trace can tell which.
 - A rank that fails the golden trace is wrong without any vote.
+- So is a rank whose result lies outside of what rounding explains, as the referee computes it in fp64 from the factors
+  that all of them had, while another one's lies inside (``megasdc.sdc.fp64.referee``); also one of the majority.
 - A flagged rank that passes the golden trace and gives its own value again contradicts the majority: either its fault
   does not show in the golden workload, or the majority has a fault in common that does not. That is treated as a
   dispute too, in which nobody is named.
@@ -37,7 +39,7 @@ from megasdc.sdc.trace import Trace
 
 PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
 """Verdicts, named as in `sdc.policy`."""
-MAJORITY, GOLDEN, REPLAY = "relative to the majority", "golden trace", "replay"
+MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
 """Bases of a ruling."""
 
 
@@ -130,11 +132,23 @@ def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(spots))
 
 
+def differences(ballot: Ballot) -> list[tuple[Address, int, Mapping[int, int]]]:
+    """Where ranks of equal inputs got different results: address, place, and checksums by rank."""
+    found: list[tuple[Address, int, Mapping[int, int]]] = [
+        (flag.address, flag.place, {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected))
+        for flag in ballot.flagged
+    ]
+    if (dispute := ballot.dispute) is not None and dispute.origin:
+        found += [(dispute.address, dispute.place, values) for values in dispute.values]
+    return found
+
+
 def settle(
     ballot: Ballot,
     repeats: Mapping[tuple[int, int], Sequence[int | None]],
     golden: Mapping[int, bool] | None = None,
     earlier: Collection[int] = (),
+    refereed: Mapping[tuple[int, int], bool] | None = None,
 ) -> tuple[Ruling, ...]:
     """Rulings on every flag and dispute of a ballot.
 
@@ -144,6 +158,8 @@ def settle(
         golden: by global rank, whether it reproduces the golden trace; absent: not verified. Do not pass False for a
             rank that only received another rank's wrong values.
         earlier: ranks that were wrong in an earlier event of the run.
+        refereed: by (global rank, place), whether the result is what rounding allows; absent: undecided. Of the results
+            at a place some are True if any is False.
 
     Returns:
         One ruling for each named rank, and one without a rank for each position where none can be named and for missing
@@ -152,7 +168,8 @@ def settle(
 
     def case(place: int) -> _Case:
         by_rank = {rank: values for (rank, at), values in repeats.items() if at == place}
-        return _Case(by_rank, golden or {}, frozenset(earlier))
+        judged = {rank: within for (rank, at), within in (refereed or {}).items() if at == place}
+        return _Case(by_rank, golden or {}, frozenset(earlier), judged)
 
     rulings: list[Ruling] = []
     for flag in ballot.flagged:
@@ -175,31 +192,38 @@ class _Case:
     repeats: Mapping[int, Sequence[int | None]]
     golden: Mapping[int, bool]
     earlier: frozenset[int]
+    refereed: Mapping[int, bool] = field(default_factory=dict)
 
     def of_flag(self, flag: Flag) -> list[Ruling]:
         """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
         values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
-        standing = [
-            rank for rank in flag.against if self.golden.get(rank) is not False and not self.varied(rank, values)
-        ]
+        standing = [rank for rank in flag.against if not self.is_proved(rank) and not self.varied(rank, values)]
         contradicted = self.golden.get(flag.rank) and not self.varied(flag.rank, values)
         if 2 * len(standing) <= len(values) or contradicted:
             return self.of_values(flag.address, values, origin=True)
         fallen = [rank for rank in flag.against if rank not in standing]
-        basis = GOLDEN if self.golden.get(flag.rank) is False else MAJORITY
-        rulings = [self.rule(flag.rank, flag.address, flag.got, flag.expected, basis)]
+        rulings = [self.rule(flag.rank, flag.address, flag.got, flag.expected, self.basis(flag.rank, MAJORITY))]
         for rank in fallen:
-            basis = GOLDEN if self.golden.get(rank) is False else REPLAY
-            rulings.append(self.rule(rank, flag.address, flag.expected, flag.expected, basis))
+            rulings.append(self.rule(rank, flag.address, flag.expected, flag.expected, self.basis(rank, REPLAY)))
         return rulings
 
+    def is_proved(self, rank: int) -> bool:
+        """Whether a rank is wrong without any vote: by the golden trace or the referee."""
+        return self.golden.get(rank) is False or self.refereed.get(rank) is False
+
+    def basis(self, rank: int, other: str) -> str:
+        """The strongest evidence for a rank; ``other``: where it is not proved."""
+        if self.golden.get(rank) is False:
+            return GOLDEN
+        return REFEREE if self.refereed.get(rank) is False else other
+
     def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
-        """Rules on ranks that differ without a majority: first by the golden trace, then by the repeats."""
-        failed = [rank for rank in values if self.golden.get(rank) is False]
+        """Rules on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""
+        failed = [rank for rank in values if self.is_proved(rank)]
         rest = {rank: value for rank, value in values.items() if rank not in failed}
-        verified = {value for rank, value in rest.items() if self.golden.get(rank)}
+        verified = {value for rank, value in rest.items() if self.golden.get(rank) or self.refereed.get(rank)}
         right = verified.pop() if len(verified) == 1 and len(set(rest.values())) == 1 else None
-        rulings = [self.rule(rank, address, values[rank], right, GOLDEN) for rank in failed]
+        rulings = [self.rule(rank, address, values[rank], right, self.basis(rank, REPLAY)) for rank in failed]
         if len(set(rest.values())) < 2:
             return rulings
         return rulings + self.by_replay(address, rest, origin)

@@ -122,8 +122,15 @@ def test_a_majority_that_fails_the_golden_trace_is_named_itself(folder: Path) ->
 
 
 def test_nobody_is_named_where_the_golden_workload_does_not_show_the_fault(folder: Path) -> None:
-    """Two of three are wrong alike in a layer that the golden model lacks: all pass, and no majority is believed."""
-    faults = [{**FAULT, "submodule": "3.layer.*.linear_qkv", "rank": rank, "steps": [2, None]} for rank in (0, 2)]
+    """Two of three are wrong alike in a layer that the golden model lacks: all pass, and no majority is believed.
+
+    Where rounding may explain all values, that is; where it does not, the referee names the two.
+    """
+    fault = {**FAULT, "submodule": "3.layer.*.linear_qkv", "steps": [2, None]}
+    results = train_run(_write(folder, "seen", 3, {}, faults=[{**fault, "rank": rank} for rank in (0, 2)]), 3)
+    assert [code for code, _ in results] == [73, 73, 73], results
+    assert _verdicts(folder / "seen") == [(2, "audit", rank, "persistent", "referee", "halt") for rank in (0, 2)]
+    faults = [{**fault, "factor": 1.000001, "rank": rank} for rank in (0, 2)]
     results = train_run(_write(folder, "silent", 3, {}, faults=faults), 3)
     assert [code for code, _ in results] == [73, 73, 73], results
     assert _verdicts(folder / "silent") == [(2, "audit", None, "inconclusive", "replay", "halt")]

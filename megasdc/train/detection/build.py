@@ -7,6 +7,7 @@ from megasdc.config.problems.detection import asks_golden
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
+from megasdc.model.submodules import list_submodules
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan
@@ -16,6 +17,7 @@ from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.observe import Observation, Watch
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.process.signals import StopSignals
 
@@ -44,12 +46,14 @@ def build_detection(
     algorithm = default_algorithm(run.engine.device)
     parameters = ParameterReader(run.engine, algorithm)
     keys = golden_key(config, dims.at(0), algorithm.name)
+    referee = Referee(list_submodules(run.engine.module), dims.rank, run.host_group)
     disputes = Disputes(
         sections.sdc,
         run,
         keys,
         parameters,
         Incidents(config, run),
+        referee,
         () if injector is None else (injector,),
     )
     settings = CheckSettings(
@@ -59,13 +63,14 @@ def build_detection(
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
     )
-    return Detection(settings, run, batches, disputes, parameters, signals, plan)
+    return Detection(settings, run, batches, disputes, parameters, signals, plan, referee)
 
 
 def watches_of(detection: Detection) -> list[Watch]:
     """The watches of the checks."""
     return [
         Watch(detection.record_audited, detection.audited_submodules),
+        Watch(detection.referee.listen, detection.audited_submodules),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
         Watch(detection.record_finite, detection.finite_submodules),
     ]

@@ -34,6 +34,7 @@ from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.evidence import Evidence
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.referee import Referee
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Detection(Hook):
         disputes: settles findings.
         signals: of this process; SIGUSR2 requests an audit.
         plan: what is covered; reported at the start.
+        referee: is shown the results of audited micro-batches, where it asks for one.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Detection(Hook):
         parameters: ParameterReader,
         signals: StopSignals,
         plan: CheckPlan,
+        referee: Referee,
     ) -> None:
         sdc = settings.sdc
         self._audit = settings.audit
@@ -97,7 +100,7 @@ class Detection(Hook):
         self._batches = batches
         self._disputes = disputes
         self._save_interval = settings.save_interval
-        self._plan = plan
+        self._plan, self.referee = plan, referee
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False

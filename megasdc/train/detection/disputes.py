@@ -29,6 +29,7 @@ from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents, Settled, describe, say
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Disputes:
         keys: Mapping[str, Any],
         parameters: ParameterReader,
         incidents: Incidents,
+        referee: Referee,
         before: Sequence[Listener] = (),
     ) -> None:
         self._section = section
@@ -63,7 +65,7 @@ class Disputes:
         self._comparable: Collection[tuple[int, int]] | None = None
         self._golden: GoldenCheck | None = None
         self._suspects = Suspects()
-        self._findings = Findings(run, section.repeats, parameters, self._suspects)
+        self._findings = Findings(run, section.repeats, parameters, self._suspects, referee)
         self._accepted: int | None = None
         self._committed_wrong: int | None = None
         self._wrong_since: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from megasdc.addresses import FORWARD, PARAMETER
@@ -23,8 +24,10 @@ from megasdc.sdc.replay import (
     INTERMITTENT,
     MAJORITY,
     NOT_REPRODUCED,
+    REFEREE,
     REPLAY,
     Ruling,
+    differences,
     repeated_value,
     settle,
     to_repeat,
@@ -35,6 +38,7 @@ from megasdc.train.detection.evidence import Rehearse
 from megasdc.train.detection.gather import gather_traces
 from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -45,16 +49,20 @@ EVENT_KIND = "sdc"
 class Findings:
     """Names the ranks behind a finding where that can be proved, in one method for each check.
 
-    ``repeats``: how often work is repeated; ``suspects``: devices found wrong before.
+    ``repeats``: how often work is repeated; ``suspects``: devices found wrong before; ``referee``: judges results of
+    linear layers.
     """
 
-    def __init__(self, run: Run, repeats: int, parameters: ParameterReader, suspects: Suspects) -> None:
+    def __init__(
+        self, run: Run, repeats: int, parameters: ParameterReader, suspects: Suspects, referee: Referee
+    ) -> None:
         self._dims = run.dims
         self._group = run.host_group
         self._events = run.events
         self._repeats = repeats
         self._parameters = parameters
         self._suspects = suspects
+        self._referee = referee
 
     def of_audit(
         self,
@@ -79,10 +87,35 @@ class Findings:
             (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
             for rank, place in to_repeat(ballot)
         }
-        rulings = settle(ballot, repeats, golden, earlier)
-        named = {ruling.rank for ruling in rulings if ruling.rank is not None}
+        rulings = settle(ballot, repeats, golden, earlier, self._ask_referee(engine, ballot, audit, rehearse))
+        named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(engine.step_number, ballot, named, golden or {})
         return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
+
+    def _ask_referee(
+        self, engine: TrainingEngine, ballot: Ballot, audit: Mapping[int, Trace], rehearse: Rehearse
+    ) -> dict[tuple[int, int], bool]:
+        """What the referee says of results that differ, by (rank, place); one more repeat for each of them."""
+        found: dict[tuple[int, int], bool] = {}
+        for address, place, values in differences(ballot):
+            repeat = partial(self._repeat, engine, place, values, audit, rehearse)
+            opinion = self._referee.ask(address, values, repeat)
+            said = {name: value for name, value in vars(opinion).items() if name != "address"}
+            self.tell("referee", step=engine.step_number, address=str(address), **said)
+            found |= {(rank, place): within for rank, within in opinion.within.items()}
+        return found
+
+    def _repeat(
+        self,
+        engine: TrainingEngine,
+        place: int,
+        ranks: Collection[int],
+        audit: Mapping[int, Trace],
+        rehearse: Rehearse,
+    ) -> dict[int, int | None]:
+        """Repeat the audited micro-batch; what ranks got at a place this time."""
+        again = gather_traces(rehearse(engine, 0)[0], self._dims, self._group)
+        return {rank: repeated_value(rank, place, audit, again, self._dims) for rank in ranks}
 
     def of_recompute(
         self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
@@ -177,12 +210,17 @@ class Findings:
             ranks = [rank for values in ballot.dispute.values for rank in values]
             self.tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
-    def _tell_overruled(self, step: int, ballot: Ballot, named: Collection[int], golden: Mapping[int, bool]) -> None:
-        """Report findings of the majority that were overruled, so that no event accuses a rank that is not named."""
+    def _tell_overruled(self, step: int, ballot: Ballot, named: Mapping[int, str], golden: Mapping[int, bool]) -> None:
+        """Report findings of the majority that were overruled, so that no event accuses a rank that is not named.
+
+        ``named``: bases by rank.
+        """
         for flag in ballot.flagged:
             if flag.rank in named:
                 continue
-            by = GOLDEN if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against) else REPLAY
+            by = REFEREE if REFEREE in {named.get(rank) for rank in flag.against} else REPLAY
+            if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against):
+                by = GOLDEN
             self.tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
 
     def tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:

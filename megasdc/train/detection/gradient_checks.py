@@ -15,7 +15,7 @@ from torch import Tensor
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, is_bf16_optimizer, owned_fragments
-from megasdc.sdc.linear import draw_signs, linear_sums, residuals, squared_norm
+from megasdc.sdc.fp64.linear import draw_signs, linear_sums, residuals, squared_norm
 from megasdc.sdc.outliers import Score
 
 SUMS = ("sum", "signed sum")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.sdc.adam import AdamSettings, AdamSlice, adam_step, roundings
+from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_step, roundings
 
 SLICE = 16384
 """Elements of each shard that are recomputed at a step."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.sdc.linear import HOST_ROWS, PERIOD, draw_signs, linear_sums, residuals, squared_norm
+from megasdc.sdc.fp64.linear import HOST_ROWS, PERIOD, draw_signs, linear_sums, residuals, squared_norm
 
 
 @pytest.mark.parametrize("numel", [1, 100, PERIOD, PERIOD + 1, HOST_ROWS * PERIOD + 3, 2 * HOST_ROWS * PERIOD - 5])

@@ -23,8 +23,8 @@ from megasdc.engine.run import Run
 from megasdc.faults.injector import Firing
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, owned_fragments
-from megasdc.sdc.adam import AdamSlice, adam_step
-from megasdc.sdc.linear import PERIOD, draw_signs
+from megasdc.sdc.fp64.adam import AdamSlice, adam_step
+from megasdc.sdc.fp64.linear import PERIOD, draw_signs
 from megasdc.sdc.outliers import Outliers
 from megasdc.train.detection.gradient_checks import FeatureReader, is_finite
 from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks

@@ -1,0 +1,123 @@
+"""The referee accuses no result that rounding explains, and sees those that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasdc.sdc.fp64.referee import Exact, agreed, judge, product
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def exact_dot(left: Tensor, right: Tensor) -> Fraction:
+    """Without rounding."""
+    return sum((Fraction(a) * Fraction(b) for a, b in zip(left.tolist(), right.tolist(), strict=True)), Fraction(0))
+
+
+def in_order(left: Tensor, right: Tensor, order: tuple[int, ...], fused: bool) -> Tensor:
+    """The sum in fp32 in an order, each product rounded first or together with its addition."""
+    total = torch.zeros((), dtype=torch.float32)
+    for place in order:
+        a, b = left[place].double(), right[place].double()
+        total = (total.double() + a * b).float() if fused else total + (a * b).float()
+    return total
+
+
+def adversarial(kind: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Rows of four whose sums are hard: cancellation, small numbers, a huge range, ties of rounding."""
+    info = torch.finfo(kind)
+    one = torch.tensor([1.0, 1 + info.eps, -1.0, -1.0 - info.eps / 2])
+    yield "cancellation", one.to(kind), torch.tensor([1.0, 1.0, 1 + info.eps, 1.0]).to(kind)
+    small = torch.tensor([info.tiny, -info.tiny, info.smallest_normal / 8, 3 * info.tiny]).to(kind)
+    yield "denormals", small, torch.tensor([1.0, 1.0 + info.eps, 2.0, 0.5]).to(kind)
+    wide = torch.tensor([2.0**14, -(2.0**-14), 2.0**10, -(2.0**14)]).to(kind)
+    yield "range", wide, torch.tensor([1.0, 1.0, 2.0**-14, 1.0 + info.eps]).to(kind)
+    yield "ties", torch.tensor([1.0, info.eps / 2, 0.0, 0.0]).to(kind), torch.ones(4).to(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_order_of_summation_is_within_the_bound(kind: torch.dtype, fused: bool) -> None:
+    """Of adversarial and of random rows; the bound of the exact rational value, not only of fp64's."""
+    torch.manual_seed(1)
+    rows = [*adversarial(kind), *(("random", *torch.randn(2, 4).to(kind)) for _ in range(20))]
+    for name, left, right in rows:
+        found = product(left[None], right[None], kind)
+        truth = exact_dot(left, right)
+        slack = abs(Fraction(found.values.item()) - truth)
+        for order in permutations(range(4)):
+            got = in_order(left, right, order, fused).to(kind)
+            assert abs(Fraction(got.item()) - truth) + slack <= Fraction(found.bounds.item()), (name, order)
+            assert judge({0: got[None], 1: torch.full((1,), torch.nan)}, found) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_healthy_products_are_never_accused(kind: torch.dtype) -> None:
+    """Results of the device's own routines, with one thread and with two, of many shapes and scales."""
+    torch.manual_seed(2)
+    compared = 0
+    for inner, scale in ((16, 1.0), (256, 1e-3), (1024, 30.0), (4096, 1.0)):
+        left, weight = (torch.randn(64, inner) * scale).to(kind), torch.randn(48, inner).to(kind)
+        pairs = product(left[:, None].expand(64, 48, inner).reshape(-1, inner), weight.repeat(64, 1), kind)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            got = (left @ weight.T).flatten()
+            assert judge({0: got, 1: torch.full_like(got, torch.nan)}, pairs)[0], (inner, scale)
+            compared += len(got)
+    torch.set_num_threads(1)
+    assert compared == 4 * 2 * 64 * 48
+
+
+def test_what_a_flip_of_a_bit_shows() -> None:
+    """Of sums of 1024 products: a third of the lowest bits of bf16 and nearly all others; the high bits of fp32."""
+    torch.manual_seed(3)
+    left, right = torch.randn(200, 1024), torch.randn(200, 1024)
+    shown: dict[tuple[torch.dtype, int], int] = {}
+    for kind, whole in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
+        one, other = left.to(kind), right.to(kind)
+        exact = product(one, other, kind)
+        healthy = (one.float() * other.float()).sum(-1).to(kind)
+        for bit in range(torch.finfo(kind).bits - 1):
+            wrong = (healthy.view(whole) ^ (1 << bit)).view(kind)
+            answers = [
+                judge(
+                    {0: healthy[n : n + 1], 1: wrong[n : n + 1]},
+                    Exact(exact.values[n : n + 1], exact.bounds[n : n + 1]),
+                )
+                for n in range(200)
+            ]
+            assert all(answer in ({}, {0: True, 1: False}) for answer in answers), "the healthy one is never accused"
+            shown[kind, bit] = sum(map(bool, answers))
+    assert shown[torch.bfloat16, 0] > 60 and all(shown[torch.bfloat16, bit] > 190 for bit in range(3, 15))
+    assert shown[torch.float32, 0] == 0 and all(shown[torch.float32, bit] > 190 for bit in range(18, 31))
+
+
+def test_where_all_are_outside_nobody_is_named() -> None:
+    """The elements are not what the referee takes them for; likewise where the type may overflow."""
+    exact = product(torch.ones(1, 4), torch.ones(1, 4), torch.float32)
+    assert judge({0: torch.tensor([5.0]), 1: torch.tensor([6.0])}, exact) == {}
+    assert judge({0: torch.tensor([5.0]), 1: torch.tensor([4.0])}, exact) == {0: False, 1: True}
+    huge = product(torch.full((1, 4), 3e38), torch.ones(1, 4), torch.float32)
+    assert huge.bounds.isinf().all() and judge({0: torch.tensor([torch.inf]), 1: torch.tensor([1.0])}, huge) == {}
+
+
+def test_a_bias_is_a_sum_of_its_own() -> None:
+    """It is added in the type of the result, after a rounding."""
+    left, bias = torch.tensor([[1.0, 2.0**-8]]), torch.tensor([2.0**8])
+    exact = product(left.bfloat16(), torch.ones(1, 2).bfloat16(), torch.bfloat16, bias.bfloat16())
+    assert exact.values.item() == 257 + 2.0**-8
+    got = (torch.tensor([1 + 2.0**-8]).bfloat16() + bias.bfloat16()).bfloat16()
+    assert judge({0: got, 1: got * 2}, exact) == {0: True, 1: False}
+
+
+def test_references_must_be_equal() -> None:
+    """A rank may compute the fp64 sum wrong, too."""
+    one = product(torch.ones(2, 4), torch.ones(2, 4), torch.float32)
+    other = Exact(one.values + torch.tensor([0.0, 1e-12]), one.bounds)
+    assert agreed([one, one]) is one and agreed([one, other]) is None
