@@ -18,6 +18,7 @@ from megasdc.sdc.replay import (
     MAJORITY,
     NOT_REPRODUCED,
     PERSISTENT,
+    REFEREE,
     REPLAY,
     rate_bound,
     repeated_value,
@@ -190,6 +191,29 @@ def test_a_dispute_that_may_be_a_consequence_names_nobody() -> None:
     ballot = disputed({0: A, 1: B}, origin=False)
     assert said(ballot, {0: [B, B], 1: [B, B]}) == [((0, 1), INCONCLUSIVE, REPLAY)]
     assert said(ballot, {}, {0: False, 1: True}) == [(0, INCONCLUSIVE, GOLDEN)]
+
+
+def test_the_referee_names_where_no_vote_can() -> None:
+    """It needs no repeat that varies; where it is undecided, all is as without it."""
+    ballot, repeats = disputed({0: A, 1: B}), at(4, {0: [A, A], 1: [B, B]})
+    (ruling,) = settle(ballot, repeats, refereed={(0, 4): True, (1, 4): False})
+    assert (ruling.rank, ruling.verdict, ruling.basis, ruling.expected) == (1, PERSISTENT, REFEREE, A)
+    (ruling,) = settle(ballot, repeats, refereed={(0, 5): True, (1, 5): False})
+    assert (ruling.rank, ruling.verdict) == (None, INCONCLUSIVE), "that is another place"
+    (ruling,) = settle(ballot, repeats, golden={0: False, 1: True}, refereed={})
+    assert (ruling.rank, ruling.basis) == (0, GOLDEN)
+
+
+def test_the_referee_confirms_a_majority_or_overrules_it() -> None:
+    """Two against one: what is outside of the bound is wrong, whoever has it."""
+    repeats = at(4, {0: [A, A], 1: [A, A], 2: [B, B]})
+    (ruling,) = settle(flagged(), repeats, refereed={(0, 4): True, (1, 4): True, (2, 4): False})
+    assert (ruling.rank, ruling.verdict, ruling.basis) == (2, PERSISTENT, REFEREE)
+    rulings = settle(flagged(), repeats, refereed={(0, 4): False, (1, 4): False, (2, 4): True})
+    assert [(one.rank, one.verdict, one.basis, one.expected) for one in rulings] == [
+        (0, PERSISTENT, REFEREE, B),
+        (1, PERSISTENT, REFEREE, B),
+    ]
 
 
 def test_each_position_of_a_dispute_has_its_own_ruling() -> None:

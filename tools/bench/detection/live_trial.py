@@ -29,8 +29,9 @@ UNSEEN = {
     STATE: "not detectable, because one rank alone holds this state, and all replicas receive what follows from it",
 }
 """Rows in which no check can see the fault, with the reason."""
-REPLAYED = (PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY_GOLDEN)
-"""Rows in which a fault is inconclusive where every repeat gives the same wrong value and no golden trace shows it."""
+REPLAYED = (PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY, MAJORITY_GOLDEN)
+"""Rows in which a fault is inconclusive where every repeat gives the same wrong value, which rounding may explain, and
+no golden trace shows it."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ class LiveTrial:
         """Whether the checks reported what they have to."""
         if not self.harmed:
             return not self.detected
-        if self.row == MAJORITY:  # without a golden trace verdicts are relative to the majority
-            return self.detected and all(one.basis == RELATIVE for one in self.named)
+        if self.row == MAJORITY and self.wrongly:  # without proof verdicts are relative to the majority
+            return self.detected and all(one.basis == RELATIVE for one in self.named if one.rank in self.wrongly)
         if self.wrongly:
             return False
         if self.row in UNSEEN or self.place_right:
