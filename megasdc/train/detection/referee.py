@@ -1,12 +1,11 @@
-"""The referee in a run: ranks repeat a disputed product, compute its differing elements in fp64, and compare.
+"""The referee in a run: ranks repeat a disputed result, compute its differing elements in fp64, and compare.
 
 Every function that says so is called by all ranks at the same point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +14,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.model.kinds import FC1, FC2, HEAD, PROJECTION, QKV
+from megasdc.addresses import Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.fp64.referee import Exact, agreed, judge, product
+from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.referee import agreed, judge
+from megasdc.train.detection.exhibits import Exhibit, kept_calls, make_exhibit
 
-LINEAR = frozenset({QKV, PROJECTION, FC1, FC2, HEAD})
-"""Kinds of submodules whose results the referee computes."""
-RESULTS = {(FORWARD, "output"), (RECOMPUTE, "output"), (BACKWARD, "input"), (WEIGHT_GRAD, "weight")}
-"""Phases and tensors of theirs: the product with the weight, and the products of both gradients."""
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""
 
@@ -49,16 +45,6 @@ class Opinion:
     worst: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """Of one call of a linear layer."""
-
-    inputs: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    gradients: list[Tensor]
-
-
 class Referee:
     """Captures what a submodule multiplies, and the result, while a micro-batch is repeated.
 
@@ -68,7 +54,7 @@ class Referee:
     """
 
     def __init__(self, submodules: Sequence[Submodule], rank: int, group: dist.ProcessGroup | None) -> None:
-        self._modules = {one.fqn: one.module for one in submodules if one.kind in LINEAR}
+        self._submodules = {one.fqn: one for one in submodules}
         self._rank, self._group = rank, group
         self._wanted: Address | None = None
         self._result: Tensor | None = None
@@ -90,34 +76,34 @@ class Referee:
 
         Collective: all ranks of the world.
         """
-        if (address.phase, address.slot) not in RESULTS:
-            return Opinion(address, {}, f"the referee does not compute {address.phase} of {address.slot}")
-        self._wanted = address if self._rank in values else None
-        with self._captured(address) as calls:
+        asked = self._submodules.get(address.fqn) if self._rank in values else None
+        self._wanted = None if asked is None else address
+        with kept_calls(None if asked is None else asked.module) as calls:
             again = repeat()
         result, self._wanted, self._result = self._result, None, None
         mine = None
-        if self._rank in values and result is not None and calls and again.get(self._rank) == values[self._rank]:
-            mine = _Exhibit.of(address, calls, result)
+        if asked is not None and result is not None and again.get(self._rank) == values[self._rank]:
+            mine = make_exhibit(address, asked.kind, calls, result)
         return self._compare(address, values, mine)
 
-    def _compare(self, address: Address, values: Mapping[int, int], mine: _Exhibit | None) -> Opinion:
-        shown = gather_objects(None if mine is None else (mine.operands, mine.rows), self._group)
+    def _compare(self, address: Address, values: Mapping[int, int], mine: Exhibit | None) -> Opinion:
+        shown = gather_objects(None if mine is None else _digests(mine), self._group)
         known = {rank: one for rank in values if (one := shown[rank]) is not None}
         rows = _differing_rows([digests for _, digests in known.values()])
         reason = ""
         if absent := sorted(values.keys() - known.keys()):
-            reason = f"ranks {absent} did not repeat their results, or it is no linear layer"
+            reason = f"ranks {absent} did not repeat their results, or they are none that the referee computes"
         elif len({operands for operands, _ in known.values()}) > 1:
-            reason = "what was multiplied differs already"
+            reason = "what it was made of differs already"
         elif not rows:
             reason = "the results are equal when they are repeated"
         if reason:
             return Opinion(address, {}, reason)
-        sent = gather_objects(None if mine is None else mine.values(rows), self._group)
+        sent = gather_objects(None if mine is None else mine.result[rows].cpu().double(), self._group)
         results = {rank: part for rank in values if (part := sent[rank]) is not None}
         places = _differing(list(results.values()))[:ELEMENTS]
-        exact = gather_objects(None if mine is None else mine.exact(rows, places), self._group)
+        own = None if mine is None else mine.compute(torch.tensor(rows)[places[:, 0]], places[:, 1])
+        exact = gather_objects(own, self._group)
         reference = agreed([found for rank in values if (found := exact[rank]) is not None])
         if reference is None:
             return Opinion(address, {}, "ranks computed the elements differently in fp64 too", len(places))
@@ -127,86 +113,15 @@ class Referee:
             return Opinion(address, {}, "rounding explains all results, or none", len(places))
         return Opinion(address, within, "", len(places), _worst(rows, places, taken, within, reference))
 
-    @contextmanager
-    def _captured(self, address: Address) -> Iterator[list[_Operands]]:
-        """Inside, calls of the submodule are kept, in their order, where this rank is asked and has it."""
-        calls: list[_Operands] = []
-        module: Any = self._modules.get(address.fqn) if self._wanted is not None else None
-        if module is None:
-            yield calls
-            return
-        local, was = module._forward_impl, vars(module).get("_forward_impl")
 
-        def kept(*args: Any, **options: Any) -> Tensor:
-            output: Tensor = local(*args, **options)
-            call = _Operands(options["input"].detach().clone(), options["weight"].detach(), options["bias"], [])
-            calls.append(call)
-            if output.requires_grad:
-                output.register_hook(lambda gradient: call.gradients.append(gradient.detach().clone()))
-            return output
-
-        module._forward_impl = kept
-        try:
-            yield calls
-        finally:
-            if was is None:
-                del module._forward_impl
-            else:
-                module._forward_impl = was
-
-
-@dataclass(frozen=True)
-class _Exhibit:
-    """A result, and its factors: element [r, c] is the product of row r of one and row c of the other."""
-
-    left: Tensor
-    right: Tensor
-    bias: Tensor | None
-    result: Tensor
-
-    @classmethod
-    def of(cls, address: Address, calls: Sequence[_Operands], result: Tensor) -> _Exhibit | None:
-        """None: its factors were not seen."""
-        if address.phase in (FORWARD, RECOMPUTE):
-            call = calls[0 if address.phase == FORWARD else -1]
-            return cls(_rows(call.inputs), call.weight, call.bias, _rows(result))
-        call = next((one for one in reversed(calls) if one.gradients), calls[-1])
-        if not call.gradients:
-            return None
-        gradient = _rows(call.gradients[-1])
-        if address.phase == BACKWARD:
-            return cls(gradient, call.weight.T, None, _rows(result))
-        return cls(gradient.T, _rows(call.inputs).T, None, _rows(result))
-
-    @property
-    def operands(self) -> tuple[int, ...]:
-        """Checksums of the factors."""
-        return tuple(_digest(one) for one in (self.left, self.right, self.bias) if one is not None)
-
-    @property
-    def rows(self) -> list[int]:
-        """Checksums of the rows of the result."""
-        return [_digest(row) for row in self.result.cpu()]
-
-    def values(self, rows: Sequence[int]) -> Tensor:
-        """Some rows of the result; [len(rows), columns], fp64."""
-        return self.result[list(rows)].cpu().double()
-
-    def exact(self, rows: Sequence[int], places: Tensor) -> Exact:
-        """Elements of those rows, [n, 2], computed on the host."""
-        own, columns = torch.tensor(rows)[places[:, 0]], places[:, 1]
-        left, right = self.left[own.to(self.left.device)].cpu(), self.right[columns.to(self.right.device)].cpu()
-        bias = None if self.bias is None else self.bias.detach().cpu()[columns]
-        return product(left, right, self.result.dtype, bias)
+def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int]]:
+    """Checksums of what the result was made of, and of its rows."""
+    return tuple(map(_digest, exhibit.factors)), [_digest(row) for row in exhibit.result.cpu()]
 
 
 def _differing_rows(digests: Sequence[Sequence[int]]) -> list[int]:
     """The first rows at which checksums differ between ranks."""
     return [row for row, found in enumerate(zip(*digests, strict=True)) if len(set(found)) > 1][:ROWS]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _digest(tensor: Tensor) -> int:

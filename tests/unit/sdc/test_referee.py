@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.referee import Exact, agreed, judge, product
+from megasdc.sdc.fp64.bounds import Exact, chosen, normalized, product, residual
+from megasdc.sdc.fp64.referee import agreed, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -121,3 +122,76 @@ def test_references_must_be_equal() -> None:
     one = product(torch.ones(2, 4), torch.ones(2, 4), torch.float32)
     other = Exact(one.values + torch.tensor([0.0, 1e-12]), one.bounds)
     assert agreed([one, one]) is one and agreed([one, other]) is None
+
+
+def by_hand(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, one_pass: bool) -> Tensor:
+    """LayerNorm in fp32; the variance as a difference of means of squares, or from differences."""
+    mean = rows.mean(-1, keepdim=True)
+    apart = (rows - mean).square().mean(-1, keepdim=True)
+    variance = rows.square().mean(-1, keepdim=True) - mean.square() if one_pass else apart
+    scale = (variance.clamp(min=0) + eps).rsqrt()
+    return rows * (scale * weight) + (bias - mean * scale * weight)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centre", [0.0, 30.0, 1e4])
+def test_norms_are_within_the_bound(kind: torch.dtype, centre: float) -> None:
+    """However the variance is computed, also where the mean is much larger than the deviations."""
+    torch.manual_seed(4)
+    width, eps = 256, 1e-5
+    rows = (torch.randn(40, width) * torch.logspace(-3, 2, 40)[:, None] + centre).to(kind)
+    weight, bias = torch.randn(2, width).to(kind)
+    columns = torch.arange(width).repeat(40)
+    every = rows.repeat_interleave(width, 0)
+    layer = normalized(every, columns, weight[columns], bias[columns], eps, kind, centred=True)
+    shape = (width,)
+    found = [torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)]
+    found += [by_hand(rows.float(), weight.float(), bias.float(), eps, one_pass).to(kind) for one_pass in (False, True)]
+    for got in found:
+        assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, layer).get(0, True)
+    root = normalized(every, columns, weight[columns], None, eps, kind, centred=False)
+    got = torch.nn.functional.rms_norm(rows, shape, weight, eps)
+    assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, root)[0]
+    if not centre:
+        assert layer.bounds.isfinite().all() and (root.bounds < 0.02 * root.values.abs() + 1e-3).all()
+        wrong = got.flatten() * 1.05 + 0.1
+        assert judge({0: got.flatten(), 1: wrong}, root) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residual_sums_are_within_the_bound(kind: torch.dtype) -> None:
+    """In each type, with dropout and without, rounded each time or once; one element of the other side is wrong."""
+    torch.manual_seed(5)
+    branch, bias, other = torch.randn(3, 5000).to(kind)
+    mask = (torch.rand(5000) > 0.1).to(kind) / 0.9
+    for masked in (None, mask):
+        kept = torch.ones((), dtype=kind) if masked is None else masked
+        got = other + (branch + bias) * kept
+        once = (other.double() + (branch.double() + bias.double()) * kept.double()).to(kind)
+        wrong = got.clone()
+        wrong[7] = got[7] + 0.5
+        assert judge({0: got, 1: wrong, 2: once}, residual(branch, bias, masked, other, kind)) == {
+            0: True,
+            1: False,
+            2: True,
+        }
+
+
+def test_what_is_copied_has_no_bound() -> None:
+    """The lowest bit is seen."""
+    values = torch.randn(10)
+    wrong = (values.view(torch.int32) ^ 1).view(torch.float32)
+    assert judge({0: values, 1: wrong}, chosen(values)) == {0: True, 1: False}
+
+
+def test_sums_in_the_type_of_the_result_have_its_bound() -> None:
+    """As gradients of an embedding, which are added token by token; terms that are 0 count for nothing."""
+    torch.manual_seed(6)
+    terms = torch.randn(50, 200).bfloat16()
+    here = (torch.rand(50, 200) < 0.1).bfloat16()
+    got = torch.zeros(50).bfloat16()
+    for place in range(200):
+        got = got + here[:, place] * terms[:, place]
+    exact = product(here, terms, torch.bfloat16, working=torch.bfloat16)
+    assert exact.bounds.isfinite().all()
+    assert judge({0: got, 1: torch.full((50,), torch.nan)}, exact)[0]

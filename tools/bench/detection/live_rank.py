@@ -209,7 +209,7 @@ class LiveCampaign:
             for rank, of_rank in live.items()
             if of_rank and of_rank[0].changed and is_read(of_rank[0], self.dims.tensor, self._padded)
         )
-        alike = [len(live[rank]) == 1 + repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
+        alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
         result = next(one for one in results if one.step == step)
         return LiveTrial(

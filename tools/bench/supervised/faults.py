@@ -54,9 +54,7 @@ def _two_hosts_off(run: Target) -> None:
 
 
 def _unplugged(run: Target) -> None:
-    host = run.chance.choice(run.used())
-    run.hosts.unplug(host)
-    run.later(lambda: run.hosts.plug_in(host))
+    run.unplug(run.chance.choice(run.used()))
 
 
 def _two_off(run: Target) -> None:
@@ -67,9 +65,7 @@ def _two_off(run: Target) -> None:
 
 def _split(run: Target) -> None:
     """The supervisor's host is unplugged; somebody takes it for lost, and starts another on a host that is left."""
-    first = run.hosts.names[0]
-    run.hosts.unplug(first)
-    run.later(lambda: run.hosts.plug_in(first))
+    run.unplug(run.hosts.names[0])
     run.intrude()
 
 

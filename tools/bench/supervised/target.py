@@ -140,6 +140,12 @@ class Target(ABC):
             self.hosts.power_off(host)
             self.later(lambda: self.power_on(host), seconds)
 
+    def unplug(self, host: str) -> None:
+        """Unplug a host for a while, if it is on."""
+        if self.hosts.is_on(host):
+            self.hosts.unplug(host)
+            self.later(lambda: self.hosts.plug_in(host) if self.hosts.is_on(host) else None)
+
     def undo(self) -> None:
         """Undo what is due."""
         due = [one for one in self.back if time.monotonic() >= one[0]]
