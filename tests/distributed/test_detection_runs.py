@@ -158,9 +158,20 @@ def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path
     ("submodule", "phase", "slot", "options"),
     [
         ("*.linear_qkv", "forward", "output", {}),
-        ("*.linear_fc2", "forward", "output", {"deepspeed__bf16": {"enabled": True}}),
-        ("*.linear_proj", "backward", "input", {"deepspeed__bf16": {"enabled": True}}),
+        pytest.param(
+            "*.linear_fc2", "forward", "output", {"deepspeed__bf16": {"enabled": True}}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "*.linear_proj", "backward", "input", {"deepspeed__bf16": {"enabled": True}}, marks=pytest.mark.full
+        ),
         ("*.linear_fc1", "weight_grad", "weight", {"deepspeed__pipeline": {"activation_checkpoint_interval": 1}}),
+        ("*.self_attn_bda", "forward", "output", {"model__hidden_dropout": 0.1, "deepspeed__bf16": {"enabled": True}}),
+        pytest.param("*.mlp_bda", "backward", "input", {"model__hidden_dropout": 0.1}, marks=pytest.mark.full),
+        ("*.pre_mlp_layernorm", "forward", "output", {}),
+        pytest.param("*.linear_proj", "weight_grad", "bias", {}, marks=pytest.mark.full),
+        pytest.param(
+            "0.word_embeddings", "forward", "output", {"deepspeed__bf16": {"enabled": True}}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_of_two_replicas_the_referee_names_the_wrong_one(
