@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from megasdc.addresses import Address
 from megasdc.errors import TraceError
 from megasdc.events import Event
+from megasdc.sdc.opinion import Opinion
 
 REPEATS = 10
 """Runs of each case in the recommended verification of a host."""
@@ -134,6 +135,7 @@ class Incident:
         done: what was done; repaired: the step was rerun, ranks agreed, and the result was used; committed: nothing.
         flagged: ranks named as wrong.
         disputed: ranks that differ without being named.
+        opinions: the referee's, of results that ranks disagree on.
         earlier: earlier events that may be related, oldest first.
         golden: golden trace file to verify hosts with; None: there is none.
         verified_checkpoint: folder of the newest verified checkpoint; None: there is none.
@@ -167,6 +169,7 @@ class Incident:
     ranks: tuple[RankPlace, ...]
     evidence: Evidence
     environment: Environment
+    opinions: tuple[Opinion, ...] = ()
     earlier: tuple[Event, ...] = ()
     golden: str | None = None
     verified_checkpoint: str | None = None

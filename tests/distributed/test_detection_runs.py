@@ -186,7 +186,9 @@ def test_of_two_replicas_the_referee_names_the_wrong_one(
     (opinion,) = events_of(tmp_path / "run", "sdc", "referee")
     assert opinion["within"] == {"0": True, "1": False} and 1 <= opinion["elements"] <= 3
     values, exact, bound = (opinion["worst"][name] for name in ("values", "exact", "bound"))
-    assert abs(values["0"] - exact) <= bound < abs(values["1"] - exact)
+    assert abs(float(values["0"]) - exact) <= bound < abs(float(values["1"]) - exact)
+    page = (tmp_path / "run" / "reports" / "incident_step_00000002.html").read_text()
+    assert values["1"] in page and str(exact) in page and "outside: wrong" in page
 
 
 def test_two_replicas_whose_fault_rounding_may_explain_need_a_golden_trace(tmp_path: Path, data: Path) -> None:

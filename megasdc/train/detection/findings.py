@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.evidence import Counts, count_differing
+from megasdc.sdc.opinion import Opinion
 from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
     GOLDEN,
@@ -87,22 +89,24 @@ class Findings:
             (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
             for rank, place in to_repeat(ballot)
         }
-        rulings = settle(ballot, repeats, golden, earlier, self._ask_referee(engine, ballot, audit, rehearse))
+        opinions = self._ask_referee(engine, ballot, audit, rehearse)
+        refereed = {(rank, place): within for place, one in opinions for rank, within in one.within.items()}
+        rulings = settle(ballot, repeats, golden, earlier, refereed)
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(engine.step_number, ballot, named, golden or {})
-        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named))
+        shown = tuple(one for _, one in opinions)
+        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named), opinions=shown)
 
     def _ask_referee(
         self, engine: TrainingEngine, ballot: Ballot, audit: Mapping[int, Trace], rehearse: Rehearse
-    ) -> dict[tuple[int, int], bool]:
-        """What the referee says of results that differ, by (rank, place); one more repeat for each of them."""
-        found: dict[tuple[int, int], bool] = {}
+    ) -> list[tuple[int, Opinion]]:
+        """What the referee says of results that differ, with their places in traces; one more repeat for each."""
+        found = []
         for address, place, values in differences(ballot):
             repeat = partial(self._repeat, engine, place, values, audit, rehearse)
             opinion = self._referee.ask(address, values, repeat)
-            said = {name: value for name, value in vars(opinion).items() if name != "address"}
-            self.tell("referee", step=engine.step_number, address=str(address), **said)
-            found |= {(rank, place): within for rank, within in opinion.within.items()}
+            self.tell("referee", step=engine.step_number, **{**asdict(opinion), "address": str(address)})
+            found.append((place, opinion))
         return found
 
     def _repeat(

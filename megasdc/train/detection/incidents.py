@@ -36,6 +36,7 @@ from megasdc.sdc.incident import (
     how_often,
 )
 from megasdc.sdc.incident_page import write_incident
+from megasdc.sdc.opinion import Opinion
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.train.saving.memory import mark_memory
 from megasdc.train.saving.saver import checkpoint_folder
@@ -55,7 +56,8 @@ class Settled:
     """A finding with its rulings; the same on all ranks.
 
     ``tier``: audit, recompute, parameters, copies or golden; ``micro_batch``: number in the step, None where it belongs
-    to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank.
+    to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank; ``opinions``:
+    the referee's.
     """
 
     tier: str
@@ -63,6 +65,7 @@ class Settled:
     rulings: tuple[Ruling, ...]
     compared: int = 0
     differing: Counts = field(default_factory=dict)
+    opinions: tuple[Opinion, ...] = ()
 
 
 class Incidents:
@@ -182,6 +185,7 @@ class Incidents:
             disputed=tuple(disputed),
             ranks=tuple(self._ranks),
             evidence=Evidence(found.compared, found.differing),
+            opinions=found.opinions,
             environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
             earlier=earlier,
             golden=sections.sdc.golden,

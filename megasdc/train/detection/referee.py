@@ -6,8 +6,6 @@ Every function that says so is called by all ranks at the same point.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,30 +17,11 @@ from megasdc.model.submodules import Submodule
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, judge
+from megasdc.sdc.opinion import Opinion, Outside
 from megasdc.train.detection.exhibits import Exhibit, kept_calls, make_exhibit
 
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""
-
-
-@dataclass(frozen=True)
-class Opinion:
-    """What the referee found at one result; the same on all ranks.
-
-    Args:
-        address: of the result.
-        within: by rank, whether it is what rounding allows; empty: undecided.
-        reason: why nothing was decided; empty: something was.
-        elements: that were computed.
-        worst: of the element farthest outside: its place [row, column], the exact value, its bound, and the value of
-            each rank; None: none is outside.
-    """
-
-    address: Address
-    within: Mapping[int, bool]
-    reason: str = ""
-    elements: int = 0
-    worst: Mapping[str, Any] | None = None
 
 
 class Referee:
@@ -139,14 +118,14 @@ def _differing(results: Sequence[Tensor]) -> Tensor:
 
 def _worst(
     rows: Sequence[int], places: Tensor, results: Mapping[int, Tensor], within: Mapping[int, bool], exact: Exact
-) -> Mapping[str, Any]:
+) -> Outside:
     wrong = next(rank for rank, right in within.items() if not right)
     distance = ((results[wrong] - exact.values).abs() / exact.bounds).nan_to_num(nan=torch.inf)
     place = int(distance.argmax())
     row, column = places[place].tolist()
-    return {
-        "element": [rows[row], column],
-        "exact": exact.values[place].item(),
-        "bound": exact.bounds[place].item(),
-        "values": {rank: one[place].item() for rank, one in results.items()},
-    }
+    return Outside(
+        (rows[row], column),
+        exact.values[place].item(),
+        exact.bounds[place].item(),
+        {rank: repr(one[place].item()) for rank, one in results.items()},
+    )
