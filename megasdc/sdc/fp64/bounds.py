@@ -79,39 +79,135 @@ def residual(
     return _finite(values, bounds, sizes, 3, kind)
 
 
-def normalized(
-    rows: Tensor, columns: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: torch.dtype, *, centred: bool
-) -> Exact:
-    """Elements of a LayerNorm, or of an RMSNorm where it is not centred.
-
-    The variance may be computed in one pass or two, or updated with each element: its error is at most four times
-    gamma_(K+2) of the mean square.
+@dataclass(frozen=True)
+class Moments:
+    """What a norm takes from each row, and how far rounding may take the device's own from it; all [..., 1].
 
     Args:
-        rows: [n, K], the input's rows that the elements belong to.
-        columns: [n], their places in these.
-        weight: [n], and bias, of their columns.
+        mean: 0 for an RMSNorm.
+        factor: one over the root of the variance, or of the mean square, and eps.
     """
-    rows = rows.double()
-    count, roundoff = rows.shape[-1], torch.finfo(WORKING).eps / 2
-    own = rows.gather(-1, columns[:, None])[:, 0]
-    squares = rows.square().mean(-1)
-    mean = rows.mean(-1) if centred else torch.zeros_like(own)
-    mean_off = _gamma(count + 1, WORKING) * rows.abs().mean(-1) if centred else torch.zeros_like(own)
-    variance = (rows - mean[:, None]).square().mean(-1)
-    variance_off = 4 * _gamma(count + 2, WORKING) * squares + 2 * mean.abs() * mean_off + mean_off.square()
-    share = variance_off / (variance + eps) + 2 * roundoff
-    factor = (variance + eps).rsqrt()
-    factor_off = factor * torch.where(share < 0.5, share / (1 - share) + 4 * roundoff, torch.inf)
-    scale = weight.double()
-    values = (own - mean) * factor * scale
-    reach = (own.abs() + mean.abs()) * factor * scale.abs()
-    bounds = scale.abs() * ((own - mean).abs() * factor_off + (factor + factor_off) * mean_off) + 8 * roundoff * reach
-    bounds = rounded(rounded(bounds, values, kind), values, kind)  # some round before they multiply with the weight
+
+    mean: Tensor
+    mean_off: Tensor
+    factor: Tensor
+    factor_off: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, eps: float, *, centred: bool) -> Moments:
+        """Those of rows, [..., K]; of a LayerNorm where they are centred.
+
+        The variance may be computed in one pass or two, or updated with each element: its error is at most four times
+        gamma_(K+2) of the mean square.
+        """
+        rows, count = rows.double(), rows.shape[-1]
+        squares = rows.square().mean(-1, keepdim=True)
+        mean, mean_off = torch.zeros_like(squares), torch.zeros_like(squares)
+        if centred:
+            mean = rows.mean(-1, keepdim=True)
+            mean_off = _gamma(count + 1, WORKING) * rows.abs().mean(-1, keepdim=True)
+        variance = (rows - mean).square().mean(-1, keepdim=True)
+        off = 4 * _gamma(count + 2, WORKING) * squares + 2 * mean.abs() * mean_off + mean_off.square()
+        roundoff = torch.finfo(WORKING).eps / 2
+        share = off / (variance + eps) + 2 * roundoff
+        factor = (variance + eps).rsqrt()
+        factor_off = factor * torch.where(share < 0.5, share / (1 - share) + 4 * roundoff, torch.inf)
+        return cls(mean, mean_off, factor, factor_off)
+
+    def stored(self, kind: torch.dtype) -> Moments:
+        """As a backward pass has them, which some devices keep in the type of the result."""
+        mean_off = rounded(self.mean_off, self.mean, kind)
+        return Moments(self.mean, mean_off, self.factor, rounded(self.factor_off, self.factor, kind))
+
+
+def normalized(
+    own: Tensor, moments: Moments, weight: Tensor, bias: Tensor | None, kind: torch.dtype, count: int
+) -> Exact:
+    """Elements of a norm.
+
+    Args:
+        own: elements of the input, [n].
+        moments: of their rows, [n, 1].
+        weight: of their columns, [n], and bias.
+        count: elements of a row.
+    """
+    values, bounds, reach = _normalized(own.double()[:, None], moments, weight.double()[:, None], kind)
+    values, bounds, reach = values[:, 0], bounds[:, 0], reach[:, 0]
     if bias is not None:
         values = values + bias.double()
-        bounds = rounded(bounds, values, kind) + 2 * roundoff * values.abs()
+        bounds = rounded(bounds, values, kind) + torch.finfo(WORKING).eps * values.abs()
     return _finite(values, bounds, reach + values.abs(), count, kind)
+
+
+def _normalized(own: Tensor, moments: Moments, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, bounds, and the magnitude of their terms, of ``(own - mean) factor scale``."""
+    values = (own - moments.mean) * moments.factor * scale
+    reach = (own.abs() + moments.mean.abs()) * moments.factor * scale.abs()
+    off = (own - moments.mean).abs() * moments.factor_off + (moments.factor + moments.factor_off) * moments.mean_off
+    bounds = scale.abs() * off + 4 * torch.finfo(WORKING).eps * reach
+    return values, rounded(rounded(bounds, values, kind), values, kind), reach  # some round before they scale
+
+
+def norm_weight(gradient: Tensor, own: Tensor, moments: Moments, kind: torch.dtype, width: int) -> Exact:
+    """Elements of the gradient of a norm's weight: sums over tokens of the gradient times the normalised element.
+
+    Args:
+        gradient: of the output, [n, T], each element's column.
+        own: elements of the input, likewise.
+        moments: of the T rows, [T, 1].
+        width: elements of a row.
+    """
+    gradient = gradient.double()
+    across = Moments(moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T)
+    unit, off, _ = _normalized(own.double(), across.stored(kind), torch.ones((), dtype=torch.float64), kind)
+    sizes = (gradient.abs() * (unit.abs() + off)).sum(-1)
+    tokens = gradient.shape[-1]
+    bounds = (gradient.abs() * off).sum(-1) + _gamma(tokens + 1, WORKING) * sizes
+    bounds = bounds + 2 * tokens * torch.finfo(WORKING).tiny
+    values = (gradient * unit).sum(-1)
+    return _finite(values, rounded(bounds, values, kind), sizes, tokens + width, kind)
+
+
+def norm_input(
+    gradient: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    moments: Moments,
+    weight: Tensor,
+    kind: torch.dtype,
+    *,
+    centred: bool,
+) -> Exact:
+    """Elements of the gradient of a norm's input, ``f h - f sum(h) / K - f^3 (x - mean) sum(h (x - mean)) / K``.
+
+    ``h`` is the gradient of the output times the weight, ``f`` the factor; the second term is a LayerNorm's. Devices
+    also add up ``h x`` and ``h mean`` apart, so that the bound is by magnitudes of these.
+
+    Args:
+        gradient: of the output, [n, K], each element's row.
+        rows: of the input, [n, K].
+        columns: places of the elements in these, [n].
+        moments: of the rows, [n, 1].
+        weight: [K].
+    """
+    count, at, moments = rows.shape[-1], columns[:, None], moments.stored(kind)
+    rows, scaled = rows.double(), gradient.double() * weight.double()
+    mean, factor = moments.mean, moments.factor
+    cubed = factor**3 / count
+    sums = scaled.sum(-1, keepdim=True) * centred
+    moved = (scaled * (rows - mean)).sum(-1, keepdim=True)
+    own, here = rows.gather(-1, at), scaled.gather(-1, at)
+    values = factor * (here - sums / count) - cubed * (own - mean) * moved
+    reach = rows.abs() + mean.abs()
+    all_h, all_hx = scaled.abs().sum(-1, keepdim=True), (scaled.abs() * reach).sum(-1, keepdim=True)
+    first = factor * (here.abs() + all_h / count)
+    second = cubed * reach.gather(-1, at) * all_hx
+    share = moments.factor_off / factor
+    bounds = (first + second) * (_gamma(count + 12, WORKING) + 2 * torch.finfo(kind).eps)
+    bounds = bounds + share * (1 + share) ** 2 * (first + 3 * second)
+    bounds = bounds + 2 * moments.mean_off * cubed * (all_hx + reach.gather(-1, at) * all_h) * (1 + share) ** 3
+    values, bounds = values[:, 0], rounded(bounds[:, 0], values[:, 0], kind)
+    return _finite(values, bounds, (first + second)[:, 0], 2 * count, kind)
 
 
 def chosen(values: Tensor) -> Exact:

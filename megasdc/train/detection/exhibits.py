@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.kinds import BLOCK, EMBEDDING, FC1, FC2, FINAL_NORM, HEAD, NORM, PROJECTION, QKV, RESIDUAL
 from megasdc.model.modules import ResidualAdd, hidden_masks
-from megasdc.sdc.fp64.bounds import Exact, chosen, normalized, product, residual
+from megasdc.sdc.fp64.bounds import (
+    Exact,
+    Moments,
+    chosen,
+    norm_input,
+    norm_weight,
+    normalized,
+    product,
+    residual,
+)
 
 LOCAL = "_forward_impl"
 """Method of Megatron-core's parallel linear layers that computes this rank's own part."""
@@ -192,23 +201,49 @@ def _sum_input(call: Call, result: Tensor) -> Exhibit:
     return Exhibit(_rows(result), (gradient,) if mask is None else (gradient, mask), compute)
 
 
+def _norm_factors(call: Call) -> tuple[Tensor, ...]:
+    """Input [tokens, K], weight [K] and, if the norm has one, bias [K]."""
+    bias = getattr(call.module, "bias", None)
+    return (_rows(call.args[0]), call.module.weight, *(() if bias is None else (bias,)))
+
+
+def _moments(call: Call, rows: Tensor) -> Moments:
+    return Moments.of(rows, call.module.eps, centred=isinstance(call.module, nn.LayerNorm))
+
+
 def _norm_output(call: Call, result: Tensor) -> Exhibit:
-    norm, inputs = call.module, _rows(call.args[0])
-    bias: Tensor | None = getattr(norm, "bias", None)
+    inputs, weight, *bias = _norm_factors(call)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
-        return normalized(
-            _taken(inputs, rows),
-            columns,
-            _taken(norm.weight, columns),
-            None if bias is None else _taken(bias, columns),
-            norm.eps,
-            result.dtype,
-            centred=isinstance(norm, nn.LayerNorm),
-        )
+        given, (scale, *added) = _taken(inputs, rows), (_taken(one, columns) for one in (weight, *bias))
+        own = given.gather(-1, columns[:, None])[:, 0]
+        found = added[0] if added else None
+        return normalized(own, _moments(call, given), scale, found, result.dtype, inputs.shape[-1])
 
-    factors = (inputs, norm.weight) if bias is None else (inputs, norm.weight, bias)
-    return Exhibit(_rows(result), factors, compute)
+    return Exhibit(_rows(result), (inputs, weight, *bias), compute)
+
+
+def _norm_input(call: Call, result: Tensor) -> Exhibit:
+    inputs, weight, *_ = _norm_factors(call)
+    gradient, centred = _rows(call.gradients[-1]), isinstance(call.module, nn.LayerNorm)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        given, slope = _taken(inputs, rows), _taken(gradient, rows)
+        scale = weight.detach().cpu()
+        return norm_input(slope, given, columns, _moments(call, given), scale, result.dtype, centred=centred)
+
+    return Exhibit(_rows(result), (inputs, weight, gradient), compute)
+
+
+def _norm_weight(call: Call, result: Tensor) -> Exhibit:
+    """One row."""
+    inputs, gradient = _rows(call.args[0]), _rows(call.gradients[-1])
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        own, slopes = _taken(inputs.T, columns), _taken(gradient.T, columns)
+        return norm_weight(slopes, own, _moments(call, inputs.cpu()), result.dtype, inputs.shape[-1])
+
+    return Exhibit(result.detach().reshape(1, -1), (inputs, gradient), compute)
 
 
 def _local_ids(call: Call) -> Tensor:
@@ -248,6 +283,8 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, phase, "output"): _sum_output for kind in _SUM for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): _sum_input for kind in _SUM},
     **{(kind, phase, "output"): _norm_output for kind in _NORMS for phase in (FORWARD, RECOMPUTE)},
+    **{(kind, BACKWARD, "input"): _norm_input for kind in _NORMS},
+    **{(kind, WEIGHT_GRAD, "weight"): _norm_weight for kind in _NORMS},
     **{(EMBEDDING, phase, "output"): _word_output for phase in (FORWARD, RECOMPUTE)},
     (EMBEDDING, WEIGHT_GRAD, "weight"): _word_weight,
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import Exact, chosen, normalized, product, residual
+from megasdc.sdc.fp64.bounds import Exact, Moments, chosen, norm_input, norm_weight, normalized, product, residual
 from megasdc.sdc.fp64.referee import agreed, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -124,6 +124,11 @@ def test_references_must_be_equal() -> None:
     assert agreed([one, one]) is one and agreed([one, other]) is None
 
 
+def is_explained(found: Tensor, exact: Exact) -> bool:
+    """Whether a healthy device's elements are all within."""
+    return not bool(((found.double() - exact.values).abs() > exact.bounds).any())
+
+
 def by_hand(rows: Tensor, weight: Tensor, bias: Tensor, eps: float, one_pass: bool) -> Tensor:
     """LayerNorm in fp32; the variance as a difference of means of squares, or from differences."""
     mean = rows.mean(-1, keepdim=True)
@@ -143,15 +148,18 @@ def test_norms_are_within_the_bound(kind: torch.dtype, centre: float) -> None:
     weight, bias = torch.randn(2, width).to(kind)
     columns = torch.arange(width).repeat(40)
     every = rows.repeat_interleave(width, 0)
-    layer = normalized(every, columns, weight[columns], bias[columns], eps, kind, centred=True)
+    own = rows.flatten()
+    layer = normalized(own, Moments.of(every, eps, centred=True), weight[columns], bias[columns], kind, width)
     shape = (width,)
     found = [torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)]
     found += [by_hand(rows.float(), weight.float(), bias.float(), eps, one_pass).to(kind) for one_pass in (False, True)]
     for got in found:
-        assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, layer).get(0, True)
-    root = normalized(every, columns, weight[columns], None, eps, kind, centred=False)
+        assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, layer).get(
+            0, layer.bounds.isinf().any()
+        )
+    root = normalized(own, Moments.of(every, eps, centred=False), weight[columns], None, kind, width)
     got = torch.nn.functional.rms_norm(rows, shape, weight, eps)
-    assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, root)[0]
+    assert is_explained(got.flatten(), root)
     if not centre:
         assert layer.bounds.isfinite().all() and (root.bounds < 0.02 * root.values.abs() + 1e-3).all()
         wrong = got.flatten() * 1.05 + 0.1
@@ -195,3 +203,33 @@ def test_sums_in_the_type_of_the_result_have_its_bound() -> None:
     exact = product(here, terms, torch.bfloat16, working=torch.bfloat16)
     assert exact.bounds.isfinite().all()
     assert judge({0: got, 1: torch.full((50,), torch.nan)}, exact)[0]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("centre", [0.0, 3.0, 1e3])
+def test_gradients_of_norms_are_within_the_bound(kind: torch.dtype, centred: bool, centre: float) -> None:
+    """Of the input and of the weight, as the device computes them; a wrong element is seen."""
+    torch.manual_seed(7)
+    tokens, width, eps = 60, 128, 1e-5
+    rows = (torch.randn(tokens, width) * torch.logspace(-1, 1, tokens)[:, None] + centre).to(kind).requires_grad_()
+    weight = torch.randn(width).to(kind).requires_grad_()
+    shape, function = (width,), torch.nn.functional
+    got = function.layer_norm(rows, shape, weight, torch.zeros(width, dtype=kind), eps)
+    if not centred:
+        got = function.rms_norm(rows, shape, weight, eps)
+    slope = torch.randn(tokens, width).to(kind)
+    of_rows, of_weight = (one.flatten() for one in torch.autograd.grad(got, (rows, weight), slope))
+    columns, given = torch.arange(width).repeat(tokens), rows.detach()
+    every, slopes = given.repeat_interleave(width, 0), slope.repeat_interleave(width, 0)
+    exact = norm_input(
+        slopes, every, columns, Moments.of(every, eps, centred=centred), weight.detach(), kind, centred=centred
+    )
+    of_all = norm_weight(slope.T, given.T, Moments.of(given, eps, centred=centred), kind, width)
+    for found, expected in ((of_rows, exact), (of_weight, of_all)):
+        assert is_explained(found, expected)
+        if centre == 0.0:
+            assert expected.bounds.isfinite().all()
+            wrong = found.clone()
+            wrong[5] += 0.2 * found.abs().max()
+            assert judge({0: found, 1: wrong}, expected) == {0: True, 1: False}
