@@ -13,6 +13,7 @@ TDPBF16PS); and the same bound of the fp64 sum itself. ``docs/design/referee.md`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,11 @@ from torch import Tensor
 
 WORKING = torch.float32
 """Type in which results of 32 bits and less are computed, unless another one is said."""
+STEEPEST = 1.13
+"""Largest magnitude of the derivative of GELU (1.129), SiLU (1.100) and ReLU (1)."""
+INACCURACY = 2.0**-20
+"""Largest absolute error that is allowed to a device's erf, tanh and logistic function in fp32; the fast ones of vector
+libraries have up to 2 ** -21."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,40 @@ def norm_input(
     bounds = bounds + 2 * moments.mean_off * cubed * (all_hx + reach.gather(-1, at) * all_h) * (1 + share) ** 3
     values, bounds = values[:, 0], rounded(bounds[:, 0], values[:, 0], kind)
     return _finite(values, bounds, (first + second)[:, 0], 2 * count, kind)
+
+
+def activated(
+    function: Callable[[Tensor], Tensor],
+    gate: Tensor,
+    bias: Tensor | None,
+    linear: tuple[Tensor, Tensor | None] | None,
+    kind: torch.dtype,
+    *,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> Exact:
+    """Elements of ``function(gate + bias)``, times ``linear + its bias + offset`` where that is given.
+
+    Args:
+        function: GELU, SiLU or ReLU: no steeper than ``STEEPEST``, and of no larger magnitude than its argument.
+        gate: [n]; bias, linear and its bias too.
+        clamp: bounds the argument from above, and the other factor on both sides; None: nothing does.
+    """
+    given = residual(gate, bias, None, None, kind)
+    place, off = given.values, given.bounds
+    place = place if clamp is None else place.clamp(max=clamp)
+    values = function(place)
+    bounds = STEEPEST * off + INACCURACY * place.abs() + 2 * torch.finfo(WORKING).eps * values.abs()
+    bounds = rounded(bounds, values, kind)
+    if linear is not None:
+        other = residual(*linear, None, None, kind)
+        factor = other.values if clamp is None else other.values.clamp(-clamp, clamp)
+        reach, factor = factor.abs(), factor + offset
+        apart = rounded(other.bounds, factor, kind)
+        values, bounds = values * factor, bounds * (factor.abs() + apart) + values.abs() * apart
+        bounds = rounded(bounds, values, kind)
+        return _finite(values, bounds, (reach + abs(offset)) * place.abs(), 3, kind)
+    return _finite(values, bounds, place.abs(), 3, kind)
 
 
 def chosen(values: Tensor) -> Exact:

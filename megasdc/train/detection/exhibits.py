@@ -14,11 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.model.kinds import BLOCK, EMBEDDING, FC1, FC2, FINAL_NORM, HEAD, NORM, PROJECTION, QKV, RESIDUAL
+from megasdc.model.kinds import (
+    ACTIVATION,
+    BLOCK,
+    EMBEDDING,
+    FC1,
+    FC2,
+    FINAL_NORM,
+    HEAD,
+    NORM,
+    PROJECTION,
+    QKV,
+    RESIDUAL,
+)
 from megasdc.model.modules import ResidualAdd, hidden_masks
 from megasdc.sdc.fp64.bounds import (
     Exact,
     Moments,
+    activated,
     chosen,
     norm_input,
     norm_weight,
@@ -39,12 +52,14 @@ class Call:
     Args:
         module: the submodule's.
         args: positional arguments, those of linear layers by name included.
+        output: of linear layers, before their bias; else of no use.
         gradients: of the output, once there is one.
         mask: of dropout, scaled, as the output; None: nothing is dropped.
     """
 
     module: Any
     args: tuple[Any, ...]
+    output: Tensor | None = None
     gradients: list[Tensor] = field(default_factory=list)
     mask: Tensor | None = None
 
@@ -77,7 +92,8 @@ def kept_calls(module: Any) -> Iterator[list[Call]]:
     def kept(*args: Any, **options: Any) -> Any:
         output = own(*args, **options)
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
-        call = Call(module, tuple(map(_detached, given)), mask=_mask_of(module, args))
+        own_result = output.detach() if isinstance(output, Tensor) else None
+        call = Call(module, tuple(map(_detached, given)), own_result, mask=_mask_of(module, args))
         calls.append(call)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: call.gradients.append(gradient.detach().clone()))
@@ -246,6 +262,29 @@ def _norm_weight(call: Call, result: Tensor) -> Exhibit:
     return Exhibit(result.detach().reshape(1, -1), (inputs, gradient), compute)
 
 
+def _activation_output(call: Call, result: Tensor) -> Exhibit:
+    """Of the layer before it, whose bias is added here; where it is gated, its first half is the gate."""
+    layer, config = call.module, call.module.config
+    assert call.output is not None, "it is a linear layer"
+    given, bias = _rows(call.output), layer.bias
+    half = given.shape[-1] // 2 if config.gated_linear_unit else None
+
+    def part(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _taken(given, rows, columns), None if bias is None else _taken(bias, columns)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        return activated(
+            config.activation_func,
+            *part(rows, columns),
+            None if half is None else part(rows, columns + half),
+            result.dtype,
+            clamp=getattr(config, "activation_func_clamp_value", None),
+            offset=getattr(config, "glu_linear_offset", 0.0),
+        )
+
+    return Exhibit(_rows(result), (given,) if bias is None else (given, bias), compute)
+
+
 def _local_ids(call: Call) -> Tensor:
     """Rows of this rank's part of the vocabulary, [tokens]; -1: of another rank's."""
     ids = call.args[0].reshape(-1).cpu() - call.module.vocab_start_index
@@ -285,7 +324,10 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, phase, "output"): _norm_output for kind in _NORMS for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): _norm_input for kind in _NORMS},
     **{(kind, WEIGHT_GRAD, "weight"): _norm_weight for kind in _NORMS},
+    **{(ACTIVATION, phase, "output"): _activation_output for phase in (FORWARD, RECOMPUTE)},
     **{(EMBEDDING, phase, "output"): _word_output for phase in (FORWARD, RECOMPUTE)},
     (EMBEDDING, WEIGHT_GRAD, "weight"): _word_weight,
 }
 """By kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
+SEEN_AT = {ACTIVATION: FC1}
+"""Kinds that are no modules, by the kind of the one before them in their block."""

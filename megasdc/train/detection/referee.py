@@ -6,6 +6,7 @@ Every function that says so is called by all ranks at the same point.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, judge
 from megasdc.sdc.opinion import Opinion, Outside
-from megasdc.train.detection.exhibits import Exhibit, kept_calls, make_exhibit
+from megasdc.train.detection.exhibits import SEEN_AT, Exhibit, kept_calls, make_exhibit
 
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""
@@ -57,13 +58,20 @@ class Referee:
         """
         asked = self._submodules.get(address.fqn) if self._rank in values else None
         self._wanted = None if asked is None else address
-        with kept_calls(None if asked is None else asked.module) as calls:
+        with kept_calls(None if asked is None else self._module_of(asked)) as calls:
             again = repeat()
         result, self._wanted, self._result = self._result, None, None
         mine = None
         if asked is not None and result is not None and again.get(self._rank) == values[self._rank]:
             mine = make_exhibit(address, asked.kind, calls, result)
         return self._compare(address, values, mine)
+
+    def _module_of(self, submodule: Submodule) -> Any:
+        """Where the calls of a submodule are seen."""
+        block = submodule.fqn.partition(".")[0]
+        before = [one for one in self._submodules.values() if one.fqn.partition(".")[0] == block]
+        kind = SEEN_AT.get(submodule.kind, submodule.kind)
+        return submodule.module or next((one.module for one in before if one.kind == kind), None)
 
     def _compare(self, address: Address, values: Mapping[int, int], mine: Exhibit | None) -> Opinion:
         shown = gather_objects(None if mine is None else _digests(mine), self._group)

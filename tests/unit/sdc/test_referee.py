@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import Exact, Moments, chosen, norm_input, norm_weight, normalized, product, residual
+from megasdc.model.transformer_config import ACTIVATIONS
+from megasdc.sdc.fp64.bounds import (
+    Exact,
+    Moments,
+    activated,
+    chosen,
+    norm_input,
+    norm_weight,
+    normalized,
+    product,
+    residual,
+)
 from megasdc.sdc.fp64.referee import agreed, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -233,3 +244,20 @@ def test_gradients_of_norms_are_within_the_bound(kind: torch.dtype, centred: boo
             wrong = found.clone()
             wrong[5] += 0.2 * found.abs().max()
             assert judge({0: found, 1: wrong}, expected) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_are_within_the_bound(kind: torch.dtype, name: str, gated: bool) -> None:
+    """As the device computes them, with a bias, gated and not; a wrong element is seen."""
+    torch.manual_seed(8)
+    function = ACTIVATIONS[name]
+    gate, linear = torch.randn(2, 4000).mul(4).to(kind)
+    bias, other = torch.randn(2, 4000).to(kind)
+    got = function(gate + bias) * (linear + other if gated else 1)
+    exact = activated(function, gate, bias, (linear, other) if gated else None, kind)
+    assert is_explained(got, exact) and exact.bounds.isfinite().all()
+    wrong = got.clone()
+    wrong[9] += 0.3 + 0.1 * got[9].abs()
+    assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
