@@ -169,6 +169,7 @@ def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path
         pytest.param("*.mlp_bda", "backward", "input", {"model__hidden_dropout": 0.1}, marks=pytest.mark.full),
         ("*.pre_mlp_layernorm", "forward", "output", {}),
         pytest.param("*.mlp.activation", "forward", "output", {}, marks=pytest.mark.full),
+        ("*.core_attention", "forward", "output", {"deepspeed__bf16": {"enabled": True}}),
         pytest.param("*.input_layernorm", "backward", "input", {}, marks=pytest.mark.full),
         pytest.param("*.pre_mlp_layernorm", "weight_grad", "weight", {}, marks=pytest.mark.full),
         pytest.param("*.linear_proj", "weight_grad", "bias", {}, marks=pytest.mark.full),

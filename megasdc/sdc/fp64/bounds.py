@@ -59,7 +59,7 @@ def product(
     sizes, values = terms.abs().sum(-1), terms.sum(-1)
     smallest = torch.finfo(working).tiny
     dropped = torch.where((left.abs() < smallest) | (right.abs() < smallest), terms.abs(), 0.0).sum(-1)
-    bounds = _gamma(counts, working) * sizes + 2 * counts * smallest + dropped
+    bounds = gamma(counts, working) * sizes + 2 * counts * smallest + dropped
     bounds = rounded(bounds, values, kind)
     if bias is not None:
         values = values + bias.double()
@@ -111,9 +111,9 @@ class Moments:
         mean, mean_off = torch.zeros_like(squares), torch.zeros_like(squares)
         if centred:
             mean = rows.mean(-1, keepdim=True)
-            mean_off = _gamma(count + 1, WORKING) * rows.abs().mean(-1, keepdim=True)
+            mean_off = gamma(count + 1, WORKING) * rows.abs().mean(-1, keepdim=True)
         variance = (rows - mean).square().mean(-1, keepdim=True)
-        off = 4 * _gamma(count + 2, WORKING) * squares + 2 * mean.abs() * mean_off + mean_off.square()
+        off = 4 * gamma(count + 2, WORKING) * squares + 2 * mean.abs() * mean_off + mean_off.square()
         roundoff = torch.finfo(WORKING).eps / 2
         share = off / (variance + eps) + 2 * roundoff
         factor = (variance + eps).rsqrt()
@@ -168,7 +168,7 @@ def norm_weight(gradient: Tensor, own: Tensor, moments: Moments, kind: torch.dty
     unit, off, _ = _normalized(own.double(), across.stored(kind), torch.ones((), dtype=torch.float64), kind)
     sizes = (gradient.abs() * (unit.abs() + off)).sum(-1)
     tokens = gradient.shape[-1]
-    bounds = (gradient.abs() * off).sum(-1) + _gamma(tokens + 1, WORKING) * sizes
+    bounds = (gradient.abs() * off).sum(-1) + gamma(tokens + 1, WORKING) * sizes
     bounds = bounds + 2 * tokens * torch.finfo(WORKING).tiny
     values = (gradient * unit).sum(-1)
     return _finite(values, rounded(bounds, values, kind), sizes, tokens + width, kind)
@@ -209,7 +209,7 @@ def norm_input(
     first = factor * (here.abs() + all_h / count)
     second = cubed * reach.gather(-1, at) * all_hx
     share = moments.factor_off / factor
-    bounds = (first + second) * (_gamma(count + 12, WORKING) + 2 * torch.finfo(kind).eps)
+    bounds = (first + second) * (gamma(count + 12, WORKING) + 2 * torch.finfo(kind).eps)
     bounds = bounds + share * (1 + share) ** 2 * (first + 3 * second)
     bounds = bounds + 2 * moments.mean_off * cubed * (all_hx + reach.gather(-1, at) * all_h) * (1 + share) ** 3
     values, bounds = values[:, 0], rounded(bounds[:, 0], values[:, 0], kind)
@@ -261,13 +261,14 @@ def rounded(bounds: Tensor, values: Tensor, kind: torch.dtype) -> Tensor:
     return bounds + info.eps / 2 * (values.abs() + bounds) + info.tiny
 
 
-def _gamma(count: Tensor | int, kind: torch.dtype) -> Tensor:
+def gamma(count: Tensor | int, kind: torch.dtype) -> Tensor:
+    """Share that so many roundings to a type make at most; infinite where that says nothing."""
     product = torch.as_tensor(count, dtype=torch.float64) * torch.finfo(kind).eps / 2
     return torch.where(product < 0.5, product / (1 - product), torch.inf)
 
 
 def _finite(values: Tensor, bounds: Tensor, sizes: Tensor, count: int, kind: torch.dtype) -> Exact:
     """With the rounding of fp64; without a bound where a type may overflow, or was not finite before."""
-    bounds = bounds + _gamma(4 * count + 4, torch.float64) * (sizes + values.abs())
+    bounds = bounds + gamma(4 * count + 4, torch.float64) * (sizes + values.abs())
     largest = min(torch.finfo(WORKING).max, torch.finfo(kind).max)
     return Exact(values, torch.where(sizes + values.abs() + bounds < largest, bounds, torch.inf))

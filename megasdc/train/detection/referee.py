@@ -19,7 +19,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, judge
 from megasdc.sdc.opinion import Opinion, Outside
-from megasdc.train.detection.exhibits import SEEN_AT, Exhibit, kept_calls, make_exhibit
+from megasdc.train.detection.exhibits.calls import Exhibit, kept_calls
+from megasdc.train.detection.exhibits.make import SEEN_AT, make_exhibit
 
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasdc.model.modules import rotate
 from megasdc.model.transformer_config import ACTIVATIONS
+from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.bounds import (
     Exact,
     Moments,
@@ -261,3 +263,37 @@ def test_activations_are_within_the_bound(kind: torch.dtype, name: str, gated: b
     wrong = got.clone()
     wrong[9] += 0.3 + 0.1 * got[9].abs()
     assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("size", [1.0, 2.0])
+def test_rows_of_attention_are_within_the_bound(kind: torch.dtype, turned: bool, size: float) -> None:
+    """As the device's kernel computes them, with keys shared by heads, rotated or not; a wrong element is seen."""
+    torch.manual_seed(9)
+    tokens, heads, width = 300, 2, 32
+    query = (torch.randn(tokens, 1, heads, width) * size).to(kind)
+    key, value = torch.randn(2, tokens, 1, 1, width).to(kind)
+    angles = torch.randn(tokens, 1, 1, width // 2).repeat(1, 1, 1, 2)
+    sign = torch.ones(width).index_fill(0, torch.arange(width // 2), -1.0)
+    cosine, sine = angles.cos().to(kind), (angles.sin() * sign).to(kind)
+    q, k = rotate(query, key, cosine, sine) if turned else (query, key)
+    scale = width**-0.5
+    got = torch.nn.functional.scaled_dot_product_attention(
+        *(one.permute(1, 2, 0, 3) for one in (q, k, value)), is_causal=True, scale=scale, enable_gqa=True
+    )
+    zero = torch.zeros(tokens, width, dtype=torch.float64)
+    for row in (0, 1, 17, 299):
+        for head in range(heads):
+            asked = query[row : row + 1, 0, head], cosine[row : row + 1, 0, 0], sine[row : row + 1, 0, 0]
+            seen = key[: row + 1, 0, 0], cosine[: row + 1, 0, 0], sine[: row + 1, 0, 0]
+            one, all_keys = (
+                rotated(*given, kind) if turned else (given[0].double(), zero[: len(given[0])])
+                for given in (asked, seen)
+            )
+            exact = attended((one[0][0], one[1][0]), all_keys, value[: row + 1, 0, 0], scale, kind)
+            found = got[0, head, row]
+            assert is_explained(found, exact) and exact.bounds.isfinite().all()
+            wrong = found.clone()
+            wrong[3] += 0.3 * size**3
+            assert judge({0: found, 1: wrong}, exact) == {0: True, 1: False}

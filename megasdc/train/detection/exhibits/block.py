@@ -1,0 +1,90 @@
+"""Parts of a block besides: residual sums, activation, attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megasdc.sdc.fp64.attention import attended, rotated
+from megasdc.sdc.fp64.bounds import Exact, activated, residual
+from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
+
+
+def sum_output(call: Call, result: Tensor) -> Exhibit:
+    """Residual + mask (branch + bias)."""
+    (branch, bias), other = call.args[0], call.args[1]
+    parts = [None if one is None else rows_of(one) for one in (branch, call.mask, other)]
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        own, mask, rest = (None if one is None else taken(one, rows, columns) for one in parts)
+        assert own is not None, "there is a branch"
+        return residual(own, None if bias is None else taken(bias, columns), mask, rest, result.dtype)
+
+    factors = (*parts, bias)
+    return Exhibit(rows_of(result), tuple(one for one in factors if one is not None), compute)
+
+
+def sum_input(call: Call, result: Tensor) -> Exhibit:
+    """The mask times the gradient."""
+    gradient, mask = rows_of(call.gradients[-1]), None if call.mask is None else rows_of(call.mask)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        kept = None if mask is None else taken(mask, rows, columns)
+        return residual(taken(gradient, rows, columns), None, kept, None, result.dtype)
+
+    return Exhibit(rows_of(result), (gradient,) if mask is None else (gradient, mask), compute)
+
+
+def activation_output(call: Call, result: Tensor) -> Exhibit:
+    """Of the layer before it, whose bias is added here; where it is gated, its first half is the gate."""
+    layer, config = call.module, call.module.config
+    assert call.output is not None, "it is a linear layer"
+    given, bias = rows_of(call.output), layer.bias
+    half = given.shape[-1] // 2 if config.gated_linear_unit else None
+
+    def part(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        return taken(given, rows, columns), None if bias is None else taken(bias, columns)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        return activated(
+            config.activation_func,
+            *part(rows, columns),
+            None if half is None else part(rows, columns + half),
+            result.dtype,
+            clamp=getattr(config, "activation_func_clamp_value", None),
+            offset=getattr(config, "glu_linear_offset", 0.0),
+        )
+
+    return Exhibit(rows_of(result), (given,) if bias is None else (given, bias), compute)
+
+
+def attention_output(call: Call, result: Tensor) -> Exhibit | None:
+    """None: with dropout, of which there is a mask for each pair of tokens."""
+    module, (query, key, value) = call.module, call.args[:3]
+    if module.training and module.dropout > 0:
+        return None
+    batch, heads, width = query.shape[1], query.shape[2], value.shape[3]
+    shared = heads // key.shape[2]
+    turn = None if module.rotation is None else module.rotation(query)
+
+    def seen(tensor: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Of tokens, [T, d], rotated where the module does that."""
+        given = tensor.cpu()
+        if turn is None:
+            return given.double(), torch.zeros_like(given, dtype=torch.float64)
+        cosine, sine = (one[first:end, 0, 0].cpu() for one in turn)
+        return rotated(given, cosine, sine, query.dtype)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        values, bounds = torch.zeros(2, len(rows), dtype=torch.float64)
+        for row, head in sorted({(int(r), int(c) // width) for r, c in zip(rows, columns, strict=True)}):
+            token, sample, group = row // batch, row % batch, head // shared
+            here = (rows == row) & (columns // width == head)
+            asked = seen(query[token : token + 1, sample, head], token, token + 1)
+            keys = seen(key[: token + 1, sample, group], 0, token + 1)
+            wanted = value[: token + 1, sample, group].cpu()[:, columns[here] % width]
+            found = attended((asked[0][0], asked[1][0]), keys, wanted, module.scale, result.dtype)
+            values[here], bounds[here] = found.values, found.bounds
+        return Exact(values, bounds)
+
+    return Exhibit(rows_of(result), (query, key, value), compute)

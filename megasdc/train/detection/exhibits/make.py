@@ -1,0 +1,62 @@
+"""Which results can be computed again, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.model.kinds import (
+    ACTIVATION,
+    BLOCK,
+    CORE_ATTENTION,
+    EMBEDDING,
+    FC1,
+    FC2,
+    FINAL_NORM,
+    HEAD,
+    NORM,
+    PROJECTION,
+    QKV,
+    RESIDUAL,
+)
+from megasdc.train.detection.exhibits.block import activation_output, attention_output, sum_input, sum_output
+from megasdc.train.detection.exhibits.calls import Call, Exhibit
+from megasdc.train.detection.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
+from megasdc.train.detection.exhibits.norms import norm_input, norm_output, norm_weight
+from megasdc.train.detection.exhibits.words import word_output, word_weight
+
+LINEAR, SUMS, NORMS = (QKV, PROJECTION, FC1, FC2, HEAD), (RESIDUAL, BLOCK), (NORM, FINAL_NORM)
+
+Maker = Callable[[Call, Tensor], Exhibit | None]
+MAKERS: Mapping[tuple[str, str, str], Maker] = {
+    **{(kind, phase, "output"): linear_output for kind in LINEAR for phase in (FORWARD, RECOMPUTE)},
+    **{(kind, BACKWARD, "input"): linear_input for kind in LINEAR},
+    **{(kind, WEIGHT_GRAD, "weight"): linear_weight for kind in LINEAR},
+    **{(kind, WEIGHT_GRAD, "bias"): bias_gradient for kind in (*LINEAR, *NORMS)},
+    **{(kind, phase, "output"): sum_output for kind in SUMS for phase in (FORWARD, RECOMPUTE)},
+    **{(kind, BACKWARD, "input"): sum_input for kind in SUMS},
+    **{(kind, phase, "output"): norm_output for kind in NORMS for phase in (FORWARD, RECOMPUTE)},
+    **{(kind, BACKWARD, "input"): norm_input for kind in NORMS},
+    **{(kind, WEIGHT_GRAD, "weight"): norm_weight for kind in NORMS},
+    **{(ACTIVATION, phase, "output"): activation_output for phase in (FORWARD, RECOMPUTE)},
+    **{(CORE_ATTENTION, phase, "output"): attention_output for phase in (FORWARD, RECOMPUTE)},
+    **{(EMBEDDING, phase, "output"): word_output for phase in (FORWARD, RECOMPUTE)},
+    (EMBEDDING, WEIGHT_GRAD, "weight"): word_weight,
+}
+"""By kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
+SEEN_AT = {ACTIVATION: FC1}
+"""Kinds that are no modules, by the kind of the one before them in their block."""
+
+
+def make_exhibit(address: Address, kind: str, calls: Sequence[Call], result: Tensor) -> Exhibit | None:
+    """The exhibit of a result that was computed in one of these calls.
+
+    Returns:
+        None: the referee does not compute such results, or what they were made of was not seen.
+    """
+    make = MAKERS.get((kind, address.phase, address.slot))
+    with_gradient = [one for one in calls if one.gradients]
+    seen = calls[:1] if address.phase == FORWARD else calls[-1:] if address.phase == RECOMPUTE else with_gradient[-1:]
+    return make(seen[0], result) if make is not None and seen else None

@@ -1,0 +1,57 @@
+"""Norms: output, and gradients of input and weight."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megasdc.sdc.fp64.bounds import Exact, Moments, normalized
+from megasdc.sdc.fp64.bounds import norm_input as exact_input
+from megasdc.sdc.fp64.bounds import norm_weight as exact_weight
+from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
+
+
+def _norm_factors(call: Call) -> tuple[Tensor, ...]:
+    """Input [tokens, K], weight [K] and, if the norm has one, bias [K]."""
+    bias = getattr(call.module, "bias", None)
+    return (rows_of(call.args[0]), call.module.weight, *(() if bias is None else (bias,)))
+
+
+def _moments(call: Call, rows: Tensor) -> Moments:
+    return Moments.of(rows, call.module.eps, centred=isinstance(call.module, nn.LayerNorm))
+
+
+def norm_output(call: Call, result: Tensor) -> Exhibit:
+    """The normalised input, times the weight, and the bias."""
+    inputs, weight, *bias = _norm_factors(call)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        given, (scale, *added) = taken(inputs, rows), (taken(one, columns) for one in (weight, *bias))
+        own = given.gather(-1, columns[:, None])[:, 0]
+        found = added[0] if added else None
+        return normalized(own, _moments(call, given), scale, found, result.dtype, inputs.shape[-1])
+
+    return Exhibit(rows_of(result), (inputs, weight, *bias), compute)
+
+
+def norm_input(call: Call, result: Tensor) -> Exhibit:
+    """By the moments of its row, and sums over that."""
+    inputs, weight, *_ = _norm_factors(call)
+    gradient, centred = rows_of(call.gradients[-1]), isinstance(call.module, nn.LayerNorm)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        given, slope = taken(inputs, rows), taken(gradient, rows)
+        scale = weight.detach().cpu()
+        return exact_input(slope, given, columns, _moments(call, given), scale, result.dtype, centred=centred)
+
+    return Exhibit(rows_of(result), (inputs, weight, gradient), compute)
+
+
+def norm_weight(call: Call, result: Tensor) -> Exhibit:
+    """One row."""
+    inputs, gradient = rows_of(call.args[0]), rows_of(call.gradients[-1])
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        own, slopes = taken(inputs.T, columns), taken(gradient.T, columns)
+        return exact_weight(slopes, own, _moments(call, inputs.cpu()), result.dtype, inputs.shape[-1])
+
+    return Exhibit(result.detach().reshape(1, -1), (inputs, gradient), compute)
