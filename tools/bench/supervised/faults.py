@@ -16,7 +16,7 @@ import psutil
 from megasdc.shared_memory import own_prefix
 from megasdc.supervisor import front
 from megasdc.supervisor.slurm import fields_of
-from tools.bench.supervised.target import LONG_S, SPARES, Target
+from tools.bench.supervised.target import LONG_S, SPARES, SUPERVISOR, Target
 
 SSH, SLURM = "ssh", "slurm"
 """How attempts are started."""
@@ -70,13 +70,13 @@ def _split(run: Target) -> None:
 
 
 def _supervisor_killed(run: Target) -> None:
-    run.kill(run.processes("megasdc", "supervise", "--hostfile"))
+    run.kill(run.processes(SUPERVISOR))
     run.soon()
     run.start()
 
 
 def _supervisor_and_rank_killed(run: Target) -> None:
-    run.kill(run.processes("megasdc", "supervise", "--hostfile"))
+    run.kill(run.processes(SUPERVISOR))
     _rank_killed(run)
     run.soon()
     run.start()

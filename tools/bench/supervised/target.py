@@ -24,6 +24,8 @@ from tools.hosts import Cluster
 
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 """Of all processes on test hosts."""
+SUPERVISOR = "-m megasdc supervise"
+"""In the command line of supervisors, not in those of what they start."""
 BACK_S = (4.0, 15.0)
 """After how many seconds a host that was powered off or unplugged is back."""
 LONG_S = (20.0, 30.0)
@@ -180,7 +182,7 @@ class SshTarget(Target):
 
     def intrude(self) -> None:
         """See ``Target``."""
-        while self.exit_code() is None and not any(map(self._holds_journal, self.processes("megasdc", "supervise"))):
+        while self.exit_code() is None and not any(map(self._holds_journal, self.processes(SUPERVISOR))):
             time.sleep(0.1)  # one that has just been started has not got it yet
         if self.exit_code() is not None:
             return
