@@ -15,6 +15,7 @@ from tools.bench.detection.options import (
     LiveOptions,
     OverheadOptions,
     PredictedAccelerator,
+    RefereeOptions,
     TracedModel,
 )
 from tools.bench.options import add_command
@@ -38,6 +39,18 @@ def bench_detecting(on_progress: Any, options: CampaignOptions) -> Any:
     if options.live:
         return bench_live(LiveOptions(**options.given), on_progress)
     return bench_detection(DetectionOptions(**options.given), on_progress)
+
+
+@add_command(app, "referee", "--elements 100000 --out referee.json")
+def bench_refereeing(on_progress: Any, options: RefereeOptions) -> Any:
+    """Ask the referee of results of a healthy device, and of flipped bits; exit code 1 if it accuses a healthy one.
+
+    Each kind of result is computed with one thread and two, with oneDNN and without, and these are given to it as if
+    two ranks had computed them.
+    """
+    from tools.bench.detection.referee import bench_referee
+
+    return bench_referee(options, on_progress)
 
 
 @add_command(app, "trace", "--blocks 10 --tflops 400 --bandwidth 2680")

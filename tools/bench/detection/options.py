@@ -198,6 +198,16 @@ class AuditedModel(CheckedModel):
 
 
 @dataclass(frozen=True)
+class RefereeOptions(Options):
+    """Size of the measurement of the referee."""
+
+    elements: int = option(20_000, "Healthy elements of each kind of result, of all ways to compute them.", min=1)
+    flips: int = option(40, "Elements of each draw, of which every bit is flipped.", min=0)
+    width: int = option(512, "Elements of a row, and of a sum.", min=2)
+    seed: int = option(1, "Seed of all draws.", min=0)
+
+
+@dataclass(frozen=True)
 class OverheadOptions(Options):
     """Size of the measurement of checks.
 

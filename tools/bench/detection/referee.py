@@ -1,0 +1,255 @@
+"""The referee, ``python -m tools.bench referee``: whether it accuses a healthy device, and which flips of bits it sees.
+
+Each kind of result is computed by this device's own routines, with one thread and with two, and with oneDNN and
+without: pairs of these are given to the referee as if two ranks had computed them. None may be named. Then one bit of
+an element is flipped, and the healthy one stands against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasdc.model.transformer_config import ACTIVATIONS
+from megasdc.sdc.fp64.attention import attended
+from megasdc.sdc.fp64.bounds import Exact, Moments, activated, norm_input, norm_weight, normalized, product, residual
+from megasdc.sdc.fp64.referee import judge
+from tools.bench.clocks import cpu_threads
+from tools.bench.detection.options import RefereeOptions
+from tools.bench.machine import describe_machine
+from tools.bench.result import Progress, Report, Result, table
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MANTISSA = {"fp32": 23, "bf16": 7}
+"""Bits of it, the lowest ones."""
+MODES = {"1 thread": (1, True), "2 threads": (2, True), "without oneDNN": (1, False)}
+"""Threads, and whether oneDNN may be used."""
+EPS = 1e-5
+Drawn = tuple[Callable[[], Tensor], Exact]
+"""Computes the elements, as the device does; and what they should be."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the referee said of one kind of result.
+
+    Args:
+        compared: healthy elements.
+        apart: of these, in which two ways of computing them differ.
+        accused: that were outside of their bound.
+        nearest: largest share of its bound that a healthy element was off by.
+        undecided: without a bound.
+        seen: flips of each bit, lowest first, that were seen, and how many there were.
+    """
+
+    kind: str
+    type: str
+    compared: int
+    apart: int
+    accused: int
+    nearest: float
+    undecided: int
+    seen: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class RefereeResult(Result):
+    """Answers by kind of result and type."""
+
+    answers: Sequence[Answers] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no healthy element was accused."""
+        return not any(one.accused for one in self.answers)
+
+    def report(self) -> Report:
+        """Healthy elements, and shares of flips that were seen."""
+        titles = ("result", "type", "compared", "apart", "accused", "nearest to its bound", "no bound")
+        rows = [
+            (
+                one.kind,
+                one.type,
+                f"{one.compared:,}",
+                f"{one.apart:,}",
+                f"{one.accused:,}",
+                f"{one.nearest:.2f}",
+                f"{one.undecided:,}",
+            )
+            for one in self.answers
+        ]
+        yield table("elements of a healthy device", titles, rows)
+        seen = ("result", "type", "half from bit", "95 % from bit", "of the mantissa, %", "of exponent and sign, %")
+        yield table("flips of a bit that are seen", seen, [_row(one) for one in self.answers])
+
+
+def _row(one: Answers) -> tuple[str, ...]:
+    shares = [seen / max(of, 1) for seen, of in one.seen]
+    mantissa = MANTISSA[one.type]
+    halves = (next((bit for bit, share in enumerate(shares) if share >= least), None) for least in (0.5, 0.95))
+    parts = (sum(part) / len(part) for part in (shares[:mantissa], shares[mantissa:]))
+    return (
+        one.kind,
+        one.type,
+        *("-" if bit is None else str(bit) for bit in halves),
+        *(f"{100 * share:.0f}" for share in parts),
+    )
+
+
+def bench_referee(options: RefereeOptions, on_progress: Progress = lambda what, done, total: None) -> RefereeResult:
+    """Ask the referee of healthy results, and of flipped bits."""
+    answers = []
+    cells = [(name, make, kind) for name, make in KINDS.items() for kind in TYPES]
+    for number, (name, make, kind) in enumerate(cells):
+        on_progress("kinds of results", number, len(cells))
+        answers.append(_ask(name, kind, partial(make, options.width, TYPES[kind]), options))
+    on_progress("kinds of results", len(cells), len(cells))
+    return RefereeResult(describe_machine(), options, answers)
+
+
+def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOptions) -> Answers:
+    found = Answers(name, kind, 0, 0, 0, 0.0, 0, ())
+    flips = torch.zeros(2, torch.finfo(TYPES[kind]).bits, dtype=torch.int64)
+    torch.manual_seed(options.seed)
+    while found.compared < options.elements:
+        compute, exact = draw()
+        results = {}
+        for number, (threads, library) in enumerate(MODES.values()):
+            with _mode(threads, library):
+                results[number] = compute().detach().flatten()
+        named = judge(results, exact)
+        off = torch.stack([(one.double() - exact.values).abs() / exact.bounds for one in results.values()])
+        bounded = exact.bounds.isfinite()
+        outside = int((off[:, bounded] > 1).sum())
+        found = replace(
+            found,
+            compared=found.compared + off.numel(),
+            apart=found.apart + int(sum((one != results[0]).sum() for one in results.values())),
+            accused=found.accused + max(outside, int(bool(named))),
+            nearest=max(found.nearest, off[:, bounded].max().item() if bounded.any() else 0.0),
+            undecided=found.undecided + int((~bounded).sum()) * len(results),
+        )
+        flips += _flips(results[0], exact, options.flips)
+    return replace(found, seen=tuple(zip(*flips.tolist(), strict=True)))
+
+
+def _flips(healthy: Tensor, exact: Exact, count: int) -> Tensor:
+    """How many flips of each bit of the first elements were seen, and how many there were, [2, bits]."""
+    bits = torch.finfo(healthy.dtype).bits
+    whole = torch.int32 if bits == 32 else torch.int16
+    found = torch.zeros(2, bits, dtype=torch.int64)
+    for place in torch.randperm(len(healthy))[:count].tolist():
+        own = Exact(exact.values[place : place + 1], exact.bounds[place : place + 1])
+        right = healthy[place : place + 1]
+        for bit in range(bits):
+            mask = torch.tensor(1 << bit if bit < bits - 1 else -(1 << bit), dtype=whole)
+            wrong = (right.view(whole) ^ mask).view(healthy.dtype)
+            found[0, bit] += bool(judge({0: right, 1: wrong}, own))
+            found[1, bit] += 1
+    return found
+
+
+@contextmanager
+def _mode(threads: int, library: bool) -> Iterator[None]:
+    with cpu_threads(threads), torch.backends.mkldnn.flags(enabled=library):
+        yield
+
+
+# --- kinds of results ---------------------------------------------------------------------------------------------
+
+
+def _scaled(*shape: int) -> Tensor:
+    """Normal numbers, each row with a scale of its own."""
+    return torch.randn(*shape) * torch.exp(torch.randn(*shape[:-1], 1))
+
+
+def _linear(width: int, kind: torch.dtype) -> Drawn:
+    left, weight = _scaled(32, width).to(kind), torch.randn(64, width).to(kind)
+    pairs = left[:, None].expand(32, 64, width).reshape(-1, width), weight.repeat(32, 1)
+    return lambda: left @ weight.T, product(*pairs, kind)
+
+
+def _bias(width: int, kind: torch.dtype) -> Drawn:
+    gradient = _scaled(width, 256).to(kind)
+    return lambda: gradient.sum(0), product(gradient.T, torch.ones_like(gradient.T), kind)
+
+
+def _residual(width: int, kind: torch.dtype) -> Drawn:
+    branch, other = _scaled(2, 4 * width).to(kind)
+    bias, mask = torch.randn(4 * width).to(kind), ((torch.rand(4 * width) > 0.1) / 0.9).to(kind)
+    return lambda: other + (branch + bias) * mask, residual(branch, bias, mask, other, kind)
+
+
+def _norm(centred: bool, width: int, kind: torch.dtype) -> Drawn:
+    rows = (_scaled(16, width) + torch.randn(16, 1)).to(kind)
+    weight, bias = torch.randn(2, width).to(kind)
+    columns, every = torch.arange(width).repeat(16), rows.repeat_interleave(width, 0)
+    moments, added = Moments.of(every, EPS, centred=centred), bias[columns] if centred else None
+    exact = normalized(rows.flatten(), moments, weight[columns], added, kind, width)
+    return partial(_normalize, centred, rows, weight, bias), exact
+
+
+def _normalize(centred: bool, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    shape = (rows.shape[-1],)
+    return F.layer_norm(rows, shape, weight, bias, EPS) if centred else F.rms_norm(rows, shape, weight, EPS)
+
+
+def _norm_gradient(centred: bool, of_weight: bool, width: int, kind: torch.dtype) -> Drawn:
+    rows = (_scaled(16, width) + torch.randn(16, 1)).to(kind)
+    weight, bias = torch.randn(2, width).to(kind)
+    slope = _scaled(16, width).to(kind)
+
+    def compute() -> Tensor:
+        leaves = rows.clone().requires_grad_(), weight.clone().requires_grad_()
+        found = torch.autograd.grad(_normalize(centred, *leaves, bias), leaves[of_weight], slope)
+        return found[0]
+
+    if of_weight:
+        return compute, norm_weight(slope.T, rows.T, Moments.of(rows, EPS, centred=centred), kind, width)
+    columns, every = torch.arange(width).repeat(16), rows.repeat_interleave(width, 0)
+    moments = Moments.of(every, EPS, centred=centred)
+    slopes = slope.repeat_interleave(width, 0)
+    return compute, norm_input(slopes, every, columns, moments, weight, kind, centred=centred)
+
+
+def _activation(name: str, width: int, kind: torch.dtype) -> Drawn:
+    function = ACTIVATIONS[name]
+    gate, linear = _scaled(2, 4 * width).to(kind)
+    bias, other = torch.randn(2, 4 * width).to(kind)
+    exact = activated(function, gate, bias, (linear, other), kind)
+    return lambda: function(gate + bias) * (linear + other), exact
+
+
+def _attention(width: int, kind: torch.dtype) -> Drawn:
+    query, key, value = torch.randn(3, 1, 1, 256, 64).to(kind)
+    scale, zero = 64**-0.5, torch.zeros(256, 64, dtype=torch.float64)
+
+    def row(number: int) -> Exact:
+        seen = (key[0, 0, : number + 1].double(), zero[: number + 1])
+        asked = query[0, 0, number].double(), zero[0]
+        return attended(asked, seen, value[0, 0, : number + 1], scale, kind)
+
+    rows = list(map(row, range(256)))
+    exact = Exact(torch.cat([one.values for one in rows]), torch.cat([one.bounds for one in rows]))
+    return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale), exact
+
+
+KINDS: Mapping[str, Callable[[int, torch.dtype], Drawn]] = {
+    "linear layer, and its gradients": _linear,
+    "gradient of a bias": _bias,
+    "residual sum": _residual,
+    "LayerNorm": partial(_norm, True),
+    "RMSNorm": partial(_norm, False),
+    "LayerNorm, gradient of the input": partial(_norm_gradient, True, False),
+    "RMSNorm, gradient of the input": partial(_norm_gradient, False, False),
+    "LayerNorm, gradient of the weight": partial(_norm_gradient, True, True),
+    "RMSNorm, gradient of the weight": partial(_norm_gradient, False, True),
+    **{f"{name}, gated": partial(_activation, name) for name in ACTIVATIONS},
+    "attention": _attention,
+}
