@@ -30,7 +30,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         recomputes=False,
         save_interval=save_interval,
     )
-    return Detection(settings, run, nothing, nothing, nothing, nothing, nothing)
+    return Detection(settings, run, nothing, nothing, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(

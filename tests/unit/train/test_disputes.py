@@ -27,6 +27,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.golden_answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.train.detection.incidents import Incidents
+from megasdc.train.detection.referee import Referee
 
 STEP = 7
 DIFFER = Agreed((((0, 0),),), ((),), ())
@@ -63,7 +64,8 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     optimizer = SimpleNamespace(update_lp_params=lambda: None)
     engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
     run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), 100, None)  # type: ignore[arg-type]
-    disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run))  # type: ignore[arg-type]
+    referee = Referee([], dims.rank, None)
+    disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
     disputes.on_start(run)
     return disputes, run
 
@@ -215,7 +217,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
 ) -> None:
     """Votes that differ are ruled with the ranks whose devices are known."""
 
-    def ask(ballot: Any, repeats: Any, golden: Any, earlier: Any) -> None:
+    def ask(ballot: Any, repeats: Any, golden: Any, earlier: Any, refereed: Any) -> None:
         raise Asked(earlier)
 
     disputes, run = started(tmp_path, intermittent="warn")
