@@ -140,7 +140,7 @@ def test_a_wrong_result_of_a_fused_submodule_is_named(tmp_path: Path, data: Path
     fault = {"submodule": "2.layer.mlp.activation", "rank": 2, "steps": [4, None], "same_elements": True}
     config = _write(tmp_path, data, "run", 3, faults=[{**fault, "bits": "exponent"}], model__fuse=True)
     assert [code for code, _ in train_run(config, 3)] == [73, 73, 73]
-    assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "relative to the majority", "halt")]
+    assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "referee", "halt")]
     incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
     (named,) = incident.flagged
     assert (named.rank, named.first.fqn, named.first.phase) == (2, "2.layer.mlp.activation", "forward")
