@@ -67,8 +67,8 @@ class SdcSection(Section):
     )
     golden: str | None = setting(
         None,
-        "Golden trace file that settles disputes and overrides the majority; null: verdicts are relative to the "
-        "majority.",
+        "Golden trace file that settles disputes and overrides the majority; null: where the referee does not decide, "
+        "verdicts are relative to the majority.",
         min_length=1,
     )
     golden_at_start: bool = setting(

@@ -1,7 +1,4 @@
-"""The referee in a run: ranks repeat a disputed result, compute its differing elements in fp64, and compare.
-
-Every function that says so is called by all ranks at the same point.
-"""
+"""The referee in a run: ranks repeat a disputed result, compute its differing elements in fp64, and compare."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ ROWS, ELEMENTS = 16, 1024
 
 
 class Referee:
-    """Captures what a submodule multiplies, and the result, while a micro-batch is repeated.
+    """Keeps the inputs of a submodule and its result while a micro-batch is recomputed, and judges the result.
 
     Args:
         submodules: of this rank's stage.
@@ -69,10 +66,10 @@ class Referee:
 
     def _module_of(self, submodule: Submodule) -> Any:
         """Where the calls of a submodule are seen."""
-        block = submodule.fqn.partition(".")[0]
-        before = [one for one in self._submodules.values() if one.fqn.partition(".")[0] == block]
-        kind = SEEN_AT.get(submodule.kind, submodule.kind)
-        return submodule.module or next((one.module for one in before if one.kind == kind), None)
+        if submodule.kind not in SEEN_AT:
+            return submodule.module
+        others = [one for one in self._submodules.values() if one.layer == submodule.layer]
+        return next((one.module for one in others if one.kind == SEEN_AT[submodule.kind]), None)
 
     def _compare(self, address: Address, values: Mapping[int, int], mine: Exhibit | None) -> Opinion:
         shown = gather_objects(None if mine is None else _digests(mine), self._group)

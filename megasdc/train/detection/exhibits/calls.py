@@ -26,7 +26,7 @@ class Call:
     Args:
         module: the submodule's.
         args: positional arguments, those of linear layers by name included.
-        output: of linear layers, before their bias; else of no use.
+        output: None: it is no tensor.
         gradients: of the output, once there is one.
         mask: of dropout, scaled, as the output; None: nothing is dropped.
     """
