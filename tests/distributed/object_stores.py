@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import fsspec
 import pytest
 
+from megasdc.parallel.local_ranks import free_port
+
 BUCKET = "checkpoints"
 _ON = "127.0.0.1"
 _S3_REFUSAL = (
@@ -112,9 +114,7 @@ STORES = {"s3": s3_store, "gcs": gcs_store, "azure": azure_store}
 @contextmanager
 def _server(command: Callable[[int], list[str]], variables: dict[str, str]) -> Iterator[int]:
     """Start a program that listens on a free port; yields the port when it does."""
-    with socket.socket() as free:
-        free.bind((_ON, 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **variables}
     )

@@ -15,6 +15,7 @@ from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run,
 
 from megasdc.imports.packages import is_installed
 from megasdc.metrics.writer import read_metrics
+from megasdc.parallel.local_ranks import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +44,7 @@ def test_sinks_show_the_truth_over_a_rewind_and_change_no_bit(tmp_path: Path, da
         "wandb": {"enabled": is_installed("wandb"), "project": "p"},
     }
     shown = {f"deepspeed__{key}": value for key, value in keys.items()}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shown["logging__prometheus"] = f"127.0.0.1:{free.getsockname()[1]}"
+    shown["logging__prometheus"] = f"127.0.0.1:{free_port()}"
     config = write_config(tmp_path / "c.json", data, run_dir, checkpoint__interval=2, **shown)
     plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain", checkpoint__interval=2)
     local = {f"WANDB_{name}_DIR": str(tmp_path / "home") for name in ("CACHE", "CONFIG", "DATA")}

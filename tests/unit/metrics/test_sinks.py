@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink, open_sinks
 from megasdc.metrics.sinks.tensorboard import TensorBoardSink
 from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
+from megasdc.parallel.local_ranks import free_port
 
 
 def go_back(folder: Path, make) -> None:
@@ -93,9 +93,7 @@ def test_csv_equals_the_truth_over_a_rewind_and_can_be_rebuilt(tmp_path):
 
 def test_prometheus_serves_and_exports_the_last_values(tmp_path):
     """Its own parser reads, at the port and in the exported text, the last value of each metric; then it is gone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     pages = []
 
     class Reading(PrometheusSink):
