@@ -7,6 +7,7 @@ increments a counter in it. Whether a launch that left a record is still active:
 |---|---|
 | on this host, seen in /proc | a process with that id and start time lives |
 | on another host | its record changes within 30 s; clocks of two hosts are not compared |
+| the same, and its launch was seen to end | never: it is replaced, and learns that if it lives |
 
 On a file system without flock, or whose server keeps the lock of a lost host, the record alone decides.
 """
@@ -22,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -34,6 +35,8 @@ from megasdc.origin import Origin
 logger = logging.getLogger(__name__)
 
 LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
+ENDED_LAUNCHES_VARIABLE = "MEGASDC_ENDED_LAUNCHES"
+"""Ids, with commas, of launches of the run whose end its supervisor has seen."""
 LOCK_FILE = ".launch.lock"
 """Not ``.lock``, which a sweep holds in its folder and in that of a run that is a task of its own (array job)."""
 RECORD_FILE = "lock.json"
@@ -43,6 +46,8 @@ SETTLE_S = 5.0
 """How long the holder of the lock may take to write its record, or to end."""
 RACE_S = 2.0
 """Without flock, our record counts once nobody has replaced it for so long."""
+LEARN_S = BEAT_S + RACE_S
+"""How long a launch that was replaced may take to learn that, and write meanwhile."""
 WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 Say = Callable[[str], None]
@@ -112,11 +117,13 @@ class RunLock:
         holder: this process.
         file: the open lock file, with the kernel's lock where there is one.
         replaced: holder of a stale record that was replaced; None: there was none.
+        watched: nobody needs to wait until that holder has learned that.
     """
 
-    def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None) -> None:
+    def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None, watched: bool) -> None:
         self.folder = folder
         self.replaced = replaced
+        self._alone_at = time.monotonic() + (0.0 if watched else LEARN_S)
         self.taken_by: Holder | None = None
         self._holder = holder
         self._file = file
@@ -125,6 +132,10 @@ class RunLock:
         os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not hold it
         # In a thread: a file system that hangs must not block training.
         threading.Thread(target=self._beat, daemon=True, name=f"lock of {folder}").start()
+
+    def wait_until_alone(self) -> None:
+        """Wait until a holder that was replaced unwatched, and may live, writes nothing any more."""
+        time.sleep(max(0.0, self._alone_at - time.monotonic()))
 
     def release(self) -> None:
         """Release the folder; idempotent."""
@@ -189,13 +200,14 @@ class HeldFolders:
             lock.release()
 
 
-def take(folder: Path, holder: Holder, say: Say) -> RunLock:
+def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
     """Lock a folder for a launch.
 
     Args:
         folder: exists and is writable.
         holder: this process.
         say: receives messages for the user.
+        ended: ids of launches whose holders on other hosts are not watched, but replaced.
 
     Returns:
         The lock, to be released; the system releases it too when this process ends.
@@ -208,7 +220,7 @@ def take(folder: Path, holder: Holder, say: Say) -> RunLock:
     try:
         locked = _lock_or_refuse(folder, file, say)
         found = read_holder(folder)
-        if (living := _living(folder, found, say)) is not None:
+        if (living := _living(folder, found, say, ended)) is not None:
             raise in_use(folder, living)
         if locked is False:
             file = _replace_lock_file(folder, file)
@@ -220,16 +232,16 @@ def take(folder: Path, holder: Holder, say: Say) -> RunLock:
     except BaseException:
         file.close()
         raise
-    return RunLock(folder, holder, file, found)
+    return RunLock(folder, holder, file, found, watched=not _is_replaced(found, ended))
 
 
-def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
+def join(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock | None:
     """Lock a folder unless a rank of this launch holds it: with node-local storage, each host has its own folder.
 
     Args:
         folder: as for ``take``.
         holder: this process, with the token of the launch.
-        say: as for ``take``.
+        say, ended: as for ``take``.
 
     Returns:
         The lock; None where another rank of the launch has it.
@@ -243,7 +255,7 @@ def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
         if (found := read_holder(folder)) is not None and found.token == holder.token:
             return None
         try:
-            return take(folder, holder, say)
+            return take(folder, holder, say, ended)
         except LaunchError:
             # Another rank of this launch may hold the lock and be about to write its record.
             now = read_holder(folder)
@@ -252,20 +264,20 @@ def join(folder: Path, holder: Holder, say: Say) -> RunLock | None:
             time.sleep(0.1)
 
 
-def check_free(folder: Path, say: Say) -> None:
+def check_free(folder: Path, say: Say, ended: Collection[str] = ()) -> None:
     """Refuse a folder in which a launch is active; takes no lock.
 
     Args:
         folder: need not exist.
-        say: as for ``take``.
+        say, ended: as for ``take``.
 
     Raises:
         LaunchError: another launch is active there.
     """
     found = read_holder(folder)
-    if (living := _living(folder, found, say)) is not None:
+    if (living := _living(folder, found, say, ended)) is not None:
         raise in_use(folder, living)
-    if found is not None and not found.is_here and not found.silent:
+    if found is not None and not found.is_here and not found.silent and found.launch_id not in ended:
         with contextlib.suppress(OSError):
             _write(folder, replace(found, silent=True))  # so that nobody waits for it again
 
@@ -330,9 +342,14 @@ def in_use(folder: Path, holder: Holder) -> LaunchError:
     )
 
 
-def _living(folder: Path, found: Holder | None, say: Say) -> Holder | None:
+def _is_replaced(found: Holder | None, ended: Collection[str]) -> bool:
+    """Whether a holder is on another host, and of a launch that is known to have ended."""
+    return found is not None and not found.is_here and not found.silent and found.launch_id in ended
+
+
+def _living(folder: Path, found: Holder | None, say: Say, ended: Collection[str]) -> Holder | None:
     """The active holder, judged by the record ``found``; waits up to ``STALE_S`` for a heartbeat of another host."""
-    if found is None or found.silent:
+    if found is None or found.silent or _is_replaced(found, ended):
         return None
     if found.is_here:
         return found if found.lives_here else None

@@ -133,7 +133,7 @@ def _folders_in_use(plan: LaunchPlan) -> list[str]:
     problems = []
     for folder in plan.needs.writable:
         try:
-            run_lock.check_free(Path(folder), say)
+            run_lock.check_free(Path(folder), say, plan.request.ended)
         except LaunchError as error:
             problems.append(str(error))
     return problems

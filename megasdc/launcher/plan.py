@@ -21,6 +21,7 @@ from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
+from megasdc.run_lock import ENDED_LAUNCHES_VARIABLE
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -99,7 +100,8 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     _tell_unused(request, options, tell)
     launch_id = request.launch_id or new_launch_id()
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
-    rank = _rank_command(request, cwd, {**forwarded, LAUNCH_ID_VARIABLE: launch_id}, options)
+    named = {LAUNCH_ID_VARIABLE: launch_id, ENDED_LAUNCHES_VARIABLE: ",".join(request.ended)}
+    rank = _rank_command(request, cwd, {**forwarded, **named}, options)
     return LaunchPlan(
         request,
         launch_id,

@@ -24,6 +24,7 @@ class LaunchRequest:
         allow_changed: paths ``a.b.c`` of fields that may differ on resume.
         failure_grace_s: seconds that other ranks get after one has failed.
         launch_id: by which its processes and records can be found; empty: a new one.
+        ended: ids of launches of the same run whose end its supervisor has seen; their locks are taken over at once.
     """
 
     config_path: Path
@@ -38,3 +39,4 @@ class LaunchRequest:
     script: Path = DEFAULT_SCRIPT
     failure_grace_s: float = FAILURE_GRACE_S
     launch_id: str = ""
+    ended: tuple[str, ...] = ()

@@ -24,6 +24,8 @@ class Process:
     ticks: int
 
 
+MOST_ENDED = 20
+"""Attempts that an attempt knows of."""
 ENDED = Process(0, 0)
 """A front that has ended before it was found."""
 
@@ -42,6 +44,7 @@ class Attempt:
         at_most: newest step to go on from; None: the newest of all.
         skip: samples that are not trained on, ranges [first, end), besides those of the configuration.
         grows: it is asked to save and end, to go on with more hosts.
+        ended: launch ids of the last attempts before.
     """
 
     number: int
@@ -53,6 +56,7 @@ class Attempt:
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
     grows: bool = False
+    ended: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -181,8 +185,10 @@ def _hosts(history: History, entry: Entry) -> None:
 def _planned(history: History, entry: Entry) -> None:
     said = entry.fields
     skip = tuple((first, end) for first, end in said.get("skip", ()))
+    last = history.attempt
+    ended = () if last is None else (*last.ended, last.launch_id)[-MOST_ENDED:]
     attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
-    history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip)
+    history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip, ended=ended)
 
 
 def _growing(history: History, entry: Entry) -> None:

@@ -118,7 +118,7 @@ def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None
 def test_another_host_lives_while_its_record_changes(tmp_path: Path, said: list[str], quick: None) -> None:
     """A record that changes within the time is refused, whatever its clock says."""
     holder = far(tmp_path, since=0.0)
-    beating = RunLock(tmp_path, holder, open(tmp_path / "unused", "w"), None)  # noqa: SIM115 - closed by release
+    beating = RunLock(tmp_path, holder, open(tmp_path / "unused", "w"), None, watched=True)  # noqa: SIM115 - closed by release
     with pytest.raises(LaunchError, match="host elsewhere, process 4242"):
         take(tmp_path, own(), said.append)
     beating.release()
@@ -153,6 +153,36 @@ def test_who_was_watched_once_is_not_watched_again(tmp_path: Path, said: list[st
     start = time.monotonic()
     take(tmp_path, own(), said.append).release()
     assert time.monotonic() - start < run_lock.STALE_S
+
+
+def test_whose_launch_was_seen_to_end_is_not_watched(
+    tmp_path: Path, said: list[str], quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replaced at once; where it lives it learns that, and the new launch waits until it has."""
+    monkeypatch.setattr(run_lock, "LEARN_S", 1.0)
+    ended = ["20260102-030405-000000", "of-them"]
+    holder = far(tmp_path, launch_id="of-them")
+    beating = RunLock(tmp_path, holder, open(tmp_path / "unused", "w"), None, watched=True)  # noqa: SIM115 - released
+    with pytest.raises(LaunchError, match="host elsewhere, process 4242"):
+        check_free(tmp_path, said.append, ended[:1])
+    start = time.monotonic()
+    check_free(tmp_path, said.append, ended)
+    lock = take(tmp_path, own(), said.append, ended)
+    assert time.monotonic() - start < run_lock.STALE_S
+    lock.wait_until_alone()
+    assert time.monotonic() - start >= 1.0
+    assert beating.taken_by is not None and beating.taken_by.token == "ours" and lock.taken_by is None
+    beating.release()
+    lock.release()
+    assert read_holder(tmp_path) is None
+
+
+def test_a_launch_that_lives_here_is_refused_though_it_was_seen_to_end(
+    tmp_path: Path, said: list[str], other: int
+) -> None:
+    """A process can be seen, whatever anybody says of it."""
+    with pytest.raises(LaunchError, match=f"process {other}"):
+        take(tmp_path, own(), said.append, ["20260102-030405-abcdef"])
 
 
 def test_without_flock_the_record_guards(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

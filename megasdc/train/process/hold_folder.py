@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +17,16 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
-from megasdc.run_lock import LAUNCH_ID_VARIABLE, STALE_S, HeldFolders, Holder, RunLock, join, take
+from megasdc.run_lock import (
+    ENDED_LAUNCHES_VARIABLE,
+    LAUNCH_ID_VARIABLE,
+    STALE_S,
+    HeldFolders,
+    Holder,
+    RunLock,
+    join,
+    take,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +86,9 @@ class FolderWatch(Hook):
         self.locks = locks
 
     def on_start(self, run: Run) -> None:
-        """Emit an event for each stale lock that was replaced."""
+        """Emit an event for each stale lock that was replaced, once the folders are this launch's alone."""
         for lock in self.locks:
+            lock.wait_until_alone()
             if lock.replaced is not None:
                 run.events.emit("start", "lock_taken_over", folder=str(lock.folder), left_by=lock.replaced)
 
@@ -87,8 +97,8 @@ class FolderWatch(Hook):
         for lock in self.locks:
             if lock.taken_by is not None:
                 raise LaunchError(
-                    f"{lock.folder} was taken by {lock.taken_by} while this run did not update it for "
-                    f"{STALE_S:g} s; this run ends, so that only one of them writes there"
+                    f"{lock.folder} was taken by {lock.taken_by}: this run did not update it for {STALE_S:g} s, or "
+                    "its supervisor took it for ended; this run ends, so that only one of them writes there"
                 )
 
 
@@ -99,15 +109,16 @@ def _holder(token: str) -> Holder:
 def _try_all(
     folders: Sequence[Path],
     holder: Holder,
-    hold: Callable[[Path, Holder, Callable[[str], None]], RunLock | None],
+    hold: Callable[[Path, Holder, Callable[[str], None], Collection[str]], RunLock | None],
     held: HeldFolders,
 ) -> tuple[list[RunLock], str]:
     """Lock every folder; also the reason why not, as a text for all ranks, empty on success."""
     locks = []
+    ended = os.environ.get(ENDED_LAUNCHES_VARIABLE, "").split(",")
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            if (lock := hold(folder, holder, logger.warning)) is not None:
+            if (lock := hold(folder, holder, logger.warning, ended)) is not None:
                 held.add(lock)
                 locks.append(lock)
     except MegasdcError as error:

@@ -52,6 +52,7 @@ class SmallProcesses:
         self._log, self._ends, self._seconds = folder / "started", ends, seconds
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopped = False
+        self.ended: list[str] = []
 
     @property
     def started(self) -> list[str]:
@@ -76,6 +77,7 @@ class SmallProcesses:
 
     def start(self, attempt: Attempt) -> Process:
         """See ``Engine``."""
+        self.ended = list(attempt.ended)
         with open(self._log, "a") as log:
             log.write(f"{attempt.launch_id} {','.join(attempt.hosts)}\n")
         child = subprocess.Popen(
@@ -217,6 +219,9 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     engine = SmallProcesses(tmp_path, ENDS)
     assert supervise(tmp_path, engine) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,c", "c,a", "c,a"]
+    assert engine.ended == [one.split()[0] for one in engine.started][:-1], (
+        "whose locks the last one takes over at once"
+    )
     with Journal(tmp_path, lambda line: None) as journal:
         history = History.of(journal.entries)
         turns = ["planned", "started", "ended", "decided"]

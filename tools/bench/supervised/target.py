@@ -28,7 +28,7 @@ SUPERVISOR = "-m megasdc supervise"
 """In the command line of supervisors, not in those of what they start."""
 BACK_S = (4.0, 15.0)
 """After how many seconds a host that was powered off or unplugged is back."""
-LONG_S = (20.0, 30.0)
+LONG_S = (45.0, 60.0)
 """The same, where the run is not to wait for it."""
 SOON_S = 6.0
 """Most seconds between two faults of a kind that has two."""
