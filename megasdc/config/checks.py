@@ -67,10 +67,11 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     data = world_size // ranks
     if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, data):
         raise ConfigError(wrong, config.source)
-    if config.megasdc.audit.enabled and data == 1:
+    if config.megasdc.audit.enabled and data == 1 and not config.megasdc.audit.permuted:
         text = (
             f"megasdc.audit.enabled: got true, but {world_size} ranks are one replica, which has no other to be "
-            f"compared with; start at least {2 * ranks * replicas} ranks, or set megasdc.audit.enabled false."
+            f"compared with; start at least {2 * ranks * replicas} ranks, set megasdc.audit.permuted true, which "
+            "compares each rank with itself, or megasdc.audit.enabled false."
         )
         raise ConfigError(text, config.source)
     train, micro, accumulation = batch_sizes(config, data)

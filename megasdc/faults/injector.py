@@ -22,6 +22,7 @@ from megasdc.faults.schedule import Draws, in_steps, is_here
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bits import as_bits, element_bits
+from megasdc.tensors.permuted import as_matrix, is_permuted
 
 SHOWN = 16
 """Elements of a firing that are recorded one by one."""
@@ -231,7 +232,10 @@ class Injector:
         """Indices and new values of the changed elements; None if no bit changes."""
         spec, tally = self.specs[index], self.tallies[index]
         draws = self._draws[index].generator(address.step, address.micro_batch, f"{address.fqn} {address.slot}", call)
-        chosen = pick_elements(result, spec, draws)
+        moves = spec.bound_to == "unit" and is_permuted()
+        chosen = pick_elements(as_matrix(result) if moves else result, spec, draws)
+        if moves:
+            chosen = as_matrix(torch.arange(result.numel(), device=result.device).view(result.shape)).flatten()[chosen]
         if chosen.numel() == 0:
             tally.reasons["no element was in range or chosen"] += 1
             return None

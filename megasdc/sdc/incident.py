@@ -151,7 +151,7 @@ class Incident:
     run_dir: str
     step: int
     micro_batch: int | None
-    tier: Literal["audit", "recompute", "parameters", "copies", "golden"]
+    tier: Literal["audit", "recompute", "permuted", "parameters", "copies", "golden"]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
         "relative to the majority",
@@ -159,6 +159,7 @@ class Incident:
         "replay",
         "referee",
         "own recomputation",
+        "own results elsewhere",
         "master shard",
         "copies on tensor ranks",
     ]

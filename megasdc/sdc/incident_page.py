@@ -21,6 +21,7 @@ from megasdc.sdc.incident import INJECTED, FlaggedRank, Incident, how_often, inc
 _TIERS = {
     "audit": "an audit: replicas computed the same micro-batch and did not agree",
     "recompute": "the activation recompute: a rank computed a forward result twice and got two values",
+    "permuted": "a permuted replay: a rank computed a micro-batch with elements in other places and got other values",
     "parameters": "the comparison of parameters: replicas hold different values",
     "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
@@ -37,6 +38,7 @@ _BASES = {
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
     "referee": "Right is what fp64 says of the product, within the bound of the rounding of its type.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
+    "own results elsewhere": "The rank contradicts itself: its result changes when its elements are in other places.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",
 }

@@ -40,7 +40,8 @@ from megasdc.sdc.trace import Trace
 PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
 """Verdicts, named as in `sdc.policy`."""
 MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
-"""Bases of a ruling."""
+ELSEWHERE = "own results elsewhere"
+"""Bases of a ruling; elsewhere: computed again with elements in other places on the same device."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,10 @@ class SdcSection(Section):
 
 
 class AuditSection(Section):
-    """Steps whose first micro-batch is the same on all replicas, so that every result of it can be compared."""
+    """Steps whose first micro-batch is the same on all replicas, so that every result of it can be compared.
+
+    With ``permuted`` each rank also compares it with itself.
+    """
 
     at_resume = "applied"
 
@@ -94,6 +97,11 @@ class AuditSection(Section):
     granularity: Granularity = setting("gemm", "Which submodules are compared; see `trace.granularity`.")
     verify_checkpoints: bool = setting(
         False, "Also audit the step after each checkpoint, so that it is verified at once."
+    )
+    permuted: bool = setting(
+        False,
+        "Also compute the audited micro-batch once more on each rank with the elements of all operations in other "
+        "places, which finds a unit that is wrong each time; audits of one replica need it.",
     )
 
     def is_due(self, step: int, save_interval: int) -> bool:

@@ -115,6 +115,11 @@ class FaultSpec(FaultPlace):
         "Change the same elements and bits of a tensor each time, and the same as other specs with this setting, seed "
         "and pattern: a persistent fault.",
     )
+    bound_to: Literal["values", "unit"] = setting(
+        "values",
+        "What a fault stays with where an operation is computed with its elements in other places (`audit.permuted`): "
+        "the values, wherever they are, or the unit that computes a place, with what is there now.",
+    )
     min_hidden_size: PositiveInt | None = setting(None, "Only in models at least so wide; null: in all.")
     probability: Share = setting(1.0, "Probability of firing at each result that fits, in [0, 1].")
     burst: BurstSection | None = setting(None, "Fire only within bursts; null: in all steps.")

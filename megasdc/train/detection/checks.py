@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,10 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.evidence import Evidence
+from megasdc.train.detection.evidence import Evidence, Moved
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.referee import Referee
 from megasdc.train.process.signals import StopSignals
 
@@ -116,6 +118,7 @@ class Detection(Hook):
         self._checked = Tracer(
             settings.algorithm, TraceSection(phases=[FORWARD, RECOMPUTE]), checked if settings.checks_recompute else []
         )
+        self._permuted = PermutedReplay(run) if self._audit.enabled and self._audit.permuted else None
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
@@ -210,20 +213,26 @@ class Detection(Hook):
         while True:
             checked = compare_recomputed(self._checked.take())
             seen = self._finite.take(engine.dims)
-            evidence = Evidence(self._parameters.take(), self._audited.take(), checked)
+            own = self._parameters.take(), self._audited.take()
+            evidence = Evidence(*own, checked, self._move(engine))
             agreed = compare_replicas(
                 [digest(evidence.parameters), digest(evidence.audited)],
-                [bool(evidence.repeats.unrepeated), seen is not None, not loss_is_finite(engine)],
+                [
+                    bool(evidence.repeats.unrepeated),
+                    evidence.place_matters,
+                    seen is not None,
+                    not loss_is_finite(engine),
+                ],
                 engine.dims,
                 self._host_group,
                 [digest(self._parameters.copies(evidence.parameters))],
             )
-            repeated, some_seen, some_loss = agreed.raised
+            repeated, moved, some_seen, some_loss = agreed.raised
             if self.search is not None and (some_seen or some_loss):
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
-            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated):
+            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated or moved):
                 return
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return
@@ -233,6 +242,13 @@ class Detection(Hook):
                 self._batches.rewind()
             engine.compute_again()
             repaired = True
+
+    def _move(self, engine: TrainingEngine) -> Moved | None:
+        """Compute the audited micro-batch with elements in other places, where that is asked for."""
+        if self._permuted is None or not self._auditing:
+            return None
+        again = partial(self._permuted.replay, engine, self.rehearse)
+        return Moved(again(), again)
 
     def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
         """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.

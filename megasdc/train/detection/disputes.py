@@ -148,6 +148,9 @@ class Disputes:
         if agreed.raised[0]:
             found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
             again = self._act(step, found, repaired)
+        if agreed.raised[1] and not again and evidence.moved is not None:
+            found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, rehearse, earlier)
+            again = self._act(step, found, repaired)
         if audit_differs and not again:
             found = self._findings.of_audit(
                 engine, evidence.audited, rehearse, earlier, self._comparable, lambda: self._ask_verified(step)

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.recompute import Repeats
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, digest
 
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Results of the shared micro-batch with elements in other places.
+
+    Args:
+        again: computes it so once more.
+    """
+
+    trace: Trace
+    again: Callable[[], Trace]
 
 
 @dataclass(frozen=True)
@@ -21,8 +33,15 @@ class Evidence:
         parameters: checksums of its parameters before the step; empty where they were not read.
         audited: results of the shared micro-batch; empty outside audits.
         repeats: forward results against their recomputation.
+        moved: the shared micro-batch with elements in other places; None: it was not computed so.
     """
 
     parameters: Trace
     audited: Trace
     repeats: Repeats
+    moved: Moved | None = None
+
+    @property
+    def place_matters(self) -> bool:
+        """Whether a result of this rank changed when elements were in other places."""
+        return self.moved is not None and digest(self.moved.trace) != digest(self.audited)

@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from megasdc.addresses import FORWARD, PARAMETER
+from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.opinion import Opinion
-from megasdc.sdc.recompute import Repeats, judge_recomputed, origins, pair_at
+from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
+    ELSEWHERE,
     GOLDEN,
     INCONCLUSIVE,
     INTERMITTENT,
@@ -35,8 +37,10 @@ from megasdc.sdc.replay import (
     to_repeat,
 )
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import DIVERGENT, find, judge
+from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
-from megasdc.train.detection.evidence import Rehearse
+from megasdc.train.detection.evidence import Moved, Rehearse
 from megasdc.train.detection.gather import gather_traces
 from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.parameters import ParameterReader
@@ -156,6 +160,45 @@ class Findings:
             merge_counts(counts for *_, counts in found),
         )
 
+    def of_permuted(
+        self, engine: TrainingEngine, audited: Trace, moved: Moved, rehearse: Rehearse, earlier: Collection[int]
+    ) -> Settled:
+        """Rule on results that changed when elements were in other places; call in ``after_micro_batches``.
+
+        ``audited``: the audited micro-batch as it was computed; ``earlier``: ranks that were wrong in an earlier event
+        of the run.
+        """
+        dims = self._dims
+        audit, elsewhere = (gather_traces(one, dims, self._group) for one in (audited, moved.trace))
+        verdicts = judge({rank: [find(audit[rank], elsewhere[rank], dims.at(rank))] for rank in audit}, dims)
+        flagged = {
+            rank: difference_at(audit[rank], elsewhere[rank], one.first)
+            for rank, one in verdicts.items()
+            if one.status == DIVERGENT and one.first is not None
+        }
+        for rank, difference in flagged.items():
+            address = str(difference.address)
+            self.tell("finding", step=engine.step_number, tier="permuted", rank=rank, address=address)
+        pairs: dict[int, list[tuple[int, int] | None]] = {rank: [] for rank in flagged}
+        for _ in range(self._repeats):
+            both = [gather_traces(one(), dims, self._group) for one in (lambda: rehearse(engine, 0)[0], moved.again)]
+            for rank, difference in flagged.items():
+                here, there = (repeated_value(rank, difference.place, audit, one, dims) for one in both)
+                pairs[rank].append(None if here is None or there is None else (here, there))
+        rulings = [
+            replace(judge_recomputed(rank, one, pairs[rank], rank in earlier), basis=ELSEWHERE)
+            for rank, one in flagged.items()
+        ]
+        unclear = tuple(rank for rank, one in verdicts.items() if one.status == UNCLEAR)
+        if unclear:
+            rulings.append(Ruling(None, INCONCLUSIVE, ELSEWHERE, verdicts[unclear[0]].first, suspects=unclear))
+        counts: Counts = {}
+        for rank in audit:
+            for one in compare_rank(rank, audit[rank], elsewhere[rank]):
+                of_submodule = counts.setdefault(one.address.phase, {}).setdefault(one.address.fqn, {})
+                of_submodule[rank] = of_submodule.get(rank, 0) + 1
+        return Settled("permuted", 0, tuple(rulings), sum(map(len, audit.values())), counts)
+
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
 
@@ -239,6 +282,12 @@ class Findings:
             self._events.emit(EVENT_KIND, name, step=step, **fields)
         except OSError as error:  # not raised: the other ranks wait in the collectives that follow
             logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
+
+
+def difference_at(audited: Trace, moved: Trace, address: Address) -> Unrepeated:
+    """A result as it was computed, and with elements in other places."""
+    place = audited.addresses.index(address)
+    return Unrepeated(address, audited.checksums[place], moved.checksums[place], place)
 
 
 def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:

@@ -55,9 +55,9 @@ SHOWN_GAPS = 5
 class Settled:
     """A finding with its rulings; the same on all ranks.
 
-    ``tier``: audit, recompute, parameters, copies or golden; ``micro_batch``: number in the step, None where it belongs
-    to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank; ``opinions``:
-    the referee's.
+    ``tier``: audit, recompute, permuted, parameters, copies or golden; ``micro_batch``: number in the step, None where
+    it belongs to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
+    ``opinions``: the referee's.
     """
 
     tier: str

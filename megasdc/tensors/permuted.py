@@ -1,0 +1,362 @@
+"""Operations computed with their elements in other places: redundancy inside one device.
+
+Rows, features, batch and heads of an operation's operands are rolled, the operation is computed, and its result is
+rolled back. No dimension that is summed over is rolled, so each element is made of the same numbers in the same order
+and has the same bits, wherever a kernel treats all places alike; ``Trial`` finds out where it does not. The same
+data pass other units of the device, so that a unit that is wrong makes other elements wrong.
+
+What moves data without computing anything, draws random numbers, or has no rule here is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megasdc.tensors.bits import as_bits
+
+Operation = Callable[..., Any]
+Signature = tuple[str, ...]
+"""Name of an operation, with types and shapes of its tensors."""
+Rule = Callable[..., Any]
+"""Computes an operation with its arguments' elements in other places; ``NotImplemented``: it has none to move."""
+Dims = Sequence[int]
+
+_aten = torch.ops.aten
+_inside: list[TorchDispatchMode] = []
+
+
+def is_permuted() -> bool:
+    """Whether operations are computed with their elements in other places at the moment."""
+    return bool(_inside)
+
+
+def shift(size: int) -> int:
+    """By how many places a dimension is rolled: about a half of it, but an odd number, so that vector lanes change."""
+    return size // 2 | 1 if size > 1 else 0
+
+
+def roll(tensor: Tensor, dims: Dims, *, back: bool = False) -> Tensor:
+    """Roll some dimensions of a tensor, each by ``shift`` of its size, and keep the order of its strides."""
+    places = sorted({dim % tensor.dim() for dim in dims if tensor.shape[dim] > 1})
+    if not places:
+        return tensor
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    sign = -1 if back else 1
+    by = [sign * shift(tensor.shape[dim]) for dim in places]
+    moved = tensor.permute(order).roll(by, [order.index(dim) for dim in places])
+    return moved.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def as_matrix(tensor: Tensor, *, back: bool = False) -> Tensor:
+    """A result whose rows (all dimensions but the last) and features are rolled, as those of a matrix product."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
+    return roll(rows, range(rows.dim()), back=back).reshape(tensor.shape)
+
+
+class Permuted(TorchDispatchMode):
+    """Inside, operations are computed with their elements in other places.
+
+    Args:
+        without: operations that are computed as they are.
+    """
+
+    def __init__(self, without: Collection[Signature] = ()) -> None:
+        super().__init__()
+        self._without = without
+
+    def __enter__(self) -> Permuted:
+        """See above."""
+        _inside.append(self)
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        """See above."""
+        _inside.remove(self)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation."""
+        kwargs = kwargs or {}
+        rule = rule_of(func, args)
+        if rule is None or signature_of(func, args) in self._without:
+            return func(*args, **kwargs)
+        result = rule(func, *args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+@dataclass
+class Unequal:
+    """How results of an operation differed when its elements were in other places.
+
+    Args:
+        elements: that differed.
+        of: elements that were compared.
+        largest: difference, as a share of the largest element.
+    """
+
+    elements: int = 0
+    of: int = 0
+    largest: float = 0.0
+
+
+@dataclass
+class Tried:
+    """What a trial has seen.
+
+    Args:
+        moved: how often each operation was computed with elements in other places.
+        left: by name, how often those were not that compute floating-point numbers, but for single ones.
+        unequal: results that were not the same bits.
+    """
+
+    moved: Counter[Signature] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    unequal: dict[Signature, Unequal] = field(default_factory=dict)
+
+
+class Trial(TorchDispatchMode):
+    """Inside, operations are computed as they are, and a second time with their elements in other places.
+
+    Attributes:
+        tried: what it has seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried = Tried()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation twice, and compare."""
+        kwargs, rule, tried = kwargs or {}, rule_of(func, args), self.tried
+        changes = rule is not None and func._schema.name.endswith("_")
+        moved = NotImplemented
+        if rule is not None:  # on a copy of what it would change
+            moved = rule(func, *((args[0].clone(), *args[1:]) if changes else args), **kwargs)
+        result = func(*args, **kwargs)
+        if moved is NotImplemented:
+            if _computes(func, args, result):
+                tried.left[func.name()] += 1
+            return result
+        tried.moved[signature_of(func, args)] += 1
+        pairs = [pair for pair in zip(_tensors(result), _tensors(moved), strict=True) if pair[0].is_floating_point()]
+        if not all(starmap(_same_bits, pairs)):
+            found = tried.unequal.setdefault(signature_of(func, args), Unequal())
+            for one, other in pairs:
+                found.of += one.numel()
+                found.elements += int((as_bits(one) != as_bits(other)).sum())
+                difference = (one.double() - other.double()).abs().max() / one.double().abs().max()
+                found.largest = max(found.largest, difference.nan_to_num(torch.inf).item())
+        return result
+
+
+def signature_of(func: Any, args: Sequence[Any]) -> Signature:
+    """What a trial holds an operation for the same by."""
+    return func.name(), *(f"{str(one.dtype)[6:]}{tuple(one.shape)}" for one in args if isinstance(one, Tensor))
+
+
+def rule_of(func: Any, args: Sequence[Any]) -> Rule | None:
+    """The rule for an operation on floating-point numbers; None: there is none."""
+    if not any(one.is_floating_point() for one in args if isinstance(one, Tensor)):
+        return None
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+        return _in_place if name.endswith("_") else _elementwise
+    return RULES.get(name)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [one for one in (result if isinstance(result, tuple | list) else (result,)) if isinstance(one, Tensor)]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(as_bits(one), as_bits(other))
+
+
+def _computes(func: Any, args: Sequence[Any], result: Any) -> bool:
+    """Whether an operation computes more than one floating-point number, and does not only move or create them."""
+    name = func._schema.name.removeprefix("aten::").strip("_")
+    uses, makes = (any(one.is_floating_point() and one.numel() > 1 for one in _tensors(of)) for of in (args, result))
+    return uses and makes and name not in MOVES and not func.is_view
+
+
+# --- rules --------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(func: Operation, *args: Any, **kwargs: Any) -> Any:
+    """All dimensions, those of the operands being counted from the last."""
+    moved = [roll(one, range(one.dim())) if isinstance(one, Tensor) else one for one in args]
+    if max(one.numel() for one in args if isinstance(one, Tensor)) < 2:
+        return NotImplemented
+    result = func(*moved, **kwargs)
+    return roll(result, range(result.dim()), back=True) if isinstance(result, Tensor) else result  # equal: a bool
+
+
+def _in_place(func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """As elementwise, into the first operand."""
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
+    pure = getattr(getattr(_aten, name.removesuffix("_"), None), overload or "default", None)
+    result = NotImplemented if pure is None else _elementwise(pure, target, *args, **kwargs)
+    return NotImplemented if result is NotImplemented else target.copy_(result)
+
+
+def _by_dims(*operands: Dims | None, results: Sequence[Dims]) -> Rule:
+    """Given dimensions of the first operands and of the results; None: of none. Operands may be absent."""
+
+    def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
+        dims = [*operands, *[None] * (len(args) - len(operands))]
+        moved = [
+            one if which is None or not isinstance(one, Tensor) else roll(one, which)
+            for one, which in zip(args, dims, strict=False)
+        ]
+        if all(one is other for one, other in zip(args, moved, strict=True)):
+            return NotImplemented
+        return _back(func(*moved, **kwargs), results)
+
+    return rule
+
+
+def _back(result: Any, dims: Sequence[Dims]) -> Any:
+    if isinstance(result, Tensor):
+        return roll(result, dims[0], back=True)
+    known = [*dims, *[()] * (len(result) - len(dims))]
+    return tuple(
+        roll(one, which, back=True) if isinstance(one, Tensor) and which else one
+        for one, which in zip(result, known, strict=True)
+    )
+
+
+def _product_and_sum(func: Operation, added: Tensor, first: Tensor, second: Tensor, **kwargs: Any) -> Any:
+    """Of ``addmm`` and ``baddbmm``; what is added is broadcast."""
+    last = first.dim() - 1
+    batch = range(last - 1)
+    moved = roll(first, [*batch, last - 1]), roll(second, [*batch, last])
+    result = func(roll(added, range(added.dim())), *moved, **kwargs)
+    return roll(result, range(result.dim()), back=True)
+
+
+def _but_one(tensors: int) -> Rule:
+    """All dimensions but one, that the argument after so many tensors names: softmax and the like."""
+
+    def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
+        dims = [dim for dim in range(args[0].dim()) if dim != args[tensors] % args[0].dim()]
+        return _by_dims(*[dims] * tensors, results=[dims])(func, *args, **kwargs)
+
+    return rule
+
+
+def _reduction(func: Operation, tensor: Tensor, over: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """Dimensions that are kept."""
+    named = [over] if isinstance(over, int) else over
+    summed = {dim % tensor.dim() for dim in named} if named and tensor.dim() else set()
+    kept = [dim for dim in range(tensor.dim()) if dim not in summed]
+    if not summed or all(tensor.shape[dim] < 2 for dim in kept):
+        return NotImplemented
+    result = func(roll(tensor, kept), over, keepdim, **kwargs)
+    after = kept if keepdim else list(range(len(kept)))
+    return _back(result, [after, after])
+
+
+def _norm(func: Operation, data: Tensor, shape: Sequence[int], *args: Any) -> Any:
+    """Rows; results: values, mean and reciprocal deviation, of which an RMSNorm has none or one."""
+    rows = range(data.dim() - len(shape))
+    if all(data.shape[dim] < 2 for dim in rows):
+        return NotImplemented
+    return _back(func(roll(data, rows), shape, *args), [rows] * 3)
+
+
+def _norm_backward(statistics: int) -> Rule:
+    """Rows for the input's gradient; features for those of weight and bias, which are sums over rows.
+
+    ``statistics``: of each row, mean and reciprocal deviation or the latter alone.
+    """
+
+    def rule(func: Operation, grad: Tensor, data: Tensor, shape: Sequence[int], *rest: Any) -> Any:
+        of_rows, affine, mask = rest[:statistics], rest[statistics:-1], rest[-1]
+        rows = range(data.dim() - len(shape))
+        features = range(len(rows), data.dim())
+        by_row = [roll(one, rows) for one in of_rows]
+        of_input = func(roll(grad, rows), roll(data, rows), shape, *by_row, *affine, [mask[0], *[False] * len(affine)])
+        moved = [roll(one, range(one.dim())) if isinstance(one, Tensor) else one for one in affine]
+        of_affine = func(roll(grad, features), roll(data, features), shape, *of_rows, *moved, [False, *mask[1:]])
+        weights = [one if one is None else roll(one, range(one.dim()), back=True) for one in of_affine[1:]]
+        return of_input[0] if of_input[0] is None else roll(of_input[0], rows, back=True), *weights
+
+    return rule
+
+
+_HEADS, _WITH_FEATURES = (0, 1), (0, 1, 3)
+
+
+def _attention(func: Operation, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Batch and heads, and features of values; not with dropout or a mask."""
+    if (args and args[0]) or kwargs.get("attn_mask") is not None:
+        return NotImplemented
+    moved = roll(query, _HEADS), roll(key, _HEADS), roll(value, _WITH_FEATURES)
+    return _back(func(*moved, *args, **kwargs), [_WITH_FEATURES, _HEADS])
+
+
+def _attention_backward(func: Operation, *args: Any, **kwargs: Any) -> Any:
+    """Batch and heads."""
+    if args[6] or kwargs.get("attn_mask") is not None:
+        return NotImplemented
+    return _by_dims(*[_HEADS] * 6, results=[_HEADS] * 3)(func, *args, **kwargs)
+
+
+def _rows_of_loss(reduction: int, operands: int) -> Rule:
+    """Rows, where the losses of rows are not summed; ``reduction``: place of the argument that says so."""
+
+    def rule(func: Operation, *args: Any) -> Any:
+        if args[reduction]:
+            return NotImplemented
+        return _by_dims(*[(0,)] * operands, results=[(0,)])(func, *args)
+
+    return rule
+
+
+def _sum_at_words(func: Operation, table: Tensor, places: Any, values: Tensor, *args: Any) -> Any:
+    """Features of the rows of a table, into which rows are added."""
+    if len(places) == table.dim():
+        return NotImplemented
+    result = func(roll(table, (-1,)), places, roll(values, (-1,)), *args)
+    return roll(result, (-1,), back=True)
+
+
+RULES: dict[str, Rule] = {
+    "_to_copy": _elementwise,
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "logsumexp", "max"), _reduction),
+    "mm": _by_dims((0,), (1,), results=[(0, 1)]),
+    "bmm": _by_dims((0, 1), (0, 2), results=[(0, 1, 2)]),
+    "addmm": _product_and_sum,
+    "baddbmm": _product_and_sum,
+    "_softmax": _but_one(1),
+    "_log_softmax": _but_one(1),
+    "_softmax_backward_data": _but_one(2),
+    "_log_softmax_backward_data": _but_one(2),
+    "native_layer_norm": _norm,
+    "_fused_rms_norm": _norm,
+    "native_layer_norm_backward": _norm_backward(2),
+    "_fused_rms_norm_backward": _norm_backward(1),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "nll_loss_forward": _rows_of_loss(3, 2),
+    "nll_loss_backward": _rows_of_loss(4, 3),
+    "index_put": _sum_at_words,
+    "embedding_dense_backward": _by_dims((-1,), results=[(-1,)]),
+}
+"""By name in ``aten``, for those that PyTorch does not call elementwise."""
+_MOVES = """
+    clone copy detach cat stack index index_select gather slice_backward select_backward new_zeros zeros_like ones_like
+    empty_like new_empty full_like fill zero embedding roll constant_pad_nd masked_fill scatter tril triu repeat
+    lift_fresh_copy split_with_sizes unbind new_empty_strided expand unsafe_view
+"""
+MOVES = frozenset(_MOVES.split())
+"""Operations on floating-point numbers that compute none."""

@@ -1,0 +1,92 @@
+"""Audits inside one device: the audited micro-batch once more, each operation with its elements in other places.
+
+The first audit of a start also tries every operation both ways on the real numbers. Operations whose results are not
+the same bits at all ranks that computed them, by differences as small as rounding, have kernels that do not treat all
+places alike: they are computed as they are from then on, and named. A larger difference, or one that only some ranks
+see, is no such thing, and is left to the audit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import torch.distributed as dist
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.trace import Trace
+from megasdc.tensors.permuted import Permuted, Signature, Trial, Tried, Unequal
+from megasdc.train.detection.evidence import Rehearse
+
+logger = logging.getLogger(__name__)
+
+ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
+"""Differences, as a share of the largest element, that another order of summation explains."""
+
+
+class PermutedReplay:
+    """Repeats micro-batches with the elements of all operations in other places.
+
+    Args:
+        run: whose ranks take part, and whose events tell what was tried.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._events, self._dims = run.events, run.dims
+        self._group: dist.ProcessGroup | None = run.host_group
+        self._without: Collection[Signature] | None = None
+
+    def replay(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
+        """The trace of the audited micro-batch with elements in other places; without a fault that of the audit.
+
+        Collective: all ranks of the world.
+        """
+        if self._without is None:
+            with Trial() as trial:
+                rehearse(engine, 0)
+            self._without = self._settle(engine.step_number, trial.tried)
+        with Permuted(self._without):
+            return rehearse(engine, 0)[0]
+
+    def _settle(self, step: int, tried: Tried) -> Collection[Signature]:
+        """Operations that no rank permutes from now on."""
+        found: Sequence[Tried] = gather_objects(tried, self._group)
+        without = places_matter(found)
+        moved, left = Counter[str](), Counter[str]()
+        for of_rank in found:
+            left.update(of_rank.left)
+            for (name, *_), count in of_rank.moved.items():
+                moved[name] += count
+        not_kept = {" ".join(signature): vars(one) for signature, one in without.items()}
+        if self._dims.rank == 0:
+            self._events.emit("audit", "permuted", step=step, moved=moved, left=left, not_kept=not_kept)
+            logger.info("permuted replay: %d of %d operations move", moved.total(), moved.total() + left.total())
+            for signature, one in without.items():
+                logger.warning(
+                    "permuted replay: %s is computed as it is: moved, %d of %d elements differ, by up to %.2g of the "
+                    "largest",
+                    " ".join(signature),
+                    one.elements,
+                    one.of,
+                    one.largest,
+                )
+        return without
+
+
+def places_matter(found: Sequence[Tried]) -> Mapping[Signature, Unequal]:
+    """Operations whose kernels do not treat all places alike, from what each rank has tried."""
+    unequal: dict[Signature, Unequal] = {}
+    for of_rank in found:
+        for signature, one in of_rank.unequal.items():
+            total = unequal.setdefault(signature, Unequal())
+            total.elements, total.of = total.elements + one.elements, total.of + one.of
+            total.largest = max(total.largest, one.largest)
+    return {
+        signature: one
+        for signature, one in unequal.items()
+        if one.largest <= max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
+        and all(signature in of_rank.unequal for of_rank in found if signature in of_rank.moved)
+    }
