@@ -35,6 +35,11 @@ class PlanOptions:
     )
     audit_share: float | None = option(None, "Checksums of all results of a micro-batch over its time.", min=0)
     always_on_share: float | None = option(None, "Checksums of forward and recomputed results over its time.", min=0)
+    permuted: float = option(
+        0.0,
+        "Permuted replay of an audit over the time of a micro-batch, at least 1; 0: `audit.permuted` is off.",
+        min=0,
+    )
     hidden: int = option(
         8192, "Width for shares not given: cost model and accelerator of `bench trace`, with recompute.", min=128
     )
@@ -62,7 +67,8 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
         predicted = _predicted_shares(options.hidden)
         audit_share = predicted[0] if audit_share is None else audit_share
         always_on_share = predicted[1] if always_on_share is None else always_on_share
-    plan = Plan(options.replicas, interval, options.micro_batches, options.visible, audit_share, always_on_share)
+    shares = audit_share, always_on_share, options.permuted
+    plan = Plan(options.replicas, interval, options.micro_batches, options.visible, *shares)
     with progress_bars(quiet=as_json) as on_progress:
         result = make_plan(plan, rates, options.trials, options.seed, on_progress)
     print_result(result, printer(plan_page), out=out, as_json=as_json)

@@ -72,7 +72,8 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
     in_audit = sections.audit.enabled and shape.replicas > 1
     audit = golden = NOTHING
     if phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD):
-        audit = f"replicas, 1 of {shape.micro_batches}" if in_audit else NOTHING
+        whom = ["replicas"] * in_audit + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
+        audit = f"{' and '.join(whom)}, 1 of {shape.micro_batches}" if whom else NOTHING
         golden = "its own workload" if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
@@ -127,6 +128,8 @@ def coverage_notes(rows: list[Covered]) -> list[str]:
         notes += [f"{text}: {', '.join(phases)}."] * bool(phases)
     if any("recompute" in row.every_step for row in rows):
         notes.append("A rank compared with its own recomputation hides a fault that repeats itself.")
+    if any("elsewhere" in row.audit for row in rows):
+        notes.append("A rank compared with itself elsewhere hides a fault that moves with the values.")
     return notes
 
 

@@ -151,7 +151,7 @@ class Incident:
     run_dir: str
     step: int
     micro_batch: int | None
-    tier: Literal["audit", "recompute", "permuted", "parameters", "copies", "golden"]
+    tier: Literal["audit", "recompute", "permuted", "parameters", "copies", "golden", "reduction", "state", "update"]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
         "relative to the majority",
@@ -162,6 +162,8 @@ class Incident:
         "own results elsewhere",
         "master shard",
         "copies on tensor ranks",
+        "own copy",
+        "mean of the replicas' gradients",
     ]
     policy: Literal["halt", "repair", "warn"]
     done: Literal["halted", "repaired", "committed"]

@@ -24,6 +24,9 @@ _TIERS = {
     "permuted": "a permuted replay: a rank computed a micro-batch with elements in other places and got other values",
     "parameters": "the comparison of parameters: replicas hold different values",
     "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
+    "reduction": "the sum of gradients over replicas, of which a slice was added up again",
+    "state": "a slice of the optimizer's state, which changed between two steps",
+    "update": "a slice of the optimizer's update, which another rank, or this one elsewhere, computed again",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
 }
 _VERDICTS = {
@@ -38,6 +41,8 @@ _BASES = {
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
     "referee": "Right is what fp64 says of the product, within the bound of the rounding of its type.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
+    "own copy": "Right is what the rank itself had left there after the last step; it was put back.",
+    "mean of the replicas' gradients": "Right is the mean of what replicas gave; owner, adder or link made another.",
     "own results elsewhere": "The rank contradicts itself: its result changes when its elements are in other places.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",

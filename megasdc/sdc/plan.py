@@ -7,7 +7,8 @@ check detects it, both included: 1 means at once.
 
 - An audit sees the first micro-batch of every K-th step. The rank turns bad at any of the K steps from one audit to the
   next with equal probability, so the first audit is in step (K + 1) / 2 on average; it and each later one finds it with
-  probability p, so 1 / p - 1 more are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2.
+  probability p, so 1 / p - 1 more are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2. With a permuted
+  replay one replica suffices, for errors that stay at a unit; each then costs a micro-batch more.
 - The check of every step compares forward results with their recomputation on the same rank, of one micro-batch of a
   step, another each step, or of all. It detects a share of the wrong micro-batches: no errors of the backward pass,
   and none that the recomputation repeats. With share v: 1 / (v p) steps, and 1 / (1 - (1 - v p)^M) for all.
@@ -44,6 +45,7 @@ class Plan:
         visible: v, share of wrong micro-batches that the check of every step can detect.
         audit_share: time of the checksums of all results of a micro-batch over the time of that micro-batch.
         forward_share: the same for its forward and recomputed results alone.
+        permuted: time of a permuted replay over that of a micro-batch; 0: audits have none.
     """
 
     replicas: int
@@ -52,11 +54,13 @@ class Plan:
     visible: float
     audit_share: float
     forward_share: float
+    permuted: float = 0.0
 
     def overhead(self, tier: str) -> float:
-        """Time of a tier's checksums, as a share of the time of all steps."""
+        """Time of a tier's checksums and replays, as a share of the time of all steps."""
         if tier == AUDIT:
-            return self.audit_share / (self.micro_batches * self.interval)
+            replay = self.permuted + self.audit_share if self.permuted else 0.0
+            return (self.audit_share + replay) / (self.micro_batches * self.interval)
         return self.forward_share / (self.micro_batches if tier == ONE else 1)
 
     def samples_lost(self, tier: str) -> float:
@@ -115,7 +119,8 @@ def expected_latency(plan: Plan, tier: str, rate: float) -> float:
     ``rate`` is the probability that a micro-batch of the bad rank is wrong, in (0, 1].
     """
     if tier == AUDIT:
-        return plan.interval * (1 / rate - 0.5) + 0.5 if plan.replicas > 1 else math.inf
+        sees = plan.replicas > 1 or plan.permuted
+        return plan.interval * (1 / rate - 0.5) + 0.5 if sees else math.inf
     seen = plan.visible * rate
     if tier == ALL:
         seen = 1.0 if seen == 1 else -math.expm1(plan.micro_batches * math.log1p(-seen))

@@ -117,6 +117,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
+    slices = None if recording.detection is None else recording.detection.slices
     memory, saver = _savers(parts, writer, recording.detection)
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
@@ -134,10 +135,12 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         CopiesFirst([one.wait_for_copy for one in (memory, saver) if one is not None]),
         # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
         recording.detection,
+        slices,
         recording.toleranced,
         None if drills.injector is None else StateFaults(run.engine, drills.injector),
         drills.process_faults,
         recording.observation,
+        slices and slices.found,
         recording.toleranced and recording.toleranced.shards,
         recording.trace,
         recording.details,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,19 +38,22 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
             "null.",
         )
-    checked = always_on.parameters or always_on.finite or always_on.toleranced
+    checked = always_on.parameters or always_on.finite or always_on.toleranced or always_on.slice_elements
     if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
             "got true, but nothing is checked: parameters, finite and toleranced are false and no recomputation is "
             "compared; set sdc.always_on.parameters true, or enabled false.",
         )
-    if always_on.enabled and always_on.toleranced and not deepspeed["optimizer"]["params"]["torch_adam"]:
-        yield Problem(
-            ("megasdc.sdc.always_on.toleranced", "optimizer.params.torch_adam"),
-            "got true with optimizer.params.torch_adam false; the update is recomputed with the formula of PyTorch's "
-            "optimizer; set torch_adam true, or toleranced false.",
-        )
+    for name in ("toleranced", "slice_elements"):
+        asked = always_on.enabled and getattr(always_on, name)
+        if asked and not deepspeed["optimizer"]["params"]["torch_adam"]:
+            off = "false" if name == "toleranced" else "null"
+            yield Problem(
+                (f"megasdc.sdc.always_on.{name}", "optimizer.params.torch_adam"),
+                f"got {json.dumps(asked)} with optimizer.params.torch_adam false; the update is recomputed as "
+                f"PyTorch's optimizer does it; set torch_adam true, or {name} to {off}.",
+            )
 
 
 def _golden_problems(file: MegasdcSection) -> Iterator[Problem]:

@@ -48,6 +48,11 @@ class AlwaysOnSection(Section):
         "Check gradient reduction, updates and gradient features within tolerances that are measured in the run; "
         "warns and may request an audit, never flags a rank.",
     )
+    slice_elements: PositiveInt | None = setting(
+        None,
+        "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
+        "step and the update are checked in each step, others each step until all have been; null: none.",
+    )
     coverage: Literal["auto", "one", "all"] = setting(
         "auto",
         "Micro-batches of a step whose results are checked: one, another each step; all; auto: all where that is "

@@ -82,6 +82,35 @@ def adam_step(
     )
 
 
+def adam_bounds(before: AdamSlice, gradient: Tensor, step: float | Tensor, settings: AdamSettings) -> AdamSlice:
+    """How far rounding to fp32 may take the slice after a step from ``adam_step``; arguments as there.
+
+    With unit roundoff u, and in the order master, first and second moment of ``torch.optim.adam``:
+
+    - ``lerp`` is m + w (g - m) or g - (g - m) (1 - w): three roundings, each of at most |m| + |g|, and that of w.
+    - v is a product and ``addcmul``, a sum of two terms of one sign: four roundings of it, and those of its factors.
+    - The root of v, its quotient by the root of the correction, and eps: half of v's share and five roundings more. The
+      quotient of the moments and the step size come to three, the last sum and the decay to three of the master.
+
+    Each count is doubled, and coupled decay adds one rounding to the gradient.
+    """
+    (beta1, beta2), rate, decay = settings.betas, settings.learning_rate, settings.weight_decay
+    unit, tiny = torch.finfo(torch.float32).eps / 2, torch.finfo(torch.float32).tiny
+    after, _ = adam_step(before, gradient, step, settings)
+    master, first = before.master.double().abs(), before.exp_avg.double().abs()
+    reach = gradient.double().abs() + (0.0 if settings.decoupled else decay * master)
+    exp_avg = 10 * unit * (first + reach) + tiny
+    exp_avg_sq = 16 * unit * (beta2 * before.exp_avg_sq.double().abs() + (1 - beta2) * reach * reach) + tiny
+    root = (after.exp_avg_sq / (1 - beta2**step)).sqrt()
+    denominator = root + settings.eps
+    # A second moment near the smallest normal number is known badly: there the bound says nothing.
+    share = torch.where(after.exp_avg_sq > 1e6 * tiny, 24 * unit, torch.inf)
+    size = rate / (1 - beta1**step)
+    change = size * after.exp_avg.abs() / denominator
+    moved = torch.where(change > 0, change * share, 0.0) + 2 * size * exp_avg / denominator
+    return AdamSlice(6 * unit * (master + change) + moved + tiny, exp_avg, exp_avg_sq)
+
+
 def roundings(expected: AdamSlice, magnitude: AdamSlice, actual: AdamSlice) -> Tensor:
     """The largest difference between actual and expected values, in units of rounding of their terms.
 

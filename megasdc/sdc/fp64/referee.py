@@ -21,11 +21,12 @@ def judge(results: Mapping[int, Tensor], exact: Exact) -> dict[int, bool]:
         rank is wrong for certain. Empty: none is outside, so that any may be right; or all are, so that the elements
         are not what the referee takes them for.
     """
-    found = {rank: bool(_is_within(values.double(), exact).all()) for rank, values in results.items()}
+    found = {rank: bool(is_within(values.double(), exact).all()) for rank, values in results.items()}
     return found if len(set(found.values())) == 2 else {}
 
 
-def _is_within(values: Tensor, exact: Exact) -> Tensor:
+def is_within(values: Tensor, exact: Exact) -> Tensor:
+    """Which elements, [n], are what rounding allows."""
     inside = (values - exact.values).abs() <= exact.bounds  # NaN is not
     return inside | ~exact.bounds.isfinite()
 

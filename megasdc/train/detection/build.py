@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
+from megasdc.config.sections.optimizer_hooks import LOCAL
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
@@ -62,6 +63,7 @@ def build_detection(
         algorithm,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
+        sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
     )
     return Detection(settings, run, batches, disputes, parameters, signals, plan, referee)
 

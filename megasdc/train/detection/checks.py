@@ -37,6 +37,7 @@ from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.referee import Referee
+from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,20 @@ Weight gradients, as many bytes again, are part of the gradient norm, which is a
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """Settings of a run's checks; ``recomputes``: of activations; ``save_interval``: steps, 0 for no checkpoints."""
+    """Settings of a run's checks.
+
+    Args:
+        recomputes: whether activations are recomputed.
+        save_interval: steps, 0 for no checkpoints.
+        sums: whether no bound changes gradients just before they are summed over replicas.
+    """
 
     audit: AuditSection
     sdc: SdcSection
     algorithm: ChecksumAlgorithm
     recomputes: bool
     save_interval: int
+    sums: bool
 
     @property
     def checks_recompute(self) -> bool:
@@ -80,6 +88,9 @@ class Detection(Hook):
         signals: of this process; SIGUSR2 requests an audit.
         plan: what is covered; reported at the start.
         referee: is shown the results of audited micro-batches, where it asks for one.
+
+    Attributes:
+        slices: the hook that checks slices of the optimizer; None: there is none.
     """
 
     def __init__(
@@ -101,6 +112,8 @@ class Detection(Hook):
         self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
         self._disputes = disputes
+        size = sdc.always_on.slice_elements if sdc.always_on.enabled else None
+        self.slices = None if size is None else SliceChecks(size, disputes.settle_slice, sums=settings.sums)
         self._save_interval = settings.save_interval
         self._plan, self.referee = plan, referee
         self._host_group = run.host_group

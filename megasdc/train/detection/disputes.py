@@ -7,7 +7,7 @@ is called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,24 @@ class Disputes:
             differ = self._findings.of_parameters if agreed.differing[0] else self._findings.of_copies
             again = self._act(engine.step_number, differ(engine, own), repaired)
         return self._commit(engine.step_number, again)
+
+    def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:
+        """Act by policy on what was found in a slice of a shard; returns whether what was not reproduced is repaired.
+
+        ``find`` gets the ranks that were wrong in an earlier event of the run.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt, or to repair what was wrong again.
+
+        Collective: all ranks of the world.
+        """
+        with self._marked_if_unsettled(step):
+            found = find(self._suspects.ranks)
+            if not found.rulings:
+                return False
+            wrong_again = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
+            again = self._act(step, found, wrong_again)
+        return self._commit(step, again)
 
     def check_golden(self, step: int) -> float:
         """Run the golden workload on all ranks without a dispute, and act by policy; returns the seconds that it took.

@@ -55,8 +55,8 @@ SHOWN_GAPS = 5
 class Settled:
     """A finding with its rulings; the same on all ranks.
 
-    ``tier``: audit, recompute, permuted, parameters, copies or golden; ``micro_batch``: number in the step, None where
-    it belongs to none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
+    ``tier``: as of ``megasdc.sdc.incident.Incident``; ``micro_batch``: number in the step, None where it belongs to
+    none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
     ``opinions``: the referee's.
     """
 

@@ -45,7 +45,7 @@ class UpdateCheck:
                     state["exp_avg_sq"][part] if state else zeros,
                 )
                 step = state["step"].double() + 1 if state else 1.0
-                expected, magnitude = adam_step(before, flat.grad[part], step, settings_of(inner, group))
+                expected, magnitude = adam_step(before, flat.grad[part], step, settings_of(type(inner), group))
                 self._before.append((flat, part, expected, magnitude))
 
     def finish(self) -> tuple[float, str]:
@@ -76,12 +76,12 @@ def slice_of(numel: int, step: int) -> slice:
     return slice(first, min(first + SLICE, numel))
 
 
-def settings_of(inner: Any, group: dict[str, Any]) -> AdamSettings:
-    """Hyper-parameters of a group of PyTorch's Adam or AdamW."""
+def settings_of(kind: type, group: dict[str, Any]) -> AdamSettings:
+    """Hyper-parameters of a group of PyTorch's Adam or AdamW, which ``kind`` is."""
     return AdamSettings(
         learning_rate=group["lr"],
         betas=(float(group["betas"][0]), float(group["betas"][1])),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        decoupled=isinstance(inner, torch.optim.AdamW),
+        decoupled=issubclass(kind, torch.optim.AdamW),
     )

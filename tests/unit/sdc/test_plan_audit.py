@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,10 @@ def test_what_is_never_seen() -> None:
     result = make_plan(alone, [0.1], 10, 1, lambda *_: None)
     assert [one.expected for one in result.latencies] == [math.inf] * 3
     assert {one.simulated for one in result.latencies} == {None}
+    elsewhere = make_plan(Plan(1, 7, 5, 0.0, 0, 0, permuted=1.2), [0.1], 2000, 1, lambda *_: None).latencies[0]
+    assert elsewhere.expected == pytest.approx(7 * 9.5 + 0.5)
+    assert elsewhere.simulated is not None and elsewhere.error is not None
+    assert abs(elsewhere.simulated - elsewhere.expected) < 5 * elsewhere.error
     assert all(one["expected"] is None for one in json.loads(json.dumps(result.as_dict()))["latencies"])
 
 
@@ -84,6 +89,7 @@ def test_the_largest_interval(rate: float) -> None:
 def test_costs() -> None:
     """An audit costs its share once in M K micro-batches and the samples that N - 1 replicas repeat."""
     assert PLAN.overhead(AUDIT) == pytest.approx(0.3 / 35)
+    assert replace(PLAN, permuted=1.5).overhead(AUDIT) == pytest.approx((0.3 + 1.5 + 0.3) / 35)
     assert PLAN.overhead(ONE) == pytest.approx(0.1 / 5) and PLAN.overhead(ALL) == 0.1
     assert PLAN.samples_lost(AUDIT) == pytest.approx(3 / 4 / 35)
     assert PLAN.samples_lost(ONE) == PLAN.samples_lost(ALL) == 0

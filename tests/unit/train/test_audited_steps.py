@@ -29,6 +29,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         default_algorithm(torch.device("cpu")),
         recomputes=False,
         save_interval=save_interval,
+        sums=True,
     )
     return Detection(settings, run, nothing, nothing, nothing, nothing, nothing, nothing)
 

@@ -133,7 +133,7 @@ def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, 
         if faults:
             request = {**common, "faults": faults, "clean_runs": clean_runs}
             trials += run_cell(run_campaign, request, faults + clean_runs, on_progress)
-        if toleranced:
+        if toleranced and cell["layout"][2] > 1:
             request = {**common, "faults": toleranced, "clean_steps": clean}
             tolerance_trials += run_cell(run_tolerance_campaign, request, toleranced + 1, on_progress)
     return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials))

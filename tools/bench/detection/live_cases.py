@@ -29,6 +29,7 @@ CLEAN = "clean"
 ALONE, PAIR, PAIR_GOLDEN = "one wrong of three or more", "one wrong of two", "one wrong of two, golden trace"
 TWO_WRONG = "two wrong of three or more, different places"
 MAJORITY, MAJORITY_GOLDEN = "wrong majority, no golden trace", "wrong majority, golden trace"
+UNIT, VALUES = "one wrong unit, elements moved", "one wrong with the values, elements moved"
 RECOMPUTED = "recompute check, no audit, not persistent"
 SHARED_TOKENS, PARAMETERS = "tokens of the audited micro-batch", "parameters after the all-gather"
 OTHER_FORWARD = "another micro-batch, forward, recomputed"
@@ -50,7 +51,7 @@ LASTING = "update, in every step"
 TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
 """Weights of the rows that are scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
-TOLERANCED = "toleranced"
+TOLERANCED, PERMUTED = "toleranced", "permuted audit"
 """Modes: the checks of a case."""
 MODES = {
     CLEAN: EVERYTHING,
@@ -61,6 +62,8 @@ MODES = {
     MAJORITY: AUDITED,
     MAJORITY_GOLDEN: GOLDEN,
     RECOMPUTED: CHECKED,
+    UNIT: PERMUTED,
+    VALUES: PERMUTED,
 }
 """By row; the others have everything."""
 FIRST_STEPS = range(2, 51)
@@ -116,12 +119,15 @@ class Case:
 
 
 def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
-    """Frequency of each row in a layout of at least 2 replicas."""
-    if replicas > 2:
-        weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2} | ({MAJORITY_GOLDEN: 3} if replicas == 3 else {})
+    """Frequency of each row in a layout."""
+    if replicas == 1:
+        weights = {UNIT: 80, VALUES: 6}
+    elif replicas == 2:
+        weights = {PAIR: 52, PAIR_GOLDEN: 9, UNIT: 9, SHARED_TOKENS: 3, PARAMETERS: 4}
     else:
-        weights = {PAIR: 52, PAIR_GOLDEN: 9}
-    weights |= {SHARED_TOKENS: 3, PARAMETERS: 4, OTHER: 4, SUM: 3, SHARD: 3, STEPPED: 3, STATE: 3}
+        weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2, UNIT: 5, SHARED_TOKENS: 3, PARAMETERS: 4}
+        weights |= {MAJORITY_GOLDEN: 3} if replicas == 3 else {}
+    weights |= {OTHER: 4, SUM: 3, SHARD: 3, STEPPED: 3, STATE: 3}
     return weights | ({RECOMPUTED: 14, OTHER_FORWARD: 2} if recompute else {})
 
 
@@ -166,7 +172,7 @@ class Cases:
         if row == CLEAN:
             completed = tuple(self._draw.randint(1, self._micro_batches) for _ in range(self._dims.data))
             return Case(row, first, LONG, "", (), consumed, completed)
-        short = row in (ALONE, PAIR, PAIR_GOLDEN, TWO_WRONG, MAJORITY, MAJORITY_GOLDEN, RECOMPUTED)
+        short = row in MODES
         step = first if short else first + 1
         persistence, targets = self._targets(row, step)
         return Case(row, first, 1 if short else LONG, persistence, tuple(targets), consumed)
@@ -176,6 +182,10 @@ class Cases:
         if row in (ALONE, PAIR):
             persistence = draw.choice(list(PERSISTENCE))
             return persistence, [self._target(rank, step, 0, self._phases(), persistence)]
+        if row in (UNIT, VALUES):
+            persistence = draw.choice(list(PERSISTENCE)) if row == UNIT else ALWAYS
+            bound_to = "unit" if row == UNIT else "values"
+            return persistence, [self._target(rank, step, 0, self._phases(), persistence, bound_to=bound_to)]
         if row == PAIR_GOLDEN:
             return ALWAYS, [self._target(rank, step, 0, self._phases(), ALWAYS)]
         if row == TWO_WRONG:
@@ -222,6 +232,7 @@ class Cases:
         persistence: str,
         *,
         recomputed: bool = False,
+        **more: Any,
     ) -> Target:
         phase = self._draw.choice(phases)
         listed = {OPTIMIZER_STATE: UPDATE, COLLECTIVE: WEIGHT_GRAD}.get(phase, phase)
@@ -231,9 +242,13 @@ class Cases:
             again = {(one.fqn, one.slot) for one in self._addresses[rank] if one.phase == RECOMPUTE}
             fitting = [one for one in fitting if (one.fqn, one.slot) in again]
         chosen = self._draw.choice(fitting)
-        name = self._draw.choice(list(self._fitting_kinds(phase)))
+        kinds = list(self._fitting_kinds(phase))
+        if more.get("bound_to") == "unit" and chosen.fqn == "loss":
+            kinds.remove("column")  # is all of it, so that none is anywhere else
+        name = self._draw.choice(kinds)
         address = Address(step, micro_batch, phase, chosen.fqn, chosen.slot)
-        return Target(rank, address, address, name, self._spec(rank, address, persistence, self._kinds[name]))
+        kind = {**self._kinds[name], **more}
+        return Target(rank, address, address, name, self._spec(rank, address, persistence, kind))
 
     def _fitting_kinds(self, phase: str) -> Iterator[str]:
         """BF16_Optimizer computes the norm of each replica by itself: one whose shard alone is not finite skips the

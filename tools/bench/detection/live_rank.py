@@ -48,6 +48,7 @@ from tools.bench.detection.live_cases import (
     CLEAN,
     EVERYTHING,
     GOLDEN,
+    PERMUTED,
     TOLERANCED,
     Case,
     Cases,
@@ -102,7 +103,7 @@ class LiveCampaign:
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
         addresses = record_golden(self._workload, config, self.dims, golden)
-        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED)
+        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED, PERMUTED)
         self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
         self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)

@@ -10,7 +10,7 @@ import torch
 from megasdc.config import RunConfig, parse_config
 from megasdc.model.randomness import mix
 from tools.bench.detection.golden_rank import LLAMA_GROUPED
-from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, TOLERANCED
+from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, TOLERANCED
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
 MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": LENGTH}
@@ -84,5 +84,6 @@ def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
     if mode == TOLERANCED:
         sections = {**raw["megasdc"], "sdc": {**sdc, "always_on": TOLERANCED_ONLY}, "audit": ON_REQUEST}
         return parse_config({**raw, "megasdc": sections})
-    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": AUDIT})
+    audit = {**AUDIT, "permuted": mode in (PERMUTED, EVERYTHING)}
+    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": audit})
     return parse_config({**raw, "megasdc": sections})

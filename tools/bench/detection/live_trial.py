@@ -18,9 +18,11 @@ from tools.bench.detection.live_cases import (
     STEPPED,
     SUM,
     TWO_WRONG,
+    VALUES,
 )
 
 UNSEEN = {
+    VALUES: "not detectable, because the fault comes again wherever these values are computed",
     OTHER: "not detectable, because only the audited micro-batch is the same on all replicas, and without "
     "recompute, or in a backward pass, nothing is computed twice",
     SUM: "not detectable, because the evidence was compared before, and every replica receives the same wrong sum",

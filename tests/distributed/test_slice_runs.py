@@ -1,0 +1,106 @@
+"""Do checks of slices find wrong sums, states and updates of the optimizer, and leave healthy runs alone?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, write_config
+
+from megasdc.sdc.incident import incident_from_json
+
+pytestmark = pytest.mark.distributed
+
+WHOLE = 1_000_000
+CHECKED: dict[str, Any] = {
+    "determinism": {"enabled": True},
+    "sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False, "slice_elements": WHOLE}},
+}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
+    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **changes})
+
+
+def _verdicts(run_dir: Path) -> list[tuple[Any, ...]]:
+    return [
+        (one["step"], one["tier"], one["rank"], one["verdict"], one["basis"], one["action"])
+        for one in events_of(run_dir, "sdc", "verdict")
+    ]
+
+
+def _end(run_dir: Path) -> Any:
+    return state_of(run_dir / "checkpoints" / "step_00000006"), metrics_of(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 1), {}),
+        ((1, 1, 3), {"deepspeed__bf16": {"enabled": True}, "model": MODELS["llama"]}),
+        ((2, 1, 2), {"drop_compute": {"enabled": True, "threshold": 60.0}}),
+        ((1, 2, 2), {"optimizer_hooks": [{"hook": "absolute", "theta": 1e-3}]}),
+    ],
+    ids=["alone", "bf16_llama", "tp2_dropcompute", "pp2_bounds"],
+)
+def test_a_healthy_run_is_the_run_without_checks(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
+) -> None:
+    """Same bits and no verdict, with slices so small that all elements need several steps."""
+    tensor, pipeline, replicas = layout
+    sizes = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas}
+    for name, more in {"plain": {"sdc": {}}, "checked": {}}.items():
+        config = _write(tmp_path, data, name, **{**sizes, **changes, **more})
+        overrides = [] if name == "plain" else ["megasdc.sdc.always_on.slice_elements=700"]
+        results = train_run(config, tensor * pipeline * replicas, *overrides)
+        assert [code for code, _ in results if code] == [], results
+    assert _end(tmp_path / "plain") == _end(tmp_path / "checked")
+    assert _verdicts(tmp_path / "checked") == []
+    (told,) = events_of(tmp_path / "checked", "start", "slices")
+    assert told["elements"] == 700 and told["period"] > 6
+
+
+FAULT = {"submodule": "*.linear_fc1", "slot": "weight*", "once": True, "kind": "scale", "factor": 1.01}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("phase", "tier", "basis", "named"),
+    [
+        ("collective", "reduction", "mean of the replicas' gradients", False),
+        ("reduced_grad", "reduction", "mean of the replicas' gradients", False),
+        ("optimizer_state", "state", "own copy", True),
+        ("update", "update", "referee", True),
+    ],
+)
+def test_a_wrong_element_is_found_in_its_step(
+    tmp_path: Path, data: Path, replicas: int, phase: str, tier: str, basis: str, named: bool
+) -> None:
+    """One element by one per cent: the rank is named where one can be, and else its data group is suspected."""
+    rank = replicas - 1
+    fault = {**FAULT, "steps": [4, 4], "phase": phase, "rank": rank}
+    config = _write(tmp_path, data, "run", faults=[fault], deepspeed__train_batch_size=2 * replicas)
+    results = train_run(config, replicas)
+    assert len(events_of(tmp_path / "run", "fault", "injected")) == 1
+    (verdict,) = _verdicts(tmp_path / "run")
+    if named:
+        basis = "own results elsewhere" if phase == "update" and replicas == 1 else basis
+        assert verdict == (4, tier, rank, "not_reproduced", basis, "repair")
+        assert {code for code, _ in results} == {0}, results
+        clean = _write(tmp_path, data, "clean", deepspeed__train_batch_size=2 * replicas)
+        assert {code for code, _ in train_run(clean, replicas)} == {0}
+        assert _end(tmp_path / "clean") == _end(tmp_path / "run"), "what was wrong was put right"
+    else:
+        assert verdict == (4, tier, None, "inconclusive", basis, "halt")
+        assert {code for code, _ in results} == {73}, results
+        incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
+        assert sorted(one.rank for one in incident.disputed) == list(range(replicas))
+    page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
+    assert "linear_fc1" in page
