@@ -11,7 +11,7 @@ What moves data without computing anything, draws random numbers, or has no rule
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
@@ -45,13 +45,18 @@ def shift(size: int) -> int:
 
 def roll(tensor: Tensor, dims: Dims, *, back: bool = False) -> Tensor:
     """Roll some dimensions of a tensor, each by ``shift`` of its size, and keep the order of its strides."""
-    places = sorted({dim % tensor.dim() for dim in dims if tensor.shape[dim] > 1})
+    return roll_by(tensor, {dim % tensor.dim(): shift(tensor.shape[dim]) for dim in dims}, back=back)
+
+
+def roll_by(tensor: Tensor, shifts: Mapping[int, int], *, back: bool = False) -> Tensor:
+    """Roll dimensions by given numbers of places, and keep the order of strides; ``back``: the other way."""
+    places = sorted(dim for dim, by in shifts.items() if by % tensor.shape[dim])
     if not places:
         return tensor
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     sign = -1 if back else 1
-    by = [sign * shift(tensor.shape[dim]) for dim in places]
+    by = [sign * shifts[dim] for dim in places]
     moved = tensor.permute(order).roll(by, [order.index(dim) for dim in places])
     return moved.permute([order.index(dim) for dim in range(tensor.dim())])
 
@@ -293,22 +298,36 @@ def _norm_backward(statistics: int) -> Rule:
     return rule
 
 
-_HEADS, _WITH_FEATURES = (0, 1), (0, 1, 3)
-
-
 def _attention(func: Operation, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Batch and heads, and features of values; not with dropout or a mask."""
     if (args and args[0]) or kwargs.get("attn_mask") is not None:
         return NotImplemented
-    moved = roll(query, _HEADS), roll(key, _HEADS), roll(value, _WITH_FEATURES)
-    return _back(func(*moved, *args, **kwargs), [_WITH_FEATURES, _HEADS])
+    of_queries, of_keys = _head_shifts(query, key)
+    features = {3: shift(value.shape[3])}
+    moved = roll_by(query, of_queries), roll_by(key, of_keys), roll_by(value, {**of_keys, **features})
+    output, *rest = func(*moved, *args, **kwargs)
+    sums, *rest = rest
+    output = roll_by(output, {**of_queries, **features}, back=True)
+    return output, roll_by(sums, of_queries, back=True), *rest
 
 
 def _attention_backward(func: Operation, *args: Any, **kwargs: Any) -> Any:
-    """Batch and heads."""
+    """Batch and heads; operands: gradient, query, key, value, output, logarithms of sums, dropout."""
     if args[6] or kwargs.get("attn_mask") is not None:
         return NotImplemented
-    return _by_dims(*[_HEADS] * 6, results=[_HEADS] * 3)(func, *args, **kwargs)
+    of_queries, of_keys = _head_shifts(args[1], args[2])
+    kinds = of_queries, of_queries, of_keys, of_keys, of_queries, of_queries
+    moved = [roll_by(one, shifts) for one, shifts in zip(args, kinds, strict=False)]
+    if all(one is other for one, other in zip(args, moved, strict=False)):
+        return NotImplemented
+    found = func(*moved, *args[6:], **kwargs)
+    return tuple(roll_by(one, by, back=True) for one, by in zip(found, (of_queries, of_keys, of_keys), strict=True))
+
+
+def _head_shifts(query: Tensor, key: Tensor) -> tuple[dict[int, int], dict[int, int]]:
+    """By how much batch and heads of queries are rolled, and those of keys: groups of queries share a key's head."""
+    batch, heads = shift(key.shape[0]), shift(key.shape[1])
+    return {0: batch, 1: heads * (query.shape[1] // key.shape[1])}, {0: batch, 1: heads}
 
 
 def _rows_of_loss(reduction: int, operands: int) -> Rule:

@@ -185,8 +185,6 @@ class Disputes:
         """
         with self._marked_if_unsettled(step):
             found = find(self._suspects.ranks)
-            if not found.rulings:
-                return False
             wrong_again = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
             again = self._act(step, found, wrong_again)
         return self._commit(step, again)
@@ -236,6 +234,8 @@ class Disputes:
     # --- what is done -------------------------------------------------------------------------------------------
 
     def _act(self, step: int, found: Settled, repaired: bool) -> bool:
+        if not found.rulings:
+            return False
         policy = self._section.policy
         action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
         if repaired and action == "repair":

@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
@@ -40,6 +42,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, find, judge
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
+from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.evidence import Moved, Rehearse
 from megasdc.train.detection.gather import gather_traces
 from megasdc.train.detection.incidents import Settled
@@ -180,14 +183,29 @@ class Findings:
             address = str(difference.address)
             self.tell("finding", step=engine.step_number, tier="permuted", rank=rank, address=address)
         pairs: dict[int, list[tuple[int, int] | None]] = {rank: [] for rank in flagged}
+        own = flagged[dims.rank].address if dims.rank in flagged else None
+        kept: list[Tensor | None] = []
         for _ in range(self._repeats):
-            both = [gather_traces(one(), dims, self._group) for one in (lambda: rehearse(engine, 0)[0], moved.again)]
+            both = []
+            for compute in (lambda: rehearse(engine, 0)[0], moved.again):
+                result, trace = self._referee.keep(own, compute)
+                kept.append(result)
+                both.append(gather_traces(trace, dims, self._group))
             for rank, difference in flagged.items():
                 here, there = (repeated_value(rank, difference.place, audit, one, dims) for one in both)
                 pairs[rank].append(None if here is None or there is None else (here, there))
+        void = gather_objects(
+            any(differ_in_nan_alone(*kept[at : at + 2]) for at in range(0, len(kept), 2)), self._group
+        )
+        for rank, difference in flagged.items():
+            if void[rank]:
+                reason = "two NaN have other bits, which no operation promises to keep"
+                address = str(difference.address)
+                self.tell("permuted_void", step=engine.step_number, rank=rank, address=address, reason=reason)
         rulings = [
             replace(judge_recomputed(rank, one, pairs[rank], rank in earlier), basis=ELSEWHERE)
             for rank, one in flagged.items()
+            if not void[rank]
         ]
         unclear = tuple(rank for rank, one in verdicts.items() if one.status == UNCLEAR)
         if unclear:
@@ -288,6 +306,14 @@ def difference_at(audited: Trace, moved: Trace, address: Address) -> Unrepeated:
     """A result as it was computed, and with elements in other places."""
     place = audited.addresses.index(address)
     return Unrepeated(address, audited.checksums[place], moved.checksums[place], place)
+
+
+def differ_in_nan_alone(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two results have NaN at the same places, with other bits, and are equal elsewhere."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    alike = (as_bits(one) == as_bits(other)) | (one.isnan() & other.isnan())
+    return bool(one.isnan().any()) and bool(alike.all())
 
 
 def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:

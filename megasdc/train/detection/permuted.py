@@ -1,9 +1,9 @@
 """Audits inside one device: the audited micro-batch once more, each operation with its elements in other places.
 
-The first audit of a start also tries every operation both ways on the real numbers. Operations whose results are not
-the same bits at all ranks that computed them, by differences as small as rounding, have kernels that do not treat all
-places alike: they are computed as they are from then on, and named. A larger difference, or one that only some ranks
-see, is no such thing, and is left to the audit.
+The first audit of a start also tries every operation both ways on the real numbers. Where all ranks that computed one
+get other bits, its kernel does not treat all places alike: it is computed as it is from then on, and named. Where one
+rank alone computed it, that is said of differences as small as rounding, or in many elements. What only some ranks
+see, or one rank in few elements, is no property of a kernel, and is left to the audit.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from megasdc.train.detection.evidence import Rehearse
 
 logger = logging.getLogger(__name__)
 
+MANY = 0.1
+"""Share of a result's elements that no single unit computes."""
 ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Differences, as a share of the largest element, that another order of summation explains."""
 
@@ -87,6 +89,12 @@ def places_matter(found: Sequence[Tried]) -> Mapping[Signature, Unequal]:
     return {
         signature: one
         for signature, one in unequal.items()
-        if one.largest <= max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
-        and all(signature in of_rank.unequal for of_rank in found if signature in of_rank.moved)
+        if _is_of_kernel(signature, one, [of_rank for of_rank in found if signature in of_rank.moved])
     }
+
+
+def _is_of_kernel(signature: Signature, total: Unequal, ran: Sequence[Tried]) -> bool:
+    """Whether a difference is of the kernel, or of how it is moved here, and not of a device."""
+    rounding = max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
+    explained = len(ran) > 1 or total.largest <= rounding or total.elements > MANY * total.of
+    return explained and all(signature in of_rank.unequal for of_rank in ran)

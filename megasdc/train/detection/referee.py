@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megasdc.sdc.opinion import Opinion, Outside
 from megasdc.train.detection.exhibits.calls import Exhibit, kept_calls
 from megasdc.train.detection.exhibits.make import SEEN_AT, make_exhibit
 
+T = TypeVar("T")
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""
 
@@ -55,14 +56,19 @@ class Referee:
         Collective: all ranks of the world.
         """
         asked = self._submodules.get(address.fqn) if self._rank in values else None
-        self._wanted = None if asked is None else address
         with kept_calls(None if asked is None else self._module_of(asked)) as calls:
-            again = repeat()
-        result, self._wanted, self._result = self._result, None, None
+            result, again = self.keep(None if asked is None else address, repeat)
         mine = None
         if asked is not None and result is not None and again.get(self._rank) == values[self._rank]:
             mine = make_exhibit(address, asked.kind, calls, result)
         return self._compare(address, values, mine)
+
+    def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
+        """Repeat something, and keep this rank's result at an address; None: there is none."""
+        self._wanted, self._result = address, None
+        again = repeat()
+        result, self._wanted, self._result = self._result, None, None
+        return result, again
 
     def _module_of(self, submodule: Submodule) -> Any:
         """Where the calls of a submodule are seen."""

@@ -170,3 +170,21 @@ def test_rolls_move_to_other_lanes_and_come_back() -> None:
     assert not is_permuted()
     with Permuted():
         assert is_permuted()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_of_queries_stay_with_their_keys(dtype: torch.dtype) -> None:
+    """Eight heads of queries share four of keys."""
+    query, key, value = (draw(3, count, ROWS, 16, dtype=dtype) for count in (8, 4, 4))
+
+    def attend() -> Tensor:
+        result = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        gradients = torch.autograd.grad(result, [query, key, value], torch.ones_like(result) * 1.5)
+        return torch.cat([one.detach().flatten() for one in (result, *gradients)])
+
+    expected = attend()
+    with Trial() as trial:
+        attend()
+    assert not trial.tried.unequal and not trial.tried.left
+    with Permuted():
+        assert torch.equal(as_bits(attend()), as_bits(expected))

@@ -40,11 +40,16 @@ OTHER, SUM, SHARD, STEPPED, STATE = (
     "update",
     "optimizer state",
 )
+SLICED = (SUM, SHARD, STEPPED, STATE)
+"""Rows that slices of the optimizer show."""
 ONCE, ALWAYS, SOMETIMES = "transient", "persistent", "intermittent"
+TWICE = "in two steps"
+"""So that each group of the optimizer is in a slice once."""
 PERSISTENCE: dict[str, dict[str, Any]] = {
     ONCE: {"once": True},
     ALWAYS: {"same_elements": True},
     SOMETIMES: {"probability": 0.5},
+    TWICE: {},
 }
 """Persistences of a fault, each a part of a spec."""
 LASTING = "update, in every step"
@@ -180,10 +185,10 @@ class Cases:
     def _targets(self, row: str, step: int) -> tuple[str, list[Target]]:
         draw, rank = self._draw, self._draw.randrange(self._dims.world_size)
         if row in (ALONE, PAIR):
-            persistence = draw.choice(list(PERSISTENCE))
+            persistence = draw.choice([ONCE, ALWAYS, SOMETIMES])
             return persistence, [self._target(rank, step, 0, self._phases(), persistence)]
         if row in (UNIT, VALUES):
-            persistence = draw.choice(list(PERSISTENCE)) if row == UNIT else ALWAYS
+            persistence = draw.choice([ONCE, ALWAYS, SOMETIMES]) if row == UNIT else ALWAYS
             bound_to = "unit" if row == UNIT else "values"
             return persistence, [self._target(rank, step, 0, self._phases(), persistence, bound_to=bound_to)]
         if row == PAIR_GOLDEN:
@@ -202,7 +207,7 @@ class Cases:
             persistence = draw.choice([ONCE, SOMETIMES])
             micro_batch = draw.randrange(self._micro_batches)
             return persistence, [self._target(rank, step, micro_batch, [FORWARD], persistence, recomputed=True)]
-        return ONCE, [self._elsewhere(row, rank, step)]
+        return TWICE if row in SLICED else ONCE, [self._elsewhere(row, rank, step)]
 
     def _elsewhere(self, row: str, rank: int, step: int) -> Target:
         """A transient fault of what no audited micro-batch computes."""
@@ -214,10 +219,11 @@ class Cases:
         if row == OTHER:
             phases = [BACKWARD, WEIGHT_GRAD] if self._recompute else [FORWARD, BACKWARD, WEIGHT_GRAD]
             return replace(self._target(rank, step, 1, phases, ONCE), shows=None)
-        phase = {PARAMETERS: PARAMETER, SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE}
-        found = self._target(rank, step, None, [phase.get(row, UPDATE)], ONCE)
-        shows = replace(found.address, step=step + 1) if row == PARAMETERS else None
-        return replace(found, shows=shows)
+        if row == PARAMETERS:
+            found = self._target(rank, step, None, [PARAMETER], ONCE)
+            return replace(found, shows=replace(found.address, step=step + 1))
+        phase = {SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE, STEPPED: UPDATE}[row]
+        return replace(self._target(rank, step, None, [phase], TWICE), shows=None)
 
     def _phases(self) -> list[str]:
         """Phases of a micro-batch in which a fault can be injected, each as likely."""
@@ -269,7 +275,7 @@ class Cases:
                 "submodule": address.fqn,
                 "phase": address.phase,
                 "slot": address.slot,
-                "steps": [1 if persistence == ALWAYS else address.step, address.step],
+                "steps": [1 if persistence == ALWAYS else address.step, address.step + (persistence == TWICE)],
                 "micro_batches": None if address.micro_batch is None else [address.micro_batch],
                 "seed": self._draw.randrange(1 << 30),
             }

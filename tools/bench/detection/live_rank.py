@@ -6,6 +6,7 @@ the first reports what was found.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ from tools.bench.detection.live_cases import (
     GOLDEN,
     PERMUTED,
     TOLERANCED,
+    UNIT,
     Case,
     Cases,
     deal_rows,
@@ -133,7 +135,9 @@ class LiveCampaign:
             watches.append(Watch(gradients, detection.audited_submodules))
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
-        run.hooks = [detection, *faults, observation, results]
+        slices = detection.slices
+        before, after = ([], []) if slices is None else ([slices], [slices.found])
+        run.hooks = [detection, *before, *faults, observation, *after, results]
         self._events.kept.clear()
         if case.completed:
             self._decisions.begin(StepDecisions(MICRO_BATCHES, case.completed))
@@ -141,6 +145,8 @@ class LiveCampaign:
         try:
             train(run)
         finally:
+            if slices is not None:
+                slices.close()
             run.hooks = []
             self._engine.gate = None
         self._gate.finish()
@@ -205,10 +211,12 @@ class LiveCampaign:
         repeats = self._configs[case.mode].megasdc.sdc.repeats
         step = case.targets[0].address.step
         live = {rank: [one for one in firings if (one.rank, one.address.step) == (rank, step)] for rank in case.ranks}
+        by_unit = case.row == UNIT and found
         harmed = tuple(
             rank
             for rank, of_rank in live.items()
-            if of_rank and of_rank[0].changed and is_read(of_rank[0], self.dims.tensor, self._padded)
+            # A unit may harm what it computes elsewhere alone; where that is compared with nothing, nothing is found.
+            if any(_harms(one, self.dims.tensor, self._padded) for one in (of_rank if by_unit else of_rank[:1]))
         )
         alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
@@ -223,6 +231,7 @@ class LiveCampaign:
             addresses=tuple(str(target.address) for target in case.targets),
             harmed=harmed,
             shows=tuple(str(one.shows) for one in case.targets if one.shows is not None and one.rank in harmed),
+            largest_change=max((_change(one) for of_rank in live.values() for one in of_rank), default=0.0),
             reproduced=bool(alike) and all(alike),
             golden_harmed=bool(golden) and all(golden),
             detected=found,
@@ -238,8 +247,19 @@ class LiveCampaign:
         self._events.close()
 
 
+def _change(firing: Firing) -> float:
+    """Largest change of an element that a fault made, as a share of its value before."""
+    pairs = zip(firing.before, firing.after, strict=True)
+    shares = [abs(after - before) / abs(before) if before else math.inf for before, after in pairs if before != after]
+    return max((math.inf if math.isnan(one) else one for one in shares), default=0.0)
+
+
 def _done(firing: Firing) -> tuple[Any, ...]:
     return firing.indices, firing.bits_before, firing.bits_after
+
+
+def _harms(firing: Firing, tensor: int, padded_vocab: int) -> bool:
+    return bool(firing.changed) and is_read(firing, tensor, padded_vocab)
 
 
 def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:

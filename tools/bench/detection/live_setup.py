@@ -18,6 +18,8 @@ WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclus
 """Policy with which every trial ends, whatever is found."""
 AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
 ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
+WHOLE_SHARDS = 1_000_000
+"""Elements of a slice, so many that the two groups of the optimizer take turns."""
 TOLERANCED_ONLY = {"enabled": True, "toleranced": True, "recompute": False, "parameters": False, "finite": False}
 ON_REQUEST = {**AUDIT, "interval": 1_000_000}
 """Audits that run on request only."""
@@ -84,6 +86,8 @@ def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
     if mode == TOLERANCED:
         sections = {**raw["megasdc"], "sdc": {**sdc, "always_on": TOLERANCED_ONLY}, "audit": ON_REQUEST}
         return parse_config({**raw, "megasdc": sections})
+    if mode == EVERYTHING:
+        sdc["always_on"] = {**ALWAYS_ON, "slice_elements": WHOLE_SHARDS}
     audit = {**AUDIT, "permuted": mode in (PERMUTED, EVERYTHING)}
     sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": audit})
     return parse_config({**raw, "megasdc": sections})

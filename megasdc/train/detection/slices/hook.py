@@ -182,7 +182,7 @@ class SliceChecks(Hook):
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
     def _of_sums(self, step: int) -> Settled:
-        """A sum that rounding does not explain: of the owner, of who added, or of the link; nobody is named."""
+        """A sum that rounding does not explain: of the owner, who added, or the link; of several nobody is named."""
         wrong = self._wrong_sum
         mine = None if wrong is None else (self._address(step, REDUCED_GRAD, wrong.due, wrong.element), wrong)
         rulings, opinions = [], []
@@ -192,7 +192,8 @@ class SliceChecks(Hook):
             address, one = found
             first = rank - self._engine.dims.at(rank).dp_rank * self._engine.dims.tensor
             suspects = tuple(first + replica * self._engine.dims.tensor for replica in range(self._engine.dims.data))
-            rulings.append(Ruling(None, INCONCLUSIVE, MEAN, address, suspects=suspects))
+            alone = rank if len(suspects) == 1 else None
+            rulings.append(Ruling(alone, INCONCLUSIVE, MEAN, address, suspects=() if alone == rank else suspects))
             outside = Outside((0, one.element), one.exact, one.bound, {rank: repr(one.got)})
             opinions.append(Opinion(address, {rank: False}, "", one.elements, outside))
         return Settled(SUMS, None, tuple(rulings), self._engine.dims.world_size, opinions=tuple(opinions))
