@@ -13,6 +13,7 @@ from megasdc.config.problems.detection import asks_golden
 
 NOTHING = "-"
 _NORM = "NaN and Inf (norm)"
+_SLICES = {REDUCED_GRAD: "a slice added again", UPDATE: "a slice updated again"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         audit = "replicas"
     whole = shape.replicas > 1 if phase == PARAMETER else shape.covered == shape.micro_batches
     if any(exact for _, exact in every):
-        exact = "always" if whole else "sometimes"
+        exact = "always" if whole and phase not in _SLICES else "sometimes"
     else:
         exact = "never" if (audit, golden) == (NOTHING, NOTHING) else "sometimes"
     return Covered(phase, "; ".join(text for text, _ in every) or NOTHING, audit, golden, exact)
@@ -95,6 +96,8 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
         found += [("replicas", True)] * (shape.replicas > 1) + [("copies of tensor ranks", True)] * (shape.tensor > 1)
     if phase in (FORWARD, BACKWARD) and section.enabled and section.finite:
         found.append((f"NaN and Inf, {shape.share}", False))
+    if section.enabled and section.slice_elements and phase in _SLICES:
+        found.append((_SLICES[phase], True))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):
         found.append((_NORM, False))
     if section.enabled and section.toleranced:

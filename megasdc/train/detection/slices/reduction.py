@@ -38,7 +38,7 @@ class WrongSum:
 class SumCheck:
     """Copies a slice of each replica's gradients before they are summed, and compares their mean with the sum's.
 
-    With two replicas and a power of two to divide by, nothing but the one correct rounding passes.
+    With two replicas in fp32 only the two numbers beside the exact mean pass, unless gradients cancel.
     """
 
     def __init__(self, engine: TrainingEngine, slices: Slices) -> None:
