@@ -185,8 +185,7 @@ class Disputes:
         """
         with self._marked_if_unsettled(step):
             found = find(self._suspects.ranks)
-            wrong_again = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
-            again = self._act(step, found, wrong_again)
+            again = self._act(step, found, repaired=False, in_step=False)
         return self._commit(step, again)
 
     def check_golden(self, step: int) -> float:
@@ -201,8 +200,8 @@ class Disputes:
             return 0.0
         answer = self._ask(self._golden, step, self._section.repeats)
         if rulings := answer.rulings(step, self._suspects.ranks):
-            wrong_again = any(ruling.verdict != NOT_REPRODUCED for ruling in rulings)
-            self._act(step, Settled("golden", None, rulings, answer.compared, answer.counts), wrong_again)
+            found = Settled("golden", None, rulings, answer.compared, answer.counts)
+            self._act(step, found, repaired=False, in_step=False)
             self._commit(step, again=False)
         return answer.seconds
 
@@ -233,13 +232,18 @@ class Disputes:
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def _act(self, step: int, found: Settled, repaired: bool) -> bool:
+    def _act(self, step: int, found: Settled, repaired: bool, *, in_step: bool = True) -> bool:
+        """Act by policy; returns whether the step is to be computed again, or what was found to be put right.
+
+        ``in_step``: computing the step again may repair it; else only what was not reproduced can be repaired.
+        """
         if not found.rulings:
             return False
         policy = self._section.policy
         action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
-        if repaired and action == "repair":
-            action = "halt"  # wrong again after the repair
+        lasts = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
+        if action == "repair" and (repaired or (lasts and not in_step)):
+            action = "halt"
         if action == "halt":  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:

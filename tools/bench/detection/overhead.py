@@ -16,6 +16,8 @@ from tools.bench.detection.overhead_model import (
     AUDIT,
     BETWEEN,
     OFF,
+    PERMUTED,
+    SLICES,
     STEPS,
     TOLERANCED,
     amortised,
@@ -28,11 +30,11 @@ from tools.bench.result import Progress, Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
 
-BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
+BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005, SLICES: 0.003}
 """Largest share of a step's time, on the first model."""
 SLACK = 0.5
 """Largest distance of the interval's upper end above a bar, as a share of it."""
-BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, TOLERANCED)
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, SLICES, TOLERANCED)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
 """Smallest share that is worth a row."""

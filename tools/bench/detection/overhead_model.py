@@ -9,8 +9,8 @@ from megasdc.sdc.cost import Reads, Work, reads_of_step
 
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
 AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
-TOLERANCED = "toleranced checks"
-STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, TOLERANCED)
+TOLERANCED, PERMUTED, SLICES = "toleranced checks", "permuted audit", "slices of the optimizer"
+STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, SLICES, TOLERANCED)
 """Kinds of steps that are measured; the cost of audits is that of one audited step and those up to the next."""
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
@@ -19,7 +19,8 @@ _ALL_PARAMETERS = "gemm"
 def asked_by(work: Work, step: str) -> Asked:
     """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
-    ValueError for toleranced checks, which read gradients in float64 and have no such model.
+    ValueError for toleranced checks, which read gradients in float64, permuted audits, which compute, and slices, which
+    are of one size whatever the model: they have no such model.
     """
     nothing = Reads(0, 0)
     parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]
@@ -51,4 +52,5 @@ def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[
     """
     step_s = work.flops / flop_per_s
     shares = {step: asked_by(work, step).seconds(rates) / step_s for step in (ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN)}
+    shares[PERMUTED] = 2 * shares[AUDIT] + 1 / work.accumulation  # one more micro-batch, with its checksums
     return shares | {AMORTISED: amortised(shares[AUDIT], shares[BETWEEN], interval)}

@@ -40,11 +40,22 @@ from megasdc.train.detection.observe import Observation
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver
-from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, STEPS, TOLERANCED
+from tools.bench.detection.overhead_model import (
+    ALWAYS_ON,
+    ALWAYS_ON_ALL,
+    AUDIT,
+    BETWEEN,
+    PERMUTED,
+    SLICES,
+    STEPS,
+    TOLERANCED,
+)
 from tools.bench.rank import Messages, join_ranks
 from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config
 
+SLICE = 16384
+"""Elements of a slice of the optimizer."""
 NEVER = 1 << 40
 """Interval of audits that is never reached."""
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -52,9 +63,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
     ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
     AUDIT: {"audit": {"enabled": True, "interval": 1}},
     BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
+    PERMUTED: {"audit": {"enabled": True, "interval": 1, "permuted": True}},
+    SLICES: {"sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}}},
     TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
 }
-"""Checks that each kind of step switches on; of the last the toleranced checks alone are made."""
+"""Checks that each kind of step switches on; of the last two the slices and the toleranced checks alone are made."""
 
 
 class PhaseObserver(TimedObserver):
@@ -147,6 +160,9 @@ class OverheadRank:
         if name == TOLERANCED:
             with self._tolerance(clock) as checks:
                 wall_s = self._wall(checks)
+        elif name == SLICES:
+            with self._slicing(clock):
+                wall_s = self._wall(None)
         elif name in self._detections:
             wall_s = self._detecting_step(name, clock)
         else:
@@ -165,7 +181,7 @@ class OverheadRank:
         if observer is not None:
             attaching.timed("attach", observer.close)
             clock.parts |= observer.parts
-        if name != AUDIT:
+        if name not in (AUDIT, PERMUTED):
             return wall_s
         clock.parts |= attaching.parts
         return wall_s + attaching.parts["attach"]
@@ -192,6 +208,20 @@ class OverheadRank:
         chosen = [one for one in self._submodules if one.fqn in names]
         gradients = any(watch.gradients for watch in wanting)
         return PhaseObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
+
+    @contextmanager
+    def _slicing(self, clock: Clock) -> Iterator[None]:
+        """The checks of slices for one step; what their hook in the optimizer copies is not measured."""
+        slices = self._detections[SLICES].slices
+        assert slices is not None, "the section asks for it"
+        slices.on_start(self._run)
+        before: Any = Timed(slices, clock)
+        found: Any = Timed(slices.found, clock)
+        self.engine.hooks = [before, *self.engine.hooks, found]
+        try:
+            yield
+        finally:
+            slices.close()
 
     @contextmanager
     def _tolerance(self, clock: Clock) -> Iterator[Any]:

@@ -33,9 +33,13 @@ class Training:
 
 
 def training_of(layout: Layout, kinds: Sequence[str]) -> Training:
-    """That of a run with faults of some kinds; with three replicas, which can name one of them, it is audited."""
+    """That of a run with faults of some kinds; with three replicas, which can name one of them, it is audited.
+
+    Not where it may have fewer of them for a while: which samples an audited step has depends on their number.
+    """
     events = [KINDS[kind].event for kind in kinds]
-    return Training(layout, layout[2] > 2 or INJECTED in events, SKIPPED in events)
+    audited = layout[2] > 2 and not any(KINDS[kind].changes_size for kind in kinds)
+    return Training(layout, audited or INJECTED in events, SKIPPED in events)
 
 
 def write_config(target: Target, data: Path, training: Training, kinds: Sequence[str]) -> None:

@@ -179,6 +179,7 @@ class Kind:
         replicas: fewest and most of runs that it comes about in.
         spares: hosts that such a run has beside those that it needs.
         engines: of the runs that it can come about in.
+        changes_size: the run may have another number of replicas for a while.
     """
 
     title: str
@@ -188,6 +189,7 @@ class Kind:
     replicas: tuple[int, int] = (1, 99)
     spares: int = SPARES
     engines: tuple[str, ...] = (SSH, SLURM)
+    changes_size: bool = False
 
 
 KINDS = {
@@ -209,7 +211,13 @@ KINDS = {
     "requeue": Kind("an administrator requeues the job", _job_requeued, engines=(SLURM,)),
     "limit": Kind("the time limit is announced to the job", _limit_near, engines=(SLURM,)),
     "step": Kind("the job step of an attempt is cancelled", _step_cancelled, engines=(SLURM,)),
-    "fewer": Kind("two hosts are powered off, and the run may have fewer", _two_off, _fewer_hosts, engines=(SSH,)),
+    "fewer": Kind(
+        "two hosts are powered off, and the run may have fewer",
+        _two_off,
+        _fewer_hosts,
+        engines=(SSH,),
+        changes_size=True,
+    ),
     "split": Kind("the supervisor's host is unplugged, and another one is started", _split, engines=(SSH,)),
     "samples": Kind("some samples give NaN", None, _poisoned_samples, SKIPPED, engines=(SSH,)),
     "wrong": Kind("one host of three replicas computes wrong results", None, _wrong_results, INJECTED, (3, 99)),
