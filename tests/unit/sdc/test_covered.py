@@ -52,6 +52,8 @@ def test_by_default_nothing_is_compared() -> None:
     [
         ({"audit": {"enabled": True}}, SHAPE, [], [*STEP[:4], "parameter"]),
         ({"audit": {"enabled": True}}, Shape(1, 1, 4, 1, True), [], []),
+        ({"audit": {"enabled": True, "permuted": True}}, Shape(1, 1, 4, 1, True), [], STEP[:4]),
+        ({"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}}, Shape(1, 1, 4, 1, False), [], STEP[4:6]),
         ({"sdc": ON}, SHAPE, ["parameter"], STEP[:2]),
         ({"sdc": ON}, Shape(3, 1, 4, 4, True), ["parameter", *STEP[:2]], []),
         ({"sdc": ON}, Shape(3, 1, 4, None, True), ["parameter"], STEP[:2]),

@@ -1,0 +1,51 @@
+"""Which operations are no longer moved, and which differences are left to the audit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megasdc.tensors.permuted import Tried, Unequal
+from megasdc.train.detection.findings import differ_in_nan_alone
+from megasdc.train.detection.permuted import places_matter
+
+PRODUCT = ("aten::mm", "float32(32, 64)", "float32(64, 48)")
+
+
+def tried(unequal: Unequal | None) -> Tried:
+    """A rank that computed one product both ways."""
+    return Tried(moved=Counter({PRODUCT: 1}), unequal={} if unequal is None else {PRODUCT: unequal})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_kernel"),
+    [
+        ([Unequal(3, 1000, 1e-7)], True),  # another order of summation
+        ([Unequal(3, 1000, 0.5)], False),  # a unit
+        ([Unequal(600, 1000, 0.5)], True),  # more than a unit computes
+        ([Unequal(3, 1000, 0.5), Unequal(3, 1000, 0.5)], True),  # the same on all
+        ([Unequal(600, 1000, 0.5), None], False),  # on one of two
+        ([Unequal(3, 1000, 1e-7), None], False),
+        ([None, None], False),
+    ],
+)
+def test_what_is_said_of_a_kernel(ranks: list[Unequal | None], of_kernel: bool) -> None:
+    """What all ranks see, or one alone within rounding or nearly everywhere."""
+    found = places_matter([*(tried(one) for one in ranks), Tried()])
+    assert set(found) == ({PRODUCT} if of_kernel else set())
+    if of_kernel:
+        assert found[PRODUCT].of == 1000 * len(ranks)
+
+
+def test_bits_of_nan_are_no_difference() -> None:
+    """But NaN at another place is one, and so is a number beside it."""
+    one = torch.tensor([1.0, float("nan"), 2.0])
+    other = one.clone()
+    other.view(torch.int32)[1] ^= 1
+    assert differ_in_nan_alone(one, other)
+    assert not differ_in_nan_alone(one, one.roll(1))
+    assert not differ_in_nan_alone(one, torch.tensor([1.0, float("nan"), 3.0]))
+    assert not differ_in_nan_alone(torch.ones(3), torch.ones(3)), "then something else made the difference"
+    assert not differ_in_nan_alone(one, None)
