@@ -50,8 +50,8 @@ from tools.bench.detection.live_cases import (
     EVERYTHING,
     GOLDEN,
     PERMUTED,
+    SLICED,
     TOLERANCED,
-    UNIT,
     Case,
     Cases,
     deal_rows,
@@ -210,13 +210,14 @@ class LiveCampaign:
         named, found = self._named()
         repeats = self._configs[case.mode].megasdc.sdc.repeats
         step = case.targets[0].address.step
-        live = {rank: [one for one in firings if (one.rank, one.address.step) == (rank, step)] for rank in case.ranks}
-        by_unit = case.row == UNIT and found
+        steps = (step, step + 1) if case.row in SLICED else (step,)
+        live = {rank: [one for one in firings if one.rank == rank and one.address.step in steps] for rank in case.ranks}
+        # A fault may harm what is computed elsewhere alone; where that is compared with nothing, nothing is found.
+        any_call = case.row in SLICED or (found and case.mode in (PERMUTED, EVERYTHING))
         harmed = tuple(
             rank
             for rank, of_rank in live.items()
-            # A unit may harm what it computes elsewhere alone; where that is compared with nothing, nothing is found.
-            if any(_harms(one, self.dims.tensor, self._padded) for one in (of_rank if by_unit else of_rank[:1]))
+            if any(_harms(one, self.dims.tensor, self._padded) for one in (of_rank if any_call else of_rank[:1]))
         )
         alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
