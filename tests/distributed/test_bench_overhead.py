@@ -26,6 +26,8 @@ from tools.bench.detection.overhead_model import (
     AUDIT,
     BETWEEN,
     OFF,
+    PERMUTED,
+    SLICES,
     TOLERANCED,
     asked_by,
 )
@@ -66,6 +68,8 @@ def test_a_sample(tmp_path: Path) -> None:
         AUDIT: {*COMPARED, *AUDITED, *EACH_STEP},
         BETWEEN: {*COMPARED, *EACH_STEP},
         AMORTISED: {*COMPARED, *AUDITED, *EACH_STEP},
+        PERMUTED: {*COMPARED, *AUDITED, *EACH_STEP},
+        SLICES: {"before_reduction", "before_optimizer_step", "after_optimizer_step"},
         TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
     }
     for model in found["models"]:
@@ -74,8 +78,8 @@ def test_a_sample(tmp_path: Path) -> None:
         for name, tier in model["tiers"].items():
             assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
             assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
-            assert (tier["predicted"] is None) == (name == TOLERANCED)
-    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.005]
+            assert (tier["predicted"] is None) == (name in (SLICES, TOLERANCED))
+    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.003, 0.005]
     assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
     assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
     assert "weight_grad" in done.output and "after_micro_batches" in done.output

@@ -80,8 +80,9 @@ def test_toleranced_faults_need_a_run_under_way() -> None:
     assert "--toleranced needs --live" in done.output
 
 
-def test_a_layout_without_replicas_is_refused() -> None:
-    """One replica has nothing to compare an audit with."""
-    done = CliRunner().invoke(app, ["detection", "--live", "--layouts", "2x1x1"])
+def test_toleranced_faults_need_replicas() -> None:
+    """With one replica in all layouts nothing would be tested."""
+    arguments = ["detection", "--live", "--faults", "0", "--layouts", "2x1x1"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code != 0
-    assert "2x1x1 has one replica" in done.output + str(done.exception)
+    assert "toleranced checks need 2 replicas" in done.output + str(done.exception)

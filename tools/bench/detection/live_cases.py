@@ -151,7 +151,12 @@ class Cases:
     """Draws cases for one layout and type, with a generator that is seeded equally on all ranks.
 
     ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name.
+
+    Attributes:
+        twice: whether faults of ``SLICED`` rows come in two steps.
     """
+
+    twice = True
 
     def __init__(
         self,
@@ -207,10 +212,11 @@ class Cases:
             persistence = draw.choice([ONCE, SOMETIMES])
             micro_batch = draw.randrange(self._micro_batches)
             return persistence, [self._target(rank, step, micro_batch, [FORWARD], persistence, recomputed=True)]
-        return TWICE if row in SLICED else ONCE, [self._elsewhere(row, rank, step)]
+        persistence = TWICE if row in SLICED and self.twice else ONCE
+        return persistence, [self._elsewhere(row, rank, step, persistence)]
 
-    def _elsewhere(self, row: str, rank: int, step: int) -> Target:
-        """A transient fault of what no audited micro-batch computes."""
+    def _elsewhere(self, row: str, rank: int, step: int, persistence: str) -> Target:
+        """A fault of what no audited micro-batch computes, transient unless it is of what slices show."""
         if row == SHARED_TOKENS:
             ends = [one for one in range(self._dims.world_size) if self._tokens_of(one)]
             return self._tokens(self._draw.choice(ends), step)
@@ -222,8 +228,8 @@ class Cases:
         if row == PARAMETERS:
             found = self._target(rank, step, None, [PARAMETER], ONCE)
             return replace(found, shows=replace(found.address, step=step + 1))
-        phase = {SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE, STEPPED: UPDATE}[row]
-        return replace(self._target(rank, step, None, [phase], TWICE), shows=None)
+        phase = {SUM: COLLECTIVE, SHARD: REDUCED_GRAD, STATE: OPTIMIZER_STATE}.get(row, UPDATE)
+        return replace(self._target(rank, step, None, [phase], persistence), shows=None)
 
     def _phases(self) -> list[str]:
         """Phases of a micro-batch in which a fault can be injected, each as likely."""

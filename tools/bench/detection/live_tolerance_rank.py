@@ -110,6 +110,7 @@ class ToleranceCampaign(LiveCampaign):
 
     def __init__(self, request: dict[str, Any]) -> None:
         super().__init__(request, KINDS)
+        self.cases.twice = False
         flats = [flat for group in self._engine.optimizer.optimizer.param_groups for flat in group["params"]]
         self._parts = max(gather_objects(max(-(-flat.numel() // SLICE) for flat in flats)))
         self._state: dict[str, Any] | None = None

@@ -95,6 +95,8 @@ class LiveOptions(DetectionOptions):
         """See ``Options``."""
         if not (self.faults or self.toleranced):
             return ["--faults, --toleranced: both are 0, and nothing would be tested; give one of them"]
+        if not self.faults and all(layout[2] < 2 for layout in self.layouts):
+            return ["--layouts: the toleranced checks need 2 replicas, and nothing would be tested; add such a layout"]
         return []
 
     def more_of_cell(self, place: int, number: int) -> dict[str, Any]:
