@@ -98,7 +98,7 @@ class Witness(Hook):
             for flat in group["params"]:
                 state = inner.state[flat]
                 before = AdamSlice(flat.detach(), state["exp_avg"], state["exp_avg_sq"])
-                settings = settings_of(inner, group)
+                settings = settings_of(type(inner), group)
                 self._magnitudes[id(flat)] = adam_step(before, flat.grad, state["step"].double() + 1, settings)[1]
 
     def after_step(self, run: Run, result: StepResult) -> None:
