@@ -72,7 +72,7 @@ def test_a_healthy_run_is_the_run_without_audits(
     assert list_verified(tmp_path / "audited" / "checkpoints")
     (tried,) = events_of(tmp_path / "audited", "audit", "permuted")
     assert {name.split(".")[0] for name in tried["not_kept"]} <= {"aten::sum"}, "48 columns are no multiple of 32"
-    assert sum(tried["moved"].values()) > 50
+    assert sum(tried["moved"].values()) > 40, "fused modules have fewer"
     assert {name.partition("::")[2].partition(".")[0] for name in tried["left"]} <= left
 
 
