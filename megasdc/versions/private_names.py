@@ -165,6 +165,7 @@ OWNERS = (
         mentioned=("_forward_impl", "disable_grad_reduce"),
     ),
     Owner("megatron.core.tensor_parallel:RowParallelLinear", "local results of linear layers", (), ("_forward_impl",)),
+    Owner("torch.utils._python_dispatch", "audits inside one device (`audit.permuted`)", names=("TorchDispatchMode",)),
     Owner("torch", "saves beside training (`checkpoint.writing`)", names=("_utils",)),
     Owner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
     Owner(
