@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, failure_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
+from whole_runs import (
+    events_of,
+    failure_of,
+    metrics_of,
+    prepare_text,
+    pretrain_rank,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_config,
+)
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
@@ -46,19 +56,12 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     folder = tmp_path_factory.mktemp("guarded")
     results = train_run(_write(folder, data, "clean", 2, **GUARDED), 2)
     assert [code for code, _ in results] == [0, 0], results
-    assert _verdicts(folder / "clean") == []
+    assert verdicts_of(folder / "clean") == []
     return folder / "clean"
 
 
 def _end(run_dir: Path) -> Any:
     return state_of(run_dir / "checkpoints" / "step_00000006"), metrics_of(run_dir)
-
-
-def _verdicts(run_dir: Path) -> list[tuple[Any, ...]]:
-    return [
-        (one["step"], one["tier"], one["rank"], one["verdict"], one["basis"], one["action"])
-        for one in events_of(run_dir, "sdc", "verdict")
-    ]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)], ids=["dp3", "tp2dp3", "pp2dp3"])
@@ -75,9 +78,9 @@ def test_a_fault_of_one_micro_batch_is_named_and_repaired(
     for config in (clean, harmed):
         results = train_run(config, ranks)
         assert [code for code, _ in results if code] == [], results
-    assert _verdicts(tmp_path / "clean") == []
+    assert verdicts_of(tmp_path / "clean") == []
     assert len(events_of(tmp_path / "clean", "audit", "agreed")) == 3
-    assert _verdicts(tmp_path / "harmed") == [
+    assert verdicts_of(tmp_path / "harmed") == [
         (4, "audit", wrong, "not_reproduced", "relative to the majority", "repair")
     ]
     assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
@@ -104,7 +107,7 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert failed["problem"].endswith("ended with 1: no mail server"), "it is told, and the run ends as without it"
     assert [code for code, _ in results] == [73, 73, 73]
     assert all("rank 2" in str(message) and "persistent" in str(message) for _, message in results)
-    assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "referee", "halt")]
+    assert verdicts_of(tmp_path / "run") == [(4, "audit", 2, "persistent", "referee", "halt")]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")) == ["step_00000003"]
     incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
     (named,) = incident.flagged
@@ -140,7 +143,7 @@ def test_a_wrong_result_of_a_fused_submodule_is_named(tmp_path: Path, data: Path
     fault = {"submodule": "2.layer.mlp.activation", "rank": 2, "steps": [4, None], "same_elements": True}
     config = _write(tmp_path, data, "run", 3, faults=[{**fault, "bits": "exponent"}], model__fuse=True)
     assert [code for code, _ in train_run(config, 3)] == [73, 73, 73]
-    assert _verdicts(tmp_path / "run") == [(4, "audit", 2, "persistent", "referee", "halt")]
+    assert verdicts_of(tmp_path / "run") == [(4, "audit", 2, "persistent", "referee", "halt")]
     incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
     (named,) = incident.flagged
     assert (named.rank, named.first.fqn, named.first.phase) == (2, "2.layer.mlp.activation", "forward")
@@ -151,7 +154,7 @@ def test_of_two_replicas_the_one_that_varies_is_named(tmp_path: Path, data: Path
     fault = {"submodule": "*.linear_fc1", "phase": "weight_grad", "rank": 1, "steps": [2, 2], "micro_batches": [0]}
     results = train_run(_write(tmp_path, data, "run", 2, faults=[{**fault, "once": True}]), 2)
     assert [code for code, _ in results] == [0, 0], results
-    assert _verdicts(tmp_path / "run") == [(2, "audit", 1, "not_reproduced", "replay", "repair")]
+    assert verdicts_of(tmp_path / "run") == [(2, "audit", 1, "not_reproduced", "replay", "repair")]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def test_of_two_replicas_the_referee_names_the_wrong_one(
     harm = {"faults": [{**fault, "elements": 3, "same_elements": True, "steps": [2, None]}]}
     results = train_run(_write(tmp_path, data, "run", 2, **harm, **options), 2)
     assert [code for code, _ in results] == [73, 73], results
-    assert _verdicts(tmp_path / "run") == [(2, "audit", 1, "persistent", "referee", "halt")]
+    assert verdicts_of(tmp_path / "run") == [(2, "audit", 1, "persistent", "referee", "halt")]
     (opinion,) = events_of(tmp_path / "run", "sdc", "referee")
     assert opinion["within"] == {"0": True, "1": False} and 1 <= opinion["elements"] <= 3
     values, exact, bound = (opinion["worst"][name] for name in ("values", "exact", "bound"))
@@ -206,11 +209,11 @@ def test_two_replicas_whose_fault_rounding_may_explain_need_a_golden_trace(tmp_p
     blind = _write(tmp_path, data, "blind", 2, **model, **harm)
     results = train_run(blind, 2)
     assert [code for code, _ in results] == [73, 73]
-    assert _verdicts(tmp_path / "blind") == [(2, "audit", None, "inconclusive", "replay", "halt")]
+    assert verdicts_of(tmp_path / "blind") == [(2, "audit", None, "inconclusive", "replay", "halt")]
     seeing = _write(tmp_path, data, "seeing", 2, **harm, **model, sdc={"golden": str(tmp_path / "good.golden")})
     results = train_run(seeing, 2)
     assert [code for code, _ in results] == [73, 73]
-    assert [one[1:] for one in _verdicts(tmp_path / "seeing")] == [("audit", 0, "persistent", "golden trace", "halt")]
+    assert [one[1:] for one in verdicts_of(tmp_path / "seeing")] == [("audit", 0, "persistent", "golden trace", "halt")]
 
 
 def test_a_forward_fault_shows_against_its_recomputation(tmp_path: Path, data: Path) -> None:
@@ -227,8 +230,8 @@ def test_a_forward_fault_shows_against_its_recomputation(tmp_path: Path, data: P
     for config in (clean, harmed):
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
-    assert _verdicts(tmp_path / "clean") == []
-    assert _verdicts(tmp_path / "harmed") == [(3, "recompute", 1, "not_reproduced", "own recomputation", "repair")]
+    assert verdicts_of(tmp_path / "clean") == []
+    assert verdicts_of(tmp_path / "harmed") == [(3, "recompute", 1, "not_reproduced", "own recomputation", "repair")]
     assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
 
 
@@ -244,8 +247,8 @@ def test_wrong_parameters_are_gathered_again(tmp_path: Path, data: Path) -> None
     for config in (clean, harmed):
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
-    assert _verdicts(tmp_path / "clean") == []
-    assert _verdicts(tmp_path / "harmed") == [(4, "parameters", 1, "not_reproduced", "master shard", "repair")]
+    assert verdicts_of(tmp_path / "clean") == []
+    assert verdicts_of(tmp_path / "harmed") == [(4, "parameters", 1, "not_reproduced", "master shard", "repair")]
     clean_end, harmed_end = _end(tmp_path / "clean"), _end(tmp_path / "harmed")
     assert clean_end[0] == harmed_end[0]
 
@@ -290,7 +293,7 @@ def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:
         results = train_run(config, 4)
         assert [code for code, _ in results if code] == [], results
     assert _end(tmp_path / "off") == _end(tmp_path / "on")
-    assert _verdicts(tmp_path / "on") == []
+    assert verdicts_of(tmp_path / "on") == []
 
 
 def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data: Path) -> None:
@@ -304,7 +307,7 @@ def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data
     faults = [{**place, "rank": 0}, {**place, "rank": 2, "phase": "backward"}]
     results = train_run(_write(tmp_path, data, "run", 3, **options, faults=faults), 3)
     assert [code for code, _ in results] == [0, 0, 0], results
-    found = [(one[1], one[2]) for one in _verdicts(tmp_path / "run") if one[0] == 2]
+    found = [(one[1], one[2]) for one in verdicts_of(tmp_path / "run") if one[0] == 2]
     assert ("recompute", 0) in found and ("audit", 2) in found
     agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
     assert agreed == [4, 6], "a step that was committed although it is wrong verifies nothing"
@@ -390,7 +393,7 @@ def test_a_wrong_update_of_a_copy_shows_between_tensor_ranks(tmp_path: Path, dat
         harmed = _write(tmp_path, data, name, 2, **options, sdc=sdc, faults=[{**fault, "steps": [step, step]}])
         results = train_run(harmed, 4)
         assert [code for code, _ in results] == [73, 73, 73, 73], results
-        assert _verdicts(tmp_path / name) == [
+        assert verdicts_of(tmp_path / name) == [
             (step + 1, "copies", None, "inconclusive", "copies on tensor ranks", action) for action in actions
         ]
         assert list((tmp_path / name / "checkpoints").glob("step_*")) == [], "step 3 is the first that is saved"
@@ -402,7 +405,7 @@ def test_wrong_parameters_are_not_saved(tmp_path: Path, data: Path, guarded: Pat
     fault = {"submodule": "*.linear_fc1", "phase": "parameter", "rank": rank, "steps": [step, step]}
     results = train_run(_write(tmp_path, data, "harmed", 2, **GUARDED, faults=[fault]), 2)
     assert [code for code, _ in results] == [0, 0], results
-    assert _verdicts(tmp_path / "harmed") == [
+    assert verdicts_of(tmp_path / "harmed") == [
         (step + 1, "parameters", rank, "not_reproduced", "master shard", "repair")
     ]
     for saved in (3, 6):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
 
 from megasdc.checkpoint.marks import list_verified
 from megasdc.sdc.incident import incident_from_json
@@ -29,13 +29,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
     return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**AUDITED, **changes})
-
-
-def _verdicts(run_dir: Path) -> list[tuple[Any, ...]]:
-    return [
-        (one["step"], one["tier"], one["rank"], one["verdict"], one["basis"], one["action"])
-        for one in events_of(run_dir, "sdc", "verdict")
-    ]
 
 
 def _end(run_dir: Path) -> Any:
@@ -67,7 +60,7 @@ def test_a_healthy_run_is_the_run_without_audits(
         results = train_run(_write(tmp_path, data, name, **{**changes, **more}), ranks)
         assert [code for code, _ in results if code] == [], results
     assert _end(tmp_path / "plain") == _end(tmp_path / "audited")
-    assert _verdicts(tmp_path / "audited") == []
+    assert verdicts_of(tmp_path / "audited") == []
     assert len(events_of(tmp_path / "audited", "audit", "agreed")) == 3
     assert list_verified(tmp_path / "audited" / "checkpoints")
     (tried,) = events_of(tmp_path / "audited", "audit", "permuted")
@@ -97,7 +90,7 @@ def test_a_unit_that_is_always_wrong_is_named(
     results = train_run(_write(tmp_path, data, "run", **settings), tensor * pipeline * replicas)
     assert {code for code, _ in results} == {73}, results
     expected = (4, "permuted", place["rank"], "persistent", "own results elsewhere", "halt")
-    assert _verdicts(tmp_path / "run")[0] == expected
+    assert verdicts_of(tmp_path / "run")[0] == expected
     incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
     (named,) = incident.flagged
     assert (named.rank, named.repeats, named.wrong_repeats) == (place["rank"], 5, 5)
@@ -110,7 +103,7 @@ def test_a_fault_of_one_time_is_repaired(tmp_path: Path, data: Path) -> None:
     once = {**UNIT, "once": True, "steps": [4, 4], "submodule": "*.linear_fc2", "rank": 0}
     for name, faults in {"clean": [], "harmed": [once]}.items():
         assert train_run(_write(tmp_path, data, name, faults=faults), 1) == [(0, None)]
-    assert _verdicts(tmp_path / "harmed") == [(4, "permuted", 0, "not_reproduced", "own results elsewhere", "repair")]
+    assert verdicts_of(tmp_path / "harmed") == [(4, "permuted", 0, "not_reproduced", "own results elsewhere", "repair")]
     assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
 
 
@@ -118,4 +111,4 @@ def test_what_moves_with_the_values_is_not_seen(tmp_path: Path, data: Path) -> N
     """The documented limit: wrong each time for these values, wherever they are computed."""
     fault = {**UNIT, "bound_to": "values", "submodule": "*.linear_fc2", "rank": 0}
     assert train_run(_write(tmp_path, data, "run", faults=[fault]), 1) == [(0, None)]
-    assert _verdicts(tmp_path / "run") == [] and len(events_of(tmp_path / "run", "fault", "injected")) > 2
+    assert verdicts_of(tmp_path / "run") == [] and len(events_of(tmp_path / "run", "fault", "injected")) > 2

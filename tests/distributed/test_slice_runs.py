@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, write_config
+from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
 
 from megasdc.sdc.incident import incident_from_json
 
@@ -27,13 +27,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
     return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **changes})
-
-
-def _verdicts(run_dir: Path) -> list[tuple[Any, ...]]:
-    return [
-        (one["step"], one["tier"], one["rank"], one["verdict"], one["basis"], one["action"])
-        for one in events_of(run_dir, "sdc", "verdict")
-    ]
 
 
 def _end(run_dir: Path) -> Any:
@@ -62,7 +55,7 @@ def test_a_healthy_run_is_the_run_without_checks(
         results = train_run(config, tensor * pipeline * replicas, *overrides)
         assert [code for code, _ in results if code] == [], results
     assert _end(tmp_path / "plain") == _end(tmp_path / "checked")
-    assert _verdicts(tmp_path / "checked") == []
+    assert verdicts_of(tmp_path / "checked") == []
     (told,) = events_of(tmp_path / "checked", "start", "slices")
     assert told["elements"] == 700 and told["period"] > 6
 
@@ -89,7 +82,7 @@ def test_a_wrong_element_is_found_in_its_step(
     config = _write(tmp_path, data, "run", faults=[fault], deepspeed__train_batch_size=2 * replicas)
     results = train_run(config, replicas)
     assert len(events_of(tmp_path / "run", "fault", "injected")) == 1
-    (verdict,) = _verdicts(tmp_path / "run")
+    (verdict,) = verdicts_of(tmp_path / "run")
     if named:
         basis = "own results elsewhere" if phase == "update" and replicas == 1 else basis
         assert verdict == (4, tier, rank, "not_reproduced", basis, "repair")

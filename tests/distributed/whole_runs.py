@@ -123,6 +123,12 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     return {name: value for name, value in digests.items() if "ds_config" not in name and "ds_version" not in name}
 
 
+def verdicts_of(run_dir: Path) -> list[tuple[Any, ...]]:
+    """Step, tier, rank, verdict, basis and action of each verdict on a rank."""
+    names = ("step", "tier", "rank", "verdict", "basis", "action")
+    return [tuple(one[name] for name in names) for one in events_of(run_dir, "sdc", "verdict")]
+
+
 def failure_of(run_dir: Path) -> Any:
     """What ``megasdc summary`` says of how the last start failed; the host is this one."""
     from megasdc.report.summary import render, summarize

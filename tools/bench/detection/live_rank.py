@@ -212,12 +212,15 @@ class LiveCampaign:
         step = case.targets[0].address.step
         steps = (step, step + 1) if case.row in SLICED else (step,)
         live = {rank: [one for one in firings if one.rank == rank and one.address.step in steps] for rank in case.ranks}
-        # A fault may harm what is computed elsewhere alone; where that is compared with nothing, nothing is found.
+        # A fault may change only what is computed elsewhere; where that is compared with nothing, nothing is found.
         any_call = case.row in SLICED or (found and case.mode in (PERMUTED, EVERYTHING))
         harmed = tuple(
             rank
             for rank, of_rank in live.items()
-            if any(_harms(one, self.dims.tensor, self._padded) for one in (of_rank if any_call else of_rank[:1]))
+            if any(
+                _changes_what_is_read(one, self.dims.tensor, self._padded)
+                for one in (of_rank if any_call else of_rank[:1])
+            )
         )
         alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
@@ -259,7 +262,7 @@ def _done(firing: Firing) -> tuple[Any, ...]:
     return firing.indices, firing.bits_before, firing.bits_after
 
 
-def _harms(firing: Firing, tensor: int, padded_vocab: int) -> bool:
+def _changes_what_is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
     return bool(firing.changed) and is_read(firing, tensor, padded_vocab)
 
 
