@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,8 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         path: of the file; its folder exists.
         mode: ``w`` for text in UTF-8, ``wb`` for bytes.
     """
-    owner = f"{socket.gethostname()[:_HOST_CHARACTERS]}.{os.getpid()}"  # hosts may share the folder
+    # Hosts may share the folder, and threads may replace the same file.
+    owner = f"{socket.gethostname()[:_HOST_CHARACTERS]}.{threading.get_native_id()}"
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:_NAME_CHARACTERS]}.{owner}")
     try:
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:

@@ -135,7 +135,8 @@ class RunLock:
 
     def wait_until_alone(self) -> None:
         """Wait until a holder that was replaced unwatched, and may live, writes nothing any more."""
-        time.sleep(max(0.0, self._alone_at - time.monotonic()))
+        while (left := self._alone_at - time.monotonic()) > 0:
+            time.sleep(left)
 
     def release(self) -> None:
         """Release the folder; idempotent."""
@@ -169,8 +170,11 @@ class RunLock:
     def _write_beat(self) -> None:
         found = read_holder(self.folder)
         if found is not None and found.token != self._holder.token:
-            self.taken_by = found
-            return
+            if self.replaced is None or found.token != self.replaced.token:
+                self.taken_by = found
+                return
+            # The one that was replaced lives, and wrote after it had read, but before we wrote: it learns it now.
+            self._alone_at = time.monotonic() + LEARN_S
         self._holder = replace(self._holder, beats=self._holder.beats + 1)
         _write(self.folder, self._holder)
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +70,14 @@ def far(folder: Path, **changes: object) -> Holder:
     holder = replace(own("theirs"), host="elsewhere", pid=4242, **changes)  # type: ignore[arg-type]
     run_lock._write(folder, holder)
     return holder
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for what a thread does."""
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_folder_in_use_is_refused_with_who_has_it(tmp_path: Path, other: int, said: list[str]) -> None:
@@ -171,10 +179,27 @@ def test_whose_launch_was_seen_to_end_is_not_watched(
     assert time.monotonic() - start < run_lock.STALE_S
     lock.wait_until_alone()
     assert time.monotonic() - start >= 1.0
+    until(lambda: beating.taken_by is not None)  # at once, unless the disk is slow
     assert beating.taken_by is not None and beating.taken_by.token == "ours" and lock.taken_by is None
     beating.release()
     lock.release()
     assert read_holder(tmp_path) is None
+
+
+def test_a_replaced_launch_that_writes_once_more_does_not_win(
+    tmp_path: Path, said: list[str], quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record may overwrite the new one, where it had read the old before: ours returns, and we wait again."""
+    monkeypatch.setattr(run_lock, "LEARN_S", 1.0)
+    holder = far(tmp_path, launch_id="of-them")
+    lock = take(tmp_path, own(), said.append, ["of-them"])
+    time.sleep(0.5)
+    run_lock._write(tmp_path, holder)
+    late = time.monotonic()
+    until(lambda: (found := read_holder(tmp_path)) is not None and found.token == "ours")
+    lock.wait_until_alone()
+    assert lock.taken_by is None and time.monotonic() - late >= 1.0
+    lock.release()
 
 
 def test_a_launch_that_lives_here_is_refused_though_it_was_seen_to_end(
@@ -217,10 +242,7 @@ def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str
     """Who slept longer than others wait finds another's record, leaves it, and knows."""
     lock = take(tmp_path, own(), said.append)
     theirs = far(tmp_path)
-    end = time.monotonic() + 20
-    while lock.taken_by is None:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: lock.taken_by is not None)
     lock.release()
     assert lock.taken_by == read_holder(tmp_path) == theirs
 
