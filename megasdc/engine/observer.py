@@ -6,7 +6,7 @@ Listeners are called in the order given: fault injection comes before recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -43,6 +43,7 @@ class Observer(Hook):
         listeners: called in this order for every result.
         gradients: whether backward results and weight gradients are observed too.
         after: the engine's hook that it follows; None, or none of them: it follows all.
+        clock: entered around each call of the listeners, which it measures.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
         the collectives of column-parallel layers are called from another place.
@@ -55,8 +56,10 @@ class Observer(Hook):
         listeners: Sequence[Listener],
         gradients: bool = True,
         after: Hook | None = None,
+        clock: AbstractContextManager[None] | None = None,
     ) -> None:
         self._undo = ExitStack()
+        self._clock = clock or nullcontext()
         self._listeners = tuple(listeners)
         self._step = 0
         self._micro_batch = 0
@@ -146,8 +149,9 @@ class Observer(Hook):
 
     def _emit(self, address: Address, result: Tensor) -> Tensor | None:
         changed = None
-        for listener in self._listeners:
-            answer = listener(address, result if changed is None else changed)
-            if answer is not None:
-                changed = answer
+        with self._clock:
+            for listener in self._listeners:
+                answer = listener(address, result if changed is None else changed)
+                if answer is not None:
+                    changed = answer
         return changed

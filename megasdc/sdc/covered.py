@@ -24,7 +24,8 @@ class Shape:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
         micro_batches: of a step on each replica.
-        covered: micro-batches of a step that the always-on checks cover; None: one or all, depending on cost.
+        covered: micro-batches that the always-on checks look at; None: as many as the budget allows.
+        every: steps from one such look to the next.
         recomputes: whether activations are recomputed.
     """
 
@@ -33,12 +34,19 @@ class Shape:
     micro_batches: int
     covered: int | None
     recomputes: bool
+    every: int = 1
 
     @property
     def share(self) -> str:
         """The micro-batches that the always-on checks cover, as text."""
-        covered = "1 or all" if self.covered is None else str(self.covered)
-        return f"{covered} of {self.micro_batches}"
+        if self.covered is None:
+            return f"some of {self.micro_batches}"
+        return f"{self.covered} of {self.micro_batches}" + (f" every {self.every} steps" if self.every > 1 else "")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is every micro-batch of every step."""
+        return self.covered == self.micro_batches and self.every == 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         golden = "its own workload" if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
-    whole = shape.replicas > 1 if phase == PARAMETER else shape.covered == shape.micro_batches
+    whole = shape.replicas > 1 if phase == PARAMETER else shape.is_whole
     if any(exact for _, exact in every):
         exact = "always" if whole and phase not in _SLICES else "sometimes"
     else:

@@ -110,8 +110,8 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     """
     run, sections, drills, study = parts.run, parts.config.megasdc, parts.drills, parts.study
     training, interval = sections.training, sections.logging.interval
-    recording = _recording(parts)
     writer = build_writer(parts.config, run)
+    recording = _recording(parts, writer)
     drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
     times, slow = _times_and_stragglers(parts, drop, writer)
     specs = sections.optimizer_hooks
@@ -194,7 +194,7 @@ def _times_and_stragglers(
     return times, StragglerWatch(parts.config.megasdc.health.slow_ratio, parts.run, times, writer)
 
 
-def _build_detection(parts: HookParts) -> Detection | None:
+def _build_detection(parts: HookParts, writer: MetricsWriter | None) -> Detection | None:
     config, run = parts.config, parts.run
     if parts.kept is None:
         if run.dims.rank == 0:
@@ -206,10 +206,10 @@ def _build_detection(parts: HookParts) -> Detection | None:
         table = coverage_table(config, run.engine, plan)
         logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         run.events.emit("start", "coverage", step=run.step, table=table)
-    return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan)
+    return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan, writer)
 
 
-def _recording(parts: HookParts) -> Recording:
+def _recording(parts: HookParts, writer: MetricsWriter | None) -> Recording:
     """Hooks that observe the tensors of a step; all watches share one observation."""
     config, run, injector = parts.config, parts.run, parts.drills.injector
     tracer = build_tracer(config.megasdc.trace, run.engine)
@@ -221,9 +221,10 @@ def _recording(parts: HookParts) -> Recording:
     details = DetailsRecorder(run) if config.megasdc.trace.details else None
     if details is not None:
         watches.append(details.watch)
-    if (detection := _build_detection(parts)) is not None:
+    if (detection := _build_detection(parts, writer)) is not None:
         watches += watches_of(detection)
-    observation = Observation(run.engine, watches) if watches else None
+    clock = None if detection is None else detection.budget.looks
+    observation = Observation(run.engine, watches, clock) if watches else None
     if detection is not None and observation is not None:
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
     return Recording(

@@ -36,7 +36,22 @@ from tools.bench.training.options import TrainBenchOptions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
-SMALL = ["--blocks", "2", "--hidden", "128", "--other", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
+SMALL = [
+    "--kept",
+    "20",
+    "--blocks",
+    "2",
+    "--hidden",
+    "128",
+    "--other",
+    "64",
+    "--layers",
+    "1",
+    "--sequence",
+    "32",
+    "--vocab",
+    "500",
+]
 COMPARED = {"before_step", "after_micro_batches"}
 AUDITED = {"attach", "forward", "backward", "recompute", "weight_grad"}
 EACH_STEP = {"agreement", "after_step"}
@@ -75,11 +90,13 @@ def test_a_sample(tmp_path: Path) -> None:
     for model in found["models"]:
         assert model["tiers"].keys() == parts.keys()
         assert all(rate > 0 for rate in model["rates"].values())
+        assert 0 < model["kept"]["share"] < 1 and model["kept"]["passed"] == (model["kept"]["share"] <= 0.01)
+        assert model["kept"]["period"] >= model["kept"]["cadence"]["every"]
         for name, tier in model["tiers"].items():
             assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
             assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
             assert (tier["predicted"] is None) == (name in (SLICES, TOLERANCED))
-    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.01, 0.003, 0.005]
+    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.003, 0.005]
     assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
     assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
     assert "weight_grad" in done.output and "after_micro_batches" in done.output

@@ -47,7 +47,7 @@ def _write(tmp_path: Path, data: Path, name: str, replicas: int, **changes: Any)
     return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**AUDITED, **batch, **changes})
 
 
-GUARDED: dict[str, Any] = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}}}
+GUARDED: dict[str, Any] = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True, "coverage": "one"}}}
 
 
 @pytest.fixture(scope="module")
@@ -320,14 +320,16 @@ def test_what_is_covered_is_told_at_the_start(tmp_path: Path, data: Path) -> Non
     config = _write(tmp_path, data, "run", 2, sdc={"always_on": {"enabled": True}}, training={"steps": 1})
     results = train_run(config, 2)
     assert [code for code, _ in results] == [0, 0], results
-    ((audit, always_on, cost),) = [one["coverage"] for one in events_of(tmp_path / "run", "start", "checks")]
+    ((audit, looks, always_on, cost),) = [one["coverage"] for one in events_of(tmp_path / "run", "start", "checks")]
     assert "every 2 steps: 1 of 2 micro-batches on 2 replicas" in audit and "25.00% of the independent samples" in audit
     h, layers, vocab, positions = 32, 2, 512, 64
     numel = vocab * h + positions * h + layers * (12 * h * h + 13 * h) + 2 * h
     assert f"parameters of 2 replicas (28 results, {4 * numel / 1e6:.3g} MB)" in always_on
-    assert "NaN and Inf in 1 of 2 micro-batches" in always_on, "checks of a tiny model cost more than 1 % of a step"
+    assert re.match(r"every \d+ steps, results of 1 of 2 micro-batches .*NaN and Inf", looks), "of a tiny model"
+    every = int(looks.split()[1])
+    assert looks.endswith(f"all 2 in turn within {2 * every} steps")
     shares = [float(share) for share in re.findall(r"([0-9.]+)%", cost)]
-    assert len(shares) == 3 and shares[0] > 1 and shares[2] == pytest.approx(shares[1] / 2, rel=0.01)
+    assert len(shares) == 4 and shares[1] == 1 and shares[3] == pytest.approx(shares[2] / 2, rel=0.01)
 
 
 def _asked_for_an_audit(config: str, overrides: list[str]) -> tuple[int, str | None]:
@@ -389,7 +391,7 @@ def test_a_wrong_update_of_a_copy_shows_between_tensor_ranks(tmp_path: Path, dat
     assert [code for code, _ in train_run(clean, 4)] == [0, 0, 0, 0]
     for step, actions in ((2, ["halt"]), (2, ["repair", "halt"]), (3, ["repair", "halt"])):
         name = f"step_{step}_{actions[0]}"
-        sdc = {"always_on": {"enabled": True}, "policy": {"inconclusive": actions[0]}}
+        sdc = {"always_on": {"enabled": True, "coverage": "one"}, "policy": {"inconclusive": actions[0]}}
         harmed = _write(tmp_path, data, name, 2, **options, sdc=sdc, faults=[{**fault, "steps": [step, step]}])
         results = train_run(harmed, 4)
         assert [code for code, _ in results] == [73, 73, 73, 73], results
@@ -421,7 +423,7 @@ def _without_hooks(state: dict[str, str]) -> dict[str, str]:
 
 def test_wrong_parameters_halt_before_a_save(tmp_path: Path, data: Path) -> None:
     """With policy halt nothing of that step is kept."""
-    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True}, "policy": {}}}
+    options = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True, "coverage": "one"}, "policy": {}}}
     options["sdc"]["policy"] = {"not_reproduced": "halt"}
     fault = {"submodule": "*.linear_fc1", "phase": "parameter", "rank": 1, "steps": [3, 3]}
     harmed = _write(tmp_path, data, "harmed", 2, **options, faults=[fault])

@@ -15,7 +15,15 @@ pytestmark = pytest.mark.distributed
 WHOLE = 1_000_000
 CHECKED: dict[str, Any] = {
     "determinism": {"enabled": True},
-    "sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False, "slice_elements": WHOLE}},
+    "sdc": {
+        "always_on": {
+            "enabled": True,
+            "coverage": "one",
+            "parameters": False,
+            "finite": False,
+            "slice_elements": WHOLE,
+        }
+    },
 }
 
 

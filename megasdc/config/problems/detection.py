@@ -45,6 +45,12 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is checked: parameters, finite and toleranced are false and no recomputation is "
             "compared; set sdc.always_on.parameters true, or enabled false.",
         )
+    if file.sdc.budget is not None and always_on.coverage != "auto":
+        yield Problem(
+            ("megasdc.sdc.budget", "megasdc.sdc.always_on.coverage"),
+            f'got {file.sdc.budget} with a fixed coverage "{always_on.coverage}", which follows no budget; set '
+            'coverage to "auto", or budget to null.',
+        )
     for name in ("toleranced", "slice_elements"):
         asked = always_on.enabled and getattr(always_on, name)
         if asked and not deepspeed["optimizer"]["params"]["torch_adam"]:

@@ -55,8 +55,8 @@ class AlwaysOnSection(Section):
     )
     coverage: Literal["auto", "one", "all"] = setting(
         "auto",
-        "Micro-batches of a step whose results are checked: one, another each step; all; auto: all where that is "
-        "expected to cost at most 1 % of a step on every rank, else one; reported at the start.",
+        "Micro-batches whose results are looked at: one of each step, another each step; all; auto: as many as "
+        "`sdc.budget` leaves room for, from all of each step to one in 50 steps; reported at the start.",
     )
     granularity: Granularity = setting("submodule", "Which submodules are checked; see `trace.granularity`.")
 
@@ -67,6 +67,13 @@ class SdcSection(Section):
     at_resume = "applied"
 
     always_on: AlwaysOnSection = section(AlwaysOnSection)
+    budget: float | None = setting(
+        None,
+        "With coverage auto: largest share of a step's time that checks and audits together may take, which the "
+        "coverage follows while the run goes on; null: 0.01, with one replica 0.02.",
+        gt=0,
+        le=1,
+    )
     repeats: PositiveInt = setting(
         5, "How often a disputed micro-batch is recomputed to tell persistent from other faults."
     )
@@ -87,6 +94,10 @@ class SdcSection(Section):
         "kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
     policy: PolicySection = section(PolicySection)
+
+    def budget_of(self, replicas: int) -> float:
+        """``budget``, or its default for a number of replicas."""
+        return self.budget or (0.02 if replicas == 1 else 0.01)
 
 
 class AuditSection(Section):

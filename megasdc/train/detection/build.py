@@ -8,8 +8,10 @@ from megasdc.config.sections.optimizer_hooks import LOCAL
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector
+from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan
 from megasdc.train.detection.disputes import Disputes
@@ -35,6 +37,7 @@ def build_detection(
     signals: StopSignals,
     injector: Injector | None,
     plan: CheckPlan,
+    writer: MetricsWriter | None = None,
 ) -> Detection:
     """Build the checks of each step of a run.
 
@@ -42,6 +45,7 @@ def build_detection(
         batches: this replica's micro-batches.
         injector: fault injection of this run; None: none.
         plan: what is covered.
+        writer: where rank 0 writes what the checks took; None: nowhere.
     """
     sections, dims = config.megasdc, run.dims
     algorithm = default_algorithm(run.engine.device)
@@ -65,7 +69,8 @@ def build_detection(
         save_interval=sections.checkpoint.interval,
         sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
     )
-    return Detection(settings, run, batches, disputes, parameters, signals, plan, referee)
+    budget = Budget(plan, run.engine, writer)
+    return Detection(settings, run, batches, disputes, parameters, signals, plan.lines, budget, referee)
 
 
 def watches_of(detection: Detection) -> list[Watch]:

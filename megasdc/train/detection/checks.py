@@ -7,7 +7,7 @@ over replicas. A finding is not an error: all ranks learn it at the same point a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
-from megasdc.train.detection.coverage import CheckPlan
+from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.evidence import Evidence, Moved
 from megasdc.train.detection.nonfinite import NonFiniteSearch
@@ -86,7 +86,8 @@ class Detection(Hook):
         batches: this replica's micro-batches.
         disputes: settles findings.
         signals: of this process; SIGUSR2 requests an audit.
-        plan: what is covered; reported at the start.
+        lines: what is covered; reported at the start.
+        budget: decides which steps look, and measures what that takes.
         referee: is shown the results of audited micro-batches, where it asks for one.
 
     Attributes:
@@ -101,7 +102,8 @@ class Detection(Hook):
         disputes: Disputes,
         parameters: ParameterReader,
         signals: StopSignals,
-        plan: CheckPlan,
+        lines: Sequence[str],
+        budget: Budget,
         referee: Referee,
     ) -> None:
         sdc = settings.sdc
@@ -112,31 +114,25 @@ class Detection(Hook):
         self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
         self._disputes = disputes
-        size = sdc.always_on.slice_elements if sdc.always_on.enabled else None
-        self.slices = None if size is None else SliceChecks(size, disputes.settle_slice, sums=settings.sums)
+        self.budget = budget
+        size = sdc.always_on.slice_elements
+        self.slices: SliceChecks | None = None
+        if sdc.always_on.enabled and size is not None:
+            self.slices = SliceChecks(size, disputes.settle_slice, budget, sums=settings.sums)
         self._save_interval = settings.save_interval
-        self._plan, self.referee = plan, referee
+        self._lines, self.referee = tuple(lines), referee
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False
         self._covered: Collection[int] = ()
         self._parameters = parameters
-        every = list_submodules(run.engine.module)
-        checked = [one.fqn for one in choose_submodules(every, sdc.always_on.granularity, None)]
-        self._audited = Tracer(
-            settings.algorithm,
-            TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]),
-            [one.fqn for one in choose_submodules(every, self._audit.granularity, None)] if self._audit.enabled else [],
-        )
-        self._checked = Tracer(
-            settings.algorithm, TraceSection(phases=[FORWARD, RECOMPUTE]), checked if settings.checks_recompute else []
-        )
+        self._audited, self._checked, checked = _recorders(run, settings)
         self._permuted = PermutedReplay(run) if self._audit.enabled and self._audit.permuted else None
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
         self._request = Field(lambda: float(signals.take_audit_request()))
-        self.fields = (self._request,) if self._audit.enabled else ()
+        self.fields = (*((self._request,) if self._audit.enabled else ()), *self.budget.fields)
 
     # --- what is listened to ------------------------------------------------------------------------------------
 
@@ -150,27 +146,30 @@ class Detection(Hook):
 
     def checked_submodules(self, step: int) -> Collection[str]:
         """Submodules that the check of recomputations observes in a step."""
-        return self._checked.fqns or ()
+        return self._checked.fqns or () if self.budget.looked_at(step) else ()
 
     def finite_submodules(self, step: int) -> Collection[str]:
         """Submodules that the check for NaN and Inf observes in a step."""
-        return self._finite_fqns
+        return self._finite_fqns if self.budget.looked_at(step) else ()
 
     def record_audited(self, address: Address, result: Tensor) -> None:
         """A listener: records results of the shared micro-batch."""
         if self._auditing:
-            self._audited(address, result)
+            with self.budget.audits:
+                self._audited(address, result)
 
     def record_checked(self, address: Address, result: Tensor) -> None:
         """A listener: records forward results and their recomputations."""
         if address.micro_batch in self._covered:
-            self._checked(address, result)
+            with self.budget.looks:
+                self._checked(address, result)
 
     def record_finite(self, address: Address, result: Tensor) -> None:
         """A listener: records whether results are finite."""
         covered = address.micro_batch in self._covered and address.phase in FINITE_PHASES
         if covered and address.fqn in self._finite_fqns:
-            self._finite(address, result)
+            with self.budget.looks:
+                self._finite(address, result)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -178,9 +177,9 @@ class Detection(Hook):
         """Find out which positions are comparable, and report what is covered."""
         self._disputes.on_start(run)
         if run.dims.rank == 0:
-            for line in self._plan.lines:
+            for line in self._lines:
                 logger.info("%s", line)
-            run.events.emit("start", "checks", step=run.step, coverage=self._plan.lines)
+            run.events.emit("start", "checks", step=run.step, coverage=self._lines)
         if self._golden_at_start:
             self._check_golden(run)
 
@@ -196,13 +195,15 @@ class Detection(Hook):
         self._auditing = self.is_audit(step)
         if self.search is not None:
             self.search.begin()
-        number = run.engine.micro_batches
-        self._covered = range(number) if self._plan.all_micro_batches else (step % number,)
-        shared = self._share(run, step) if self._auditing else None
+        self.budget.begin(step)
+        self._covered = self.budget.looked_at(step)
+        with self.budget.waits:
+            shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source
         self._batches.begin(shared)
         if self._auditing or (self._always_on.enabled and self._always_on.parameters):
-            self._parameters.start()
+            with self.budget.fixed:
+                self._parameters.start()
 
     def _share(self, run: Run, step: int) -> Shared:
         """The replica whose samples all replicas use, and their positions."""
@@ -222,31 +223,31 @@ class Detection(Hook):
         """
         if not (self._auditing or self._always_on.enabled):
             return
-        repaired = False
+        budget, repaired = self.budget, False
         while True:
-            checked = compare_recomputed(self._checked.take())
-            seen = self._finite.take(engine.dims)
-            own = self._parameters.take(), self._audited.take()
-            evidence = Evidence(*own, checked, self._move(engine))
-            agreed = compare_replicas(
-                [digest(evidence.parameters), digest(evidence.audited)],
-                [
-                    bool(evidence.repeats.unrepeated),
-                    evidence.place_matters,
-                    seen is not None,
-                    not loss_is_finite(engine),
-                ],
-                engine.dims,
-                self._host_group,
-                [digest(self._parameters.copies(evidence.parameters))],
-            )
+            with budget.looks:
+                checked = compare_recomputed(self._checked.take())
+                seen = self._finite.take(engine.dims)
+            with budget.fixed:
+                parameters = self._parameters.take()
+            with budget.audits:
+                evidence = Evidence(parameters, self._audited.take(), checked, self._move(engine))
+            with budget.fixed:
+                digests = [digest(evidence.parameters), digest(evidence.audited)]
+                copies = [digest(self._parameters.copies(evidence.parameters))]
+                raised = [bool(checked.unrepeated), evidence.place_matters, seen is not None]
+                raised.append(not loss_is_finite(engine))
+            with budget.waits:
+                agreed = compare_replicas(digests, raised, engine.dims, self._host_group, copies)
             repeated, moved, some_seen, some_loss = agreed.raised
             if self.search is not None and (some_seen or some_loss):
+                budget.ignore_step()
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
             if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated or moved):
                 return
+            budget.ignore_step()
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return
             if agreed.differing[0] or agreed.stages[0]:
@@ -278,6 +279,7 @@ class Detection(Hook):
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Search for the cause of a skipped step, if it is not known yet; parameters are unchanged."""
         if self.search is not None and engine.is_skipped and self.search.place is None:
+            self.budget.ignore_step()
             self.search.explain(engine, None, repeat=not engine.fp16_enabled())
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -289,6 +291,7 @@ class Detection(Hook):
         self._requested = bool(self._request.value)
         if self._requested:
             run.events.emit("audit", "requested", step=run.step + 1)
+        self.budget.end(run)
 
     def after_save(self) -> None:
         """A checkpoint is whole."""
@@ -323,6 +326,20 @@ class Detection(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._disputes.load_state_dict(state)
+
+
+def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[str]]:
+    """What records results of audits and of the check of recomputations, and which submodules the latter looks at."""
+    every, audit, algorithm = list_submodules(run.engine.module), settings.audit, settings.algorithm
+    checked = [one.fqn for one in choose_submodules(every, settings.sdc.always_on.granularity, None)]
+    audited = [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else []
+    shared = TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0])
+    twice = TraceSection(phases=[FORWARD, RECOMPUTE])
+    return (
+        Tracer(algorithm, shared, audited),
+        Tracer(algorithm, twice, checked if settings.checks_recompute else []),
+        checked,
+    )
 
 
 def loss_is_finite(engine: TrainingEngine) -> bool:

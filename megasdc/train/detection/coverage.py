@@ -13,14 +13,13 @@ from megasdc.config import RunConfig
 from megasdc.config.problems.detection import samples_lost
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.sdc.budget import Cadence, Shares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
 from megasdc.sdc.covered import Shape, render_coverage
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.check_rates import measure_products, measure_rates
 
-MOST_COST = 0.01
-"""With coverage "auto", every micro-batch is checked if that costs no more than this share of a step."""
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""
 _NOTHING = Reads(0, 0)
@@ -43,13 +42,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """Choice of the checked results: of all micro-batches of a step, or of one, another each step.
+    """What a run's checks cover.
 
-    ``lines`` describe what is covered, a line for each tier.
+    Args:
+        cadence: which steps look at results; of the first steps, where it follows a budget.
+        lines: a description for each tier.
+        budget: largest share of a step's time; None: the cadence is given.
+        expected: shares of a step; None: nothing was measured.
     """
 
-    all_micro_batches: bool
+    cadence: Cadence
     lines: tuple[str, ...]
+    budget: float | None = None
+    expected: Shares | None = None
 
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
@@ -81,33 +86,38 @@ def plan_checks(
 
     Collective: all ranks of the world, where ``speed`` is given.
     """
-    tiers = _Tiers(config, engine, vocab_size)
-    every, one, audit = tiers.always_on(engine.micro_batches), tiers.always_on(1), tiers.audit()
-    section = config.megasdc.sdc.always_on
+    tiers, number = _Tiers(config, engine, vocab_size), engine.micro_batches
+    sections, coverage = config.megasdc, config.megasdc.sdc.always_on.coverage
+    cadence = Cadence(number if coverage == "all" else 1)
     if speed is None:
-        whole = section.coverage == "all"
-        return CheckPlan(whole, tuple(tiers.describe(engine.micro_batches if whole else 1)))
+        return CheckPlan(cadence, tuple(tiers.describe(cadence)))
     step_s = tiers.flops / speed.flop_per_s
-    shares = [asked.seconds(speed.rates) / step_s for asked in (every, one, audit)]
+    shares = [asked.seconds(speed.rates) / step_s for asked in (tiers.fixed(), tiers.audit(), tiers.look())]
     largest = torch.tensor(shares, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    of_all, of_one, of_audit = largest.tolist()
-    whole = section.coverage == "all" or (section.coverage == "auto" and of_all <= MOST_COST)
-    told = [f"checks of every step {share_text(of_all if whole else of_one)} of it"] if section.enabled else []
-    if config.megasdc.audit.enabled:
-        interval = config.megasdc.audit.interval
-        told.append(f"an audit {share_text(of_audit)} of its step, {share_text(of_audit / interval)} of all steps")
-    lines = tiers.describe(engine.micro_batches if whole else 1)
+    fixed, of_audit, look = largest.tolist()
+    interval = sections.audit.interval
+    budget: float | None = None
+    expected = Shares(fixed, of_audit / interval, look, 0.0)
+    if sections.sdc.always_on.enabled and coverage == "auto":
+        budget = sections.sdc.budget_of(engine.dims.data)
+        cadence = choose_cadence(expected, budget, number)
+    lines, told = tiers.describe(cadence), []
+    if sections.sdc.always_on.enabled:
+        kept = "" if budget is None else f", kept within {share_text(budget)}, audits included, while the run goes on"
+        told.append(f"checks of every step {share_text(cadence.share(replace(expected, audits=0.0)))} of it{kept}")
+    if sections.audit.enabled:
+        told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(whole, tuple(lines))
+        return CheckPlan(cadence, tuple(lines), budget, expected)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
         f"(measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
-        + ("; without the toleranced checks)" if section.toleranced else ")")
+        + ("; without the toleranced checks)" if sections.sdc.always_on.toleranced else ")")
     )
-    return CheckPlan(whole, (*lines, cost))
+    return CheckPlan(cadence, (*lines, cost), budget, expected)
 
 
 def share_text(share: float) -> str:
@@ -121,7 +131,8 @@ def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -
         replicas=engine.dims.data,
         tensor=engine.dims.tensor,
         micro_batches=engine.micro_batches,
-        covered=engine.micro_batches if plan.all_micro_batches else 1,
+        covered=plan.cadence.micro_batches,
+        every=plan.cadence.every,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
     )
     return render_coverage(config.megasdc, shape)
@@ -154,14 +165,17 @@ class _Tiers:
         self._audited = reads_of_step(one, sections.audit.granularity)
         self._parameters = reads_of_step(one, _ALL_PARAMETERS)[PARAMETER] * (1 / self._dims.pipeline)
 
-    def always_on(self, covered: int) -> Asked:
-        """Operations of a step's checks, with results of ``covered`` micro-batches."""
+    def fixed(self) -> Asked:
+        """Operations of every step's checks, whatever it looks at."""
         section = self._sections.sdc.always_on
-        checksums = self._recomputed() * covered if self._compares_recompute else _NOTHING
-        extremes = self._finite() * covered if section.enabled and section.finite else _NOTHING
-        if section.enabled and section.parameters:
-            checksums += self._parameters
-        return Asked(checksums, extremes, int(section.enabled))
+        parameters = self._parameters if section.enabled and section.parameters else _NOTHING
+        return Asked(parameters, _NOTHING, int(section.enabled))
+
+    def look(self) -> Asked:
+        """Operations of looking at the results of one micro-batch."""
+        section = self._sections.sdc.always_on
+        checksums = self._recomputed() if self._compares_recompute else _NOTHING
+        return Asked(checksums, self._finite() if section.enabled and section.finite else _NOTHING, 0)
 
     def audit(self) -> Asked:
         """Operations of an audited step; its exchanges: choice of samples, agreement, request of an audit (shared)."""
@@ -169,8 +183,9 @@ class _Tiers:
             return Asked(_NOTHING, _NOTHING, 0)
         return Asked(self._audit_reads() + self._parameters, _NOTHING, 3)
 
-    def describe(self, covered: int) -> list[str]:
-        """A line for each tier, with results of ``covered`` micro-batches of a step checked."""
+    def describe(self, cadence: Cadence) -> list[str]:
+        """A line for each tier."""
+        covered = cadence.micro_batches
         audit, section, total = self._sections.audit, self._sections.sdc.always_on, self._micro_batches
         lines = []
         if audit.enabled:
@@ -181,17 +196,23 @@ class _Tiers:
             )
         if not section.enabled:
             return lines
-        parts = []
+        looks, parts = [], []
         if self._compares_recompute:
-            read = self._recomputed() * covered
-            parts.append(f"forward against recompute in {covered} of {total} micro-batches ({_size(read)})")
+            looks.append(f"forward against recompute ({_size(self._recomputed() * covered)})")
         if section.finite:
-            parts.append(f"NaN and Inf in {covered} of {total} micro-batches ({_size(self._finite() * covered)})")
+            looks.append(f"NaN and Inf ({_size(self._finite() * covered)})")
+        if looks:
+            steps = "step" if cadence.every == 1 else f"{cadence.every} steps"
+            lines.append(
+                f"every {steps}, results of {covered} of {total} micro-batches on a rank: {', '.join(looks)}; all "
+                f"{total} in turn within {cadence.period(total)} steps"
+            )
         if section.parameters:
             parts.append(f"parameters of {self._dims.data} replicas ({_size(self._parameters)})")
         if section.toleranced:
             parts.append("toleranced checks that only warn")
-        lines.append(f"every step, a rank: {', '.join(parts)}; arithmetic of the step {self.flops / 1e12:.3g} TFLOP")
+        said = ", ".join(parts) or "nothing besides"
+        lines.append(f"every step, a rank: {said}; arithmetic of the step {self.flops / 1e12:.3g} TFLOP")
         return lines
 
     def _recomputed(self) -> Reads:

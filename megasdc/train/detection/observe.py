@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
@@ -39,13 +39,17 @@ class Observation(Hook):
 
     Args:
         watches: called in this order for every result: fault injection before recording.
+        clock: measures attaching, and all listeners; None: nothing does.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
     """
 
-    def __init__(self, engine: TrainingEngine, watches: Sequence[Watch]) -> None:
+    def __init__(
+        self, engine: TrainingEngine, watches: Sequence[Watch], clock: AbstractContextManager[None] | None = None
+    ) -> None:
         self._engine = engine
+        self._clock = clock or nullcontext()
         self._watches = tuple(watches)
         self._submodules = list_submodules(engine.module)
         self._observer: Observer | None = None
@@ -56,7 +60,8 @@ class Observation(Hook):
         step = run.engine.step_number
         wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
         wanting = tuple(watch for watch in self._watches if wanted[watch])
-        self._attach(frozenset().union(*wanted.values()), wanting)
+        with self._clock:
+            self._attach(frozenset().union(*wanted.values()), wanting)
 
     @contextmanager
     def everything(self, listener: Listener) -> Iterator[None]:
@@ -83,7 +88,7 @@ class Observation(Hook):
         if chosen:
             gradients = any(watch.gradients for watch in wanting)
             listeners = [watch.listener for watch in wanting]
-            self._observer = Observer(self._engine, chosen, listeners, gradients, after=self)
+            self._observer = Observer(self._engine, chosen, listeners, gradients, after=self, clock=self._clock)
         self._attached = (fqns, wanting)
 
     def close(self) -> None:

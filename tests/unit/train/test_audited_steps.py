@@ -12,15 +12,18 @@ import torch
 from megasdc.config import AuditSection, SdcSection
 from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.checks import CheckSettings, Detection
-from megasdc.train.detection.coverage import share_text
+from megasdc.train.detection.coverage import CheckPlan, share_text
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
     """What decides it, for a stage without layers."""
     stage = SimpleNamespace(forward_funcs=[], _local_start=0, loss_fn=None, named_parameters=lambda: ())
-    engine: Any = SimpleNamespace(module=stage)
+    engine: Any = SimpleNamespace(module=stage, micro_batches=1, device=torch.device("cpu"))
+    budget = Budget(CheckPlan(Cadence(1), ()), engine)
     nothing: Any = None
     run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)
     settings = CheckSettings(
@@ -31,7 +34,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         save_interval=save_interval,
         sums=True,
     )
-    return Detection(settings, run, nothing, nothing, nothing, nothing, nothing, nothing)
+    return Detection(settings, run, nothing, nothing, nothing, nothing, (), budget, nothing)
 
 
 @pytest.mark.parametrize(

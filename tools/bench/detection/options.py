@@ -213,6 +213,7 @@ class OverheadOptions(Options):
         sizes: of the first model, its batch and its ranks; blocks of one step of each kind.
         others: widths of further models, otherwise the same; no bar is set for them.
         interval: K, steps from one audit to the next.
+        kept: steps in a row with all checks, kept within the budget.
         accelerator: what to predict for.
         exchange_s: seconds of a small reduction over the hosts of a run on accelerators.
     """
@@ -222,6 +223,7 @@ class OverheadOptions(Options):
         (256, 512), "Width of a model without bars; may be repeated; default: 256, 512.", "--other"
     )
     interval: int = option(50, "Steps between audits.", min=1)
+    kept: int = option(60, "Steps in a row with all checks at their defaults, kept within `sdc.budget`.", min=20)
     accelerator: Accelerator = PredictedAccelerator()
     exchange_s: float = in_unit(
         1e-3, 1e-3, "Accelerator: milliseconds of a reduction over all hosts.", "--exchange-ms", least=0.0

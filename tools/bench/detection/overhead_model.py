@@ -10,6 +10,7 @@ from megasdc.sdc.cost import Reads, Work, reads_of_step
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
 AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
 TOLERANCED, PERMUTED, SLICES = "toleranced checks", "permuted audit", "slices of the optimizer"
+KEPT = "all, within the budget"
 STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, SLICES, TOLERANCED)
 """Kinds of steps that are measured; the cost of audits is that of one audited step and those up to the next."""
 _ALL_PARAMETERS = "gemm"

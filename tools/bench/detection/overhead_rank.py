@@ -9,6 +9,7 @@ it would have to do as well.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +30,15 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.events import EventLog
+from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.detection.check_rates import measure_rates
 from megasdc.train.detection.checks import Detection
-from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.coverage import measure_speed, plan_checks
 from megasdc.train.detection.observe import Observation
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
@@ -45,6 +48,7 @@ from tools.bench.detection.overhead_model import (
     ALWAYS_ON_ALL,
     AUDIT,
     BETWEEN,
+    KEPT,
     PERMUTED,
     SLICES,
     STEPS,
@@ -56,6 +60,8 @@ from tools.bench.training.options import TrainBenchOptions, run_config
 
 SLICE = 16384
 """Elements of a slice of the optimizer."""
+INTERVAL = 50
+"""Steps between audits, where the run keeps all checks within its budget."""
 NEVER = 1 << 40
 """Interval of audits that is never reached."""
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -66,24 +72,29 @@ SECTIONS: dict[str, dict[str, Any]] = {
     PERMUTED: {"audit": {"enabled": True, "interval": 1, "permuted": True}},
     SLICES: {"sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}}},
     TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
+    KEPT: {
+        "sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}},
+        "audit": {"enabled": True, "interval": INTERVAL},
+    },
 }
-"""Checks that each kind of step switches on; of the last two the slices and the toleranced checks alone are made."""
+"""Checks that each kind of step switches on; of the two before the last the slices and the toleranced checks alone are
+made, and the last is that of steps in a row."""
 
 
 class PhaseObserver(TimedObserver):
     """An observer whose time is also measured by phase."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._clock = Clock()
+        self._by_phase = Clock()
         super().__init__(*arguments)
 
     def _emit(self, address: Address, result: Tensor) -> Tensor | None:
-        return self._clock.timed(address.phase, super()._emit, address, result)
+        return self._by_phase.timed(address.phase, super()._emit, address, result)
 
     @property
     def parts(self) -> dict[str, float]:
         """Time of listening by phase, and of the observer itself."""
-        return {**self._clock.parts, "observer": self.own_s - self._clock.total_s}
+        return {**self._by_phase.parts, "observer": self.own_s - self._by_phase.total_s}
 
 
 class Meeting(Hook):
@@ -97,10 +108,13 @@ class Meeting(Hook):
 class OverheadRank:
     """The engine of a rank, and steps with each kind of check; a block is one step of each kind.
 
+    Args:
+        kept: how many steps ``keep`` may take in all.
+
     Collective: all ranks of the world.
     """
 
-    def __init__(self, options: TrainBenchOptions, folder: Path) -> None:
+    def __init__(self, options: TrainBenchOptions, folder: Path, kept: int = 0) -> None:
         plain = run_config(options, folder)
         recomputing = {**plain.deepspeed, "pipeline": {"activation_checkpoint_interval": 1}}
         self._config = replace(plain, deepspeed=recomputing)
@@ -112,7 +126,7 @@ class OverheadRank:
             self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
         )
         self._submodules = list_submodules(self.engine.module)
-        steps = (options.blocks + 1) * len(STEPS)
+        steps = (options.blocks + 1) * len(STEPS) + kept
         stream = MemoryStream(
             options.vocab, options.sequence, DISTINCT_STEPS * layout.train_batch_size, steps * layout.train_batch_size
         )
@@ -122,7 +136,8 @@ class OverheadRank:
         events = EventLog(folder, self.dims.rank)
         group = dist.group.WORLD
         self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
-        self._detections = {name: self._build(self._changed(name)) for name in SECTIONS if name != TOLERANCED}
+        alone = [name for name in SECTIONS if name not in (TOLERANCED, KEPT)]
+        self._detections = {name: self._build(self._changed(name)) for name in alone}
         toleranced = build_toleranced(self._changed(TOLERANCED).megasdc, self._run, self._signals)
         assert toleranced is not None, "the section asks for it"
         self._toleranced = toleranced
@@ -161,8 +176,8 @@ class OverheadRank:
             with self._tolerance(clock) as checks:
                 wall_s = self._wall(checks)
         elif name == SLICES:
-            with self._slicing(clock):
-                wall_s = self._wall(None)
+            with self._slicing(clock) as slices:
+                wall_s = self._wall(slices)
         elif name in self._detections:
             wall_s = self._detecting_step(name, clock)
         else:
@@ -170,6 +185,41 @@ class OverheadRank:
         found = gather_objects((wall_s, clock.parts))
         wall_s, parts = max(found, key=lambda one: sum(one[1].values()) / one[0])
         return {"wall_s": wall_s, "parts": parts}
+
+    def keep(self, steps: int) -> dict[str, Any]:
+        """Take steps in a row with all checks at their defaults, as a run does that keeps them within its budget.
+
+        Returns:
+            ``cadence`` at the end, and ``share``, what the run says that checks took of the last 100 steps.
+
+        Collective: all ranks of the world.
+        """
+        config, run, engine = self._changed(KEPT), self._run, self.engine
+        plan = plan_checks(config, engine, run.loader.dataset.vocab_size, measure_speed(config, engine), run.host_group)
+        writer = MetricsWriter(run.folder) if self.dims.rank == 0 else None
+        detection = build_detection(config, run, self._batches, self._signals, None, plan, writer)
+        observation = Observation(engine, watches_of(detection), detection.budget.looks)
+        detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
+        slices = detection.slices
+        assert slices is not None, "the section asks for it"
+        hooks = [Meeting(), detection, slices, observation, slices.found]
+        engine.hooks, engine.agreement = list(hooks), StepAgreement(run.host_group)
+        for hook in hooks:
+            hook.on_start(run)
+        for _ in range(steps):
+            for hook in hooks:
+                hook.before_step(run)
+            result = engine.train_step(self._batches)
+            run.step = result.step
+            for hook in hooks:
+                hook.after_step(run, result)
+        observation.close()
+        slices.close()
+        if writer is None:
+            return {}
+        writer.close()
+        share = json.loads(writer.path.read_text(encoding="utf-8").splitlines()[-1])["sdc/cost_share"]
+        return {"cadence": detection.budget.cadence, "share": share}
 
     def _detecting_step(self, name: str, clock: Clock) -> float:
         detection = self._detections[name]
@@ -210,7 +260,7 @@ class OverheadRank:
         return PhaseObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
 
     @contextmanager
-    def _slicing(self, clock: Clock) -> Iterator[None]:
+    def _slicing(self, clock: Clock) -> Iterator[Any]:
         """The checks of slices for one step; what their hook in the optimizer copies is not measured."""
         slices = self._detections[SLICES].slices
         assert slices is not None, "the section asks for it"
@@ -219,7 +269,7 @@ class OverheadRank:
         found: Any = Timed(slices.found, clock)
         self.engine.hooks = [before, *self.engine.hooks, found]
         try:
-            yield
+            yield before
         finally:
             slices.close()
 
@@ -253,9 +303,9 @@ class OverheadRank:
         self._run.events.close()
 
 
-def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
-    """Take steps of each kind in turn and report what each took, and after each block the rates."""
-    rank = OverheadRank(options, folder)
+def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path, kept: int) -> None:
+    """Report what steps of each kind took, and after each block the rates; then what ``kept`` steps in a row did."""
+    rank = OverheadRank(options, folder, kept)
     for name in STEPS:  # not counted: the first of each is slower
         rank.step(name)
     for block in range(options.blocks):
@@ -264,4 +314,5 @@ def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -
         for name in reversed(names) if block % 2 else names:  # none always follows the same other
             messages.send(name=name, step=rank.step(name))
         messages.send(rates=measure_rates(rank.engine.device, rank.dims))
+    messages.send(kept=rank.keep(kept))
     rank.close()

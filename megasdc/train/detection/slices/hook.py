@@ -24,6 +24,7 @@ from megasdc.sdc.opinion import Opinion, Outside
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, Ruling, settle
 from megasdc.tensors.bits import as_bits
+from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.slices.layout import Slice, Slices
 from megasdc.train.detection.slices.reduction import SumCheck, WrongSum
@@ -78,14 +79,15 @@ class SliceChecks(Hook):
     Args:
         size: most elements of a slice.
         act: settles what is found.
+        budget: says which steps look at a slice, and measures that.
         sums: whether the sum of gradients can be checked: nothing changes them between a copy and the sum.
 
     Attributes:
         found: the hook that reads what the step has found; a hook of its own, since it comes after fault injection.
     """
 
-    def __init__(self, size: int, act: Act, *, sums: bool) -> None:
-        self._size, self._act, self._with_sums = size, act, sums
+    def __init__(self, size: int, act: Act, budget: Budget, *, sums: bool) -> None:
+        self._size, self._act, self._budget, self._with_sums = size, act, budget, sums
         self.found: Hook = Found(self)
         self._sums: SumCheck | None = None
         self._wrong_sum: WrongSum | None = None
@@ -93,10 +95,13 @@ class SliceChecks(Hook):
         self._engine: Any = None
         self._host_group: dist.ProcessGroup | None = None
         self._names: dict[int, tuple[str, str]] = {}
+        self._turn = 0
+        self._looks = False
 
     def on_start(self, run: Run) -> None:
         """Find out which slices there are, and tell after how many steps all have been looked at."""
         self._engine, self._host_group, self._events = run.engine, run.host_group, run.events
+        self._turn = run.engine.step_number
         self._slices = Slices(run.engine, self._size, run.host_group)
         self._sums = SumCheck(run.engine, self._slices) if self._with_sums else None
         self._updates = UpdateSlices(run.engine, self._slices)
@@ -109,7 +114,7 @@ class SliceChecks(Hook):
             told = {"elements": self._size, "period": self._slices.period, "sums": self._with_sums}
             run.events.emit("start", "slices", step=run.step, **told)
             logger.info(
-                "slices of %d elements: all of the optimizer is looked at in %d steps%s",
+                "slices of %d elements: all of the optimizer is looked at in %d steps that look at one%s",
                 self._size,
                 self._slices.period,
                 "" if self._with_sums else "; sums of gradients are not, since a bound changes each rank's own before",
@@ -122,15 +127,22 @@ class SliceChecks(Hook):
 
     # --- a step -------------------------------------------------------------------------------------------------
 
+    def before_step(self, run: Run) -> None:
+        """Find out whether this step looks at a slice."""
+        self._looks = self._budget.cadence.slices(run.engine.step_number)
+
     def before_reduction(self, engine: TrainingEngine) -> None:
         """Copy slices of this rank's gradients."""
-        if self._sums is not None:
-            self._sums.copy()
+        if self._sums is not None and self._looks:
+            with self._budget.slices:
+                self._sums.copy(self._turn)
 
     def compare(self) -> None:
         """Compare this rank's slices of the reduced gradient, and of the state that the last step left."""
-        self._wrong_sum = None if self._sums is None else self._sums.compare()
-        self._updates.compare_state()
+        if self._looks:
+            with self._budget.slices:
+                self._wrong_sum = None if self._sums is None else self._sums.compare()
+                self._updates.compare_state(self._turn)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Check the update, agree on what was found, and settle it.
@@ -140,13 +152,23 @@ class SliceChecks(Hook):
 
         Collective: all ranks of the world.
         """
-        checked = Checked() if engine.is_skipped else self._updates.finish()
-        claim = self._claim(checked)
-        found = [self._wrong_sum is not None, self._updates.changed is not None, claim is not None]
-        flags = torch.tensor(found, dtype=torch.int64)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host_group)
+        if self._looks:
+            self._turn += 1
+            self._finish(engine)
+        with self._budget.slices:
+            self._updates.keep(self._turn if self._budget.cadence.slices(engine.step_number + 1) else None)
+
+    def _finish(self, engine: TrainingEngine) -> None:
         step = engine.step_number
+        with self._budget.slices:
+            checked = Checked() if engine.is_skipped else self._updates.finish()
+            claim = self._claim(checked)
+            found = [self._wrong_sum is not None, self._updates.changed is not None, claim is not None]
+            flags = torch.tensor(found, dtype=torch.int64)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host_group)
         sums, states, updates = map(bool, flags.tolist())
+        if sums or states or updates:
+            self._budget.ignore_step()
         if sums:
             self._act(step, lambda earlier: self._of_sums(step))
         if states:
@@ -154,7 +176,6 @@ class SliceChecks(Hook):
         if updates and self._act(step, lambda earlier: self._of_updates(step, claim, checked, earlier)):
             self._updates.put(checked)
             engine.optimizer.update_lp_params()
-        self._updates.keep()
 
     def _claim(self, checked: Checked) -> Claim | None:
         """What differs between an update and this rank's computation of it; None: nothing."""

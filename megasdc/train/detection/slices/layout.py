@@ -68,7 +68,7 @@ class Slices:
 
     Attributes:
         ranks: global ranks that share them, in the order of replicas.
-        period: steps after which each has been due.
+        period: turns after which each has been due.
 
     Collective: all ranks of the world.
     """
@@ -82,9 +82,9 @@ class Slices:
         self._of_replica: list[list[Slice]] = [every[rank] for rank in self.ranks]
         self.period = max(map(len, every))
 
-    def at(self, step: int) -> Sequence[Slice | None]:
-        """The slice of each replica's shard that is due at a step; None: that shard has fewer, or none."""
-        place = step % self.period
+    def at(self, turn: int) -> Sequence[Slice | None]:
+        """The slice of each replica's shard that is due; None: that shard has fewer, or none."""
+        place = turn % self.period
         return [slices[place] if place < len(slices) else None for slices in self._of_replica]
 
     def parameter_of(self, group: int, piece: Piece) -> Tensor:

@@ -47,12 +47,12 @@ class SumCheck:
         self._exchange: Exchange | None = None
         self._due: Slice | None = None
 
-    def copy(self) -> None:
-        """Send this rank's part of each owner's slice to its owner.
+    def copy(self, turn: int) -> None:
+        """Send this rank's part of each owner's slice that is due to its owner.
 
         Collective: the data group.
         """
-        due = self._slices.at(self._engine.step_number)
+        due = self._slices.at(turn)
         self._due = due[self._engine.dims.dp_rank]
         empty = torch.empty(0, dtype=self._kind, device=self._engine.device)
         sent = [empty if one is None else self._slices.accumulated(one) for one in due]

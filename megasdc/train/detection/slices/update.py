@@ -125,6 +125,7 @@ class UpdateSlices:
         self._flats = master_partitions(engine.optimizer)
         self._settings: dict[int, dict[str, Any]] = {}
         self._kept: Kept | None = None
+        self._turn: int | None = None
         self.changed: tuple[Slice, int, int] | None = None
         self._taken: tuple[Slice, Tensor, float] | None = None
         self._hook = self._inner.register_step_pre_hook(lambda *_: self._take())
@@ -133,9 +134,9 @@ class UpdateSlices:
         """Remove the hook."""
         self._hook.remove()
 
-    def _due(self, step: int) -> Slice | None:
-        """This rank's slice of a step."""
-        return self._slices.at(step)[self._engine.dims.dp_rank]
+    def _due(self, turn: int) -> Slice | None:
+        """This rank's slice of a turn."""
+        return self._slices.at(turn)[self._engine.dims.dp_rank]
 
     def _state_of(self, due: Slice) -> tuple[Tensor, ...]:
         """Master, first and second moment of a slice, views; moments are zeros before the first step."""
@@ -143,12 +144,14 @@ class UpdateSlices:
         known = self._inner.state.get(flat) or dict.fromkeys(STATES, torch.zeros_like(flat))
         return tuple((flat if name == "master" else known[name]).detach()[due.place] for name in STATES)
 
-    def compare_state(self) -> None:
+    def compare_state(self, turn: int) -> None:
         """Compare the slice with the copy of it that the last step left, and put that back where they differ.
+
+        The step's update is checked from now on.
 
         Sync: waits for the device.
         """
-        kept, self.changed, self._taken = self._kept, None, None
+        kept, self._turn, self.changed, self._taken = self._kept, turn, None, None
         if kept is None or checksum(kept.state) != kept.checksum:  # the copy itself has changed
             return
         for row, (now, before) in enumerate(zip(self._state_of(kept.due), kept.state, strict=True)):
@@ -162,7 +165,9 @@ class UpdateSlices:
 
         DeepSpeed's optimizer for fp32 steps one group after the other.
         """
-        due = self._due(self._engine.step_number)
+        if self._turn is None:
+            return
+        due = self._due(self._turn)
         for group in self._inner.param_groups:
             for flat in group["params"]:
                 number = next(place for place, one in enumerate(self._flats) if one is flat)
@@ -177,10 +182,11 @@ class UpdateSlices:
         Collective: the data group.
         """
         mine, own = None, None
+        assert self._turn is not None, "the step looks at a slice"
         if self._taken is not None:
             mine, before, step = self._taken
             own = self._update(mine, before, torch.stack(self._state_of(mine)), step)
-        dims, due = self._engine.dims, self._slices.at(self._engine.step_number)
+        dims, due = self._engine.dims, self._slices.at(self._turn)
         before_me, after_me = (dims.dp_rank - 1) % dims.data, (dims.dp_rank + 1) % dims.data
         empty = torch.empty(0, device=self._engine.device)
         message = empty
@@ -201,10 +207,10 @@ class UpdateSlices:
         whole = self._flats[due.group].numel()
         return Update(before, after, step, due.start, whole, self._settings[due.group], type(self._inner))
 
-    def keep(self) -> None:
-        """Copy the slice that is due at the next step."""
-        due = self._due(self._engine.step_number + 1)
-        self._kept = None
+    def keep(self, turn: int | None) -> None:
+        """Copy the slice that is due at the next step; None: none is."""
+        self._turn = self._kept = None
+        due = None if turn is None else self._due(turn)
         if due is not None and self._inner.state.get(self._flats[due.group]):
             state = torch.stack(self._state_of(due))
             self._kept = Kept(due, state, checksum(state))

@@ -1,0 +1,186 @@
+"""Keeps the time of a run's checks within its budget, from what they take on the slowest rank.
+
+Time is that inside our own calls. What all ranks wait for together - a reduction, an exchange of slices - counts as on
+the rank that waited least: the others waited for it, which the sum of gradients would have had them do as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import asdict
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.run import Run
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel.step_agreement import MAX, MIN, Field
+from megasdc.sdc.budget import MOST_EVERY, Shares, choose_cadence
+from megasdc.train.detection.coverage import CheckPlan
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 100
+"""Steps over which time is measured."""
+ADJUST = 10
+"""Steps from one look at that time to the next."""
+COSTS = 5
+"""Leading entries of ``_Seen`` that are time inside our calls."""
+SETTLED = 0.7
+"""Checks look more often only where they take less than this share of the budget."""
+
+
+class Stopwatch:
+    """Adds up the time inside ``with`` blocks.
+
+    Args:
+        running: of stopwatches that share it only the innermost runs.
+    """
+
+    def __init__(self, running: list[Stopwatch]) -> None:
+        self._seconds = self._began = 0.0
+        self._running = running
+
+    def __enter__(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._running[-1]._pause(now)
+        self._running.append(self)
+        self._began = now
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        now = time.perf_counter()
+        self._pause(now)
+        self._running.pop()
+        if self._running:
+            self._running[-1]._began = now
+
+    def _pause(self, now: float) -> None:
+        self._seconds += now - self._began
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        found, self._seconds = self._seconds, 0.0
+        return found
+
+
+class Budget:
+    """Decides which steps look, and at how much, from what looking takes.
+
+    Args:
+        plan: its cadence is that of the first steps; without a budget of all, and nothing is measured.
+        engine: of this rank. Where a device computes beside the host, whose clock does not see that, what was expected
+            counts at least.
+        writer: where rank 0 writes what checks took; None: nowhere.
+
+    Attributes:
+        looks, audits, fixed: time of this rank's checks.
+        slices, waits: the same, of what ranks wait for together.
+        fields: what the ranks agree on in each step: the time of the step before.
+    """
+
+    def __init__(self, plan: CheckPlan, engine: TrainingEngine, writer: MetricsWriter | None = None) -> None:
+        self._writer = writer
+        nothing = Shares(0.0, 0.0, 0.0, 0.0)
+        self.cadence, self._share, self._micro_batches = plan.cadence, plan.budget, engine.micro_batches
+        self._shares = plan.expected or nothing
+        self._least = nothing if engine.device.type == "cpu" else self._shares
+        inside: list[Stopwatch] = []
+        self.looks, self.audits, self.fixed, self.slices, self.waits = (Stopwatch(inside) for _ in range(5))
+        self._step = Stopwatch([])
+        worst = {self.looks: MAX, self.audits: MAX, self.fixed: MAX, self.slices: MIN, self.waits: MIN, self._step: MIN}
+        self._sent: dict[Stopwatch, float] = {}
+        self._fields = {watch: Field(partial(self._give, watch), kind) for watch, kind in worst.items()}
+        self.fields = () if plan.budget is None else tuple(self._fields.values())
+        self._seen: deque[_Seen] = deque(maxlen=WINDOW)
+        self._made = self._due = (0, 0)
+        self._void = True  # the first step also makes what later ones use
+        self._warned = False
+
+    def _give(self, watch: Stopwatch) -> float | None:
+        return self._sent.get(watch)
+
+    def looked_at(self, step: int) -> Collection[int]:
+        """The micro-batches that a step looks at."""
+        return self.cadence.looked_at(step, self._micro_batches)
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._step.__enter__()
+        self._due = len(self.looked_at(step)), int(self.cadence.slices(step))
+
+    def ignore_step(self) -> None:
+        """Something was found in this step: what that takes is no cost of looking."""
+        self._void = True
+
+    def end(self, run: Run) -> None:
+        """A step has ended, and the ranks have agreed on the time of the one before; the same on all ranks."""
+        self._step.__exit__(None, None, None)
+        if self._share is None:
+            return
+        if self._sent:
+            self._seen.append(_Seen._make((*(field.value for field in self._fields.values()), *self._made)))
+        taken = {watch: watch.take() for watch in self._fields}
+        self._sent, self._made, self._void = ({} if self._void else taken), self._due, False
+        if run.step % ADJUST == 0 and self._seen:
+            total = _Seen(*map(sum, zip(*self._seen, strict=True)))
+            if self._writer is not None:
+                self._writer.write(run.step, {"sdc/cost_share": sum(total[:COSTS]) / total.steps})
+            self._shares = self._measure(total)
+            self._adjust(run, self._share)
+
+    def _adjust(self, run: Run, budget: float) -> None:
+        now = self.cadence.share(self._shares)
+        chosen = choose_cadence(self._shares, budget, self._micro_batches)
+        if chosen.rate < self.cadence.rate or (chosen.rate > self.cadence.rate and now < SETTLED * budget):
+            self.cadence, before = chosen, now
+            now = chosen.share(self._shares)
+            if run.dims.rank == 0:
+                run.events.emit(
+                    "sdc", "cadence", step=run.step, **asdict(chosen), budget=budget, was=before, parts=self._shares
+                )
+                logger.info(
+                    "checks look at %d of %d micro-batches in every %d. step from now on: %.2g%% of a step, was %.2g%%",
+                    *(chosen.micro_batches, self._micro_batches, chosen.every, 100 * now, 100 * before),
+                )
+        if now > budget and self.cadence.every == MOST_EVERY and not self._warned:
+            self._warned = True
+            if run.dims.rank == 0:
+                logger.warning("%s", beyond(self._shares, budget))
+
+    def _measure(self, total: _Seen) -> Shares:
+        """Shares over the last steps, of which this is the sum; where none of them looked, those of before."""
+        step_s, known, least = total.steps / len(self._seen), self._shares, self._least
+        return Shares(
+            max((total.fixed + total.waits) / total.steps, least.fixed),
+            max(total.audits / total.steps, least.audits),
+            max(total.looks / total.looked / step_s, least.look) if total.looked else known.look,
+            total.slices / total.sliced / step_s if total.sliced else known.slice,
+        )
+
+
+class _Seen(NamedTuple):
+    """Seconds of a step, in the order of the fields, and how many micro-batches and slices were looked at."""
+
+    looks: float
+    audits: float
+    fixed: float
+    slices: float
+    waits: float
+    steps: float
+    looked: float
+    sliced: float
+
+
+def beyond(shares: Shares, budget: float) -> str:
+    """Why checks cannot be kept within a budget, and what to do."""
+    return (
+        f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
+        f"{shares.fixed:.2%} is of what every step needs, {shares.audits:.2%} of audits, "
+        f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. A longer audit.interval or larger micro-batches "
+        "cost less"
+    )

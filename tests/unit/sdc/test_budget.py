@@ -1,0 +1,41 @@
+"""How often checks look follows from what looking takes and from the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasdc.sdc.budget import MOST_EVERY, Cadence, Shares, choose_cadence
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen"),
+    [
+        (Shares(0.001, 0.0, 0.001, 0.0), Cadence(4)),
+        (Shares(0.001, 0.0, 0.004, 0.0), Cadence(2)),
+        (Shares(0.001, 0.004, 0.004, 0.0), Cadence(1)),
+        (Shares(0.001, 0.0, 0.002, 0.006), Cadence(1)),
+        (Shares(0.004, 0.0, 0.02, 0.004), Cadence(1, 4)),
+        (Shares(0.0, 0.0, 0.0, 0.0), Cadence(4)),
+        (Shares(0.009, 0.0, 0.5, 0.0), Cadence(1, MOST_EVERY)),
+        (Shares(0.02, 0.0, 0.001, 0.0), Cadence(1, MOST_EVERY)),
+    ],
+    ids=["all", "some", "audits", "slices", "some steps", "nothing", "rarely", "no room"],
+)
+def test_as_much_as_the_budget_leaves_room_for(shares: Shares, chosen: Cadence) -> None:
+    """Of four micro-batches, with a budget of 1 %."""
+    assert choose_cadence(shares, 0.01, 4) == chosen
+    if chosen.every < MOST_EVERY:
+        assert chosen.share(shares) <= 0.01
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+@pytest.mark.parametrize("cadence", [Cadence(1), Cadence(2), Cadence(1, 3), Cadence(1, 50)], ids=str)
+def test_everything_is_looked_at_within_the_period(cadence: Cadence, number: int) -> None:
+    """From any step on; slices come in as many steps, between the looks where there is room."""
+    for start in (1, 7):
+        steps = range(start, start + cadence.period(number))
+        looks = [cadence.looked_at(step, number) for step in steps]
+        assert set().union(*looks) == set(range(number))
+        assert all(len(one) in (0, min(cadence.micro_batches, number)) for one in looks)
+        assert sum(map(cadence.slices, steps)) == sum(map(bool, looks))
+    assert cadence.every == 1 or not any(cadence.slices(step) and cadence.looked_at(step, number) for step in range(99))

@@ -1,0 +1,134 @@
+"""What checks take is measured, and how often they look follows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megasdc.events import EventLog, read_events
+from megasdc.sdc.budget import Cadence, Shares
+from megasdc.train.detection import budget
+from megasdc.train.detection.budget import Budget, Stopwatch
+from megasdc.train.detection.coverage import CheckPlan
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that tests make pass."""
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter", made)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """As much of a run as a budget needs."""
+    events = EventLog(tmp_path, 0)
+    yield SimpleNamespace(step=0, dims=SimpleNamespace(rank=0), events=events)
+    events.close()
+
+
+def made(
+    expected: Shares | None, limit: float | None = 0.01, device: str = "cpu", cadence: Cadence | None = None
+) -> Budget:
+    """A budget of a run of two micro-batches."""
+    engine: Any = SimpleNamespace(micro_batches=2, device=torch.device(device))
+    return Budget(CheckPlan(cadence or Cadence(1), (), limit, expected), engine)
+
+
+def steps(one: Budget, run: Any, clock: Clock, number: int, look_s: float, fixed_s: float = 0.001) -> list[int]:
+    """Take steps of a second in which a look and what is fixed take so long; the micro-batches looked at in each."""
+    looked = []
+    for _ in range(number):
+        run.step += 1
+        one.begin(run.step)
+        covered = one.looked_at(run.step)
+        for field in one.fields:  # the reduction of this step, of one rank
+            field.receive(field.send())
+        for _ in covered:
+            with one.looks:
+                clock.now += look_s
+        with one.waits:
+            clock.now += fixed_s
+        clock.now += 1.0 - look_s * len(covered) - fixed_s
+        one.end(run)
+        looked.append(len(covered))
+    return looked
+
+
+def test_looks_follow_what_they_take(run: Any, clock: Clock, tmp_path: Path) -> None:
+    """Ten times as slow as expected: within ten steps they become rarer, and stay so; faster again: they come back."""
+    one = made(Shares(0.001, 0.0, 0.004, 0.0))
+    steps(one, run, clock, 10, look_s=0.04)
+    assert one.cadence == Cadence(1, 5)
+    looked = steps(one, run, clock, 100, look_s=0.04)
+    assert one.cadence == Cadence(1, 5) and sum(looked) == 20
+    assert (sum(looked) * 0.04 + 100 * 0.001) / 100 <= 0.01
+    steps(one, run, clock, 200, look_s=0.002)
+    assert one.cadence == Cadence(2)
+    told = [event for event in read_events(tmp_path) if (event.kind, event.name) == ("sdc", "cadence")]
+    first = told[0].fields
+    assert (first["every"], first["budget"]) == (5, 0.01) and first["was"] == pytest.approx(0.041, rel=0.01)
+
+
+def test_what_cannot_be_kept_is_told_once(run: Any, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Where what every step needs is more than the budget."""
+    one = made(None)
+    steps(one, run, clock, 60, look_s=0.04, fixed_s=0.02)
+    assert one.cadence.every == budget.MOST_EVERY
+    assert ["more than sdc.budget (1.00% of a step)" in text for text in caplog.messages] == [True]
+    assert "2.00% is of what every step needs" in caplog.text
+
+
+def test_a_step_with_a_finding_does_not_count(run: Any, clock: Clock) -> None:
+    """Repeats of a micro-batch are no cost of looking."""
+    one = made(Shares(0.001, 0.0, 0.004, 0.0))
+    steps(one, run, clock, 8, look_s=0.004)
+    one.ignore_step()
+    steps(one, run, clock, 1, look_s=0.9)
+    steps(one, run, clock, 11, look_s=0.004)
+    assert one.cadence.every == 1
+
+
+def test_a_device_costs_at_least_what_was_expected(run: Any, clock: Clock) -> None:
+    """The host's clock does not see what a device computes beside it."""
+    one = made(Shares(0.0, 0.0, 0.04, 0.0), device="meta", cadence=Cadence(1, 4))
+    steps(one, run, clock, 40, look_s=0.0001, fixed_s=0.0)
+    assert one.cadence == Cadence(1, 4)
+
+
+def test_without_a_budget_nothing_is_exchanged(run: Any, clock: Clock) -> None:
+    """A given coverage stays."""
+    one = made(None, limit=None)
+    assert one.fields == ()
+    steps(one, run, clock, 30, look_s=0.5)
+    assert one.cadence == Cadence(1)
+
+
+def test_only_the_innermost_stopwatch_runs(clock: Clock) -> None:
+    """So that no second is counted twice."""
+    running: list[Stopwatch] = []
+    outer, inner = Stopwatch(running), Stopwatch(running)
+    with outer:
+        clock.now += 1
+        with inner, inner:
+            clock.now += 10
+        clock.now += 100
+    assert (outer.take(), inner.take(), outer.take()) == (101, 10, 0)
