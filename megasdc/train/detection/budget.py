@@ -80,11 +80,12 @@ class Budget:
     Attributes:
         looks, audits, fixed: time of this rank's checks.
         slices, waits: the same, of what ranks wait for together.
+        lines: of the plan.
         fields: what the ranks agree on in each step: the time of the step before.
     """
 
     def __init__(self, plan: CheckPlan, engine: TrainingEngine, writer: MetricsWriter | None = None) -> None:
-        self._writer = writer
+        self._writer, self.lines = writer, plan.lines
         nothing = Shares(0.0, 0.0, 0.0, 0.0)
         self.cadence, self._share, self._micro_batches = plan.cadence, plan.budget, engine.micro_batches
         self._shares = plan.expected or nothing

@@ -70,7 +70,7 @@ def build_detection(
         sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
     )
     budget = Budget(plan, run.engine, writer)
-    return Detection(settings, run, batches, disputes, parameters, signals, plan.lines, budget, referee)
+    return Detection(settings, run, batches, disputes, parameters, signals, budget, referee)
 
 
 def watches_of(detection: Detection) -> list[Watch]:

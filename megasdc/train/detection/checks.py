@@ -7,7 +7,7 @@ over replicas. A finding is not an error: all ranks learn it at the same point a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,8 +86,7 @@ class Detection(Hook):
         batches: this replica's micro-batches.
         disputes: settles findings.
         signals: of this process; SIGUSR2 requests an audit.
-        lines: what is covered; reported at the start.
-        budget: decides which steps look, and measures what that takes.
+        budget: decides which steps look, and measures what that takes; its plan is reported at the start.
         referee: is shown the results of audited micro-batches, where it asks for one.
 
     Attributes:
@@ -102,7 +101,6 @@ class Detection(Hook):
         disputes: Disputes,
         parameters: ParameterReader,
         signals: StopSignals,
-        lines: Sequence[str],
         budget: Budget,
         referee: Referee,
     ) -> None:
@@ -120,7 +118,7 @@ class Detection(Hook):
         if sdc.always_on.enabled and size is not None:
             self.slices = SliceChecks(size, disputes.settle_slice, budget, sums=settings.sums)
         self._save_interval = settings.save_interval
-        self._lines, self.referee = tuple(lines), referee
+        self.referee = referee
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False
@@ -177,9 +175,9 @@ class Detection(Hook):
         """Find out which positions are comparable, and report what is covered."""
         self._disputes.on_start(run)
         if run.dims.rank == 0:
-            for line in self._lines:
+            for line in self.budget.lines:
                 logger.info("%s", line)
-            run.events.emit("start", "checks", step=run.step, coverage=self._lines)
+            run.events.emit("start", "checks", step=run.step, coverage=self.budget.lines)
         if self._golden_at_start:
             self._check_golden(run)
 

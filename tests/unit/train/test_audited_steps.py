@@ -34,7 +34,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         save_interval=save_interval,
         sums=True,
     )
-    return Detection(settings, run, nothing, nothing, nothing, nothing, (), budget, nothing)
+    return Detection(settings, run, nothing, nothing, nothing, nothing, budget, nothing)
 
 
 @pytest.mark.parametrize(
