@@ -41,9 +41,16 @@ class Cadence:
 
     def looked_at(self, step: int, of: int) -> Collection[int]:
         """Numbers of the micro-batches that a step looks at, ``of`` all that it has; empty: none."""
-        turn, rest = divmod(step, self.every)
-        first = turn * self.micro_batches
-        return frozenset((first + one) % of for one in range(self.micro_batches)) if not rest else frozenset()
+        first = self.turn(step) * self.micro_batches
+        return (
+            frozenset((first + one) % of for one in range(self.micro_batches))
+            if step % self.every == 0
+            else frozenset()
+        )
+
+    def turn(self, step: int) -> int:
+        """Number of the look: what is looked at in turn follows from it."""
+        return step // self.every
 
     def slices(self, step: int) -> bool:
         """Whether a step looks at a slice of the optimizer: between two looks at results, so that both are short."""

@@ -151,7 +151,9 @@ class Incident:
     run_dir: str
     step: int
     micro_batch: int | None
-    tier: Literal["audit", "recompute", "permuted", "parameters", "copies", "golden", "reduction", "state", "update"]
+    tier: Literal[
+        "audit", "recompute", "permuted", "rows", "parameters", "copies", "golden", "reduction", "state", "update"
+    ]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
         "relative to the majority",

@@ -22,6 +22,7 @@ _TIERS = {
     "audit": "an audit: replicas computed the same micro-batch and did not agree",
     "recompute": "the activation recompute: a rank computed a forward result twice and got two values",
     "permuted": "a permuted replay: a rank computed a micro-batch with elements in other places and got other values",
+    "rows": "the sums of a product's rows: one is off, and an element of it outside of what rounding allows",
     "parameters": "the comparison of parameters: replicas hold different values",
     "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
     "reduction": "the sum of gradients over replicas, of which a slice was added up again",

@@ -136,6 +136,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
         recording.detection,
         slices,
+        recording.detection and recording.detection.rows,
         recording.toleranced,
         None if drills.injector is None else StateFaults(run.engine, drills.injector),
         drills.process_faults,

@@ -38,7 +38,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
             "null.",
         )
-    checked = always_on.parameters or always_on.finite or always_on.toleranced or always_on.slice_elements
+    checked = any(getattr(always_on, one) for one in ("parameters", "finite", "toleranced", "slice_elements", "rows"))
     if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),

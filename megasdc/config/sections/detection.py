@@ -53,6 +53,11 @@ class AlwaysOnSection(Section):
         "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
         "step and the update are checked in each step, others each step until all have been; null: none.",
     )
+    rows: bool = setting(
+        False,
+        "Sum the rows of one product of a linear layer (output, or gradient of input or weight) in each step that "
+        "looks, another one each time; a row that is off is computed in fp64, and names its rank.",
+    )
     coverage: Literal["auto", "one", "all"] = setting(
         "auto",
         "Micro-batches whose results are looked at: one of each step, another each step; all; auto: as many as "

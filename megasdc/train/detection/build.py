@@ -80,6 +80,7 @@ def watches_of(detection: Detection) -> list[Watch]:
         Watch(detection.referee.listen, detection.audited_submodules),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
         Watch(detection.record_finite, detection.finite_submodules),
+        *([] if detection.rows is None else [Watch(detection.rows.listen, detection.row_submodules)]),
     ]
 
 

@@ -37,6 +37,7 @@ from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.referee import Referee
+from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.process.signals import StopSignals
 
@@ -91,6 +92,7 @@ class Detection(Hook):
 
     Attributes:
         slices: the hook that checks slices of the optimizer; None: there is none.
+        rows: the hook that checks rows of products; None: there is none.
     """
 
     def __init__(
@@ -117,6 +119,9 @@ class Detection(Hook):
         self.slices: SliceChecks | None = None
         if sdc.always_on.enabled and size is not None:
             self.slices = SliceChecks(size, disputes.settle_slice, budget, sums=settings.sums)
+        self.rows: RowChecks | None = None
+        if sdc.always_on.enabled and sdc.always_on.rows:
+            self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
         self._save_interval = settings.save_interval
         self.referee = referee
         self._host_group = run.host_group
@@ -145,6 +150,10 @@ class Detection(Hook):
     def checked_submodules(self, step: int) -> Collection[str]:
         """Submodules that the check of recomputations observes in a step."""
         return self._checked.fqns or () if self.budget.looked_at(step) else ()
+
+    def row_submodules(self, step: int) -> Collection[str]:
+        """Submodules that the check of rows observes in a step."""
+        return self.rows.fqns if self.rows is not None and self.budget.looked_at(step) else ()
 
     def finite_submodules(self, step: int) -> Collection[str]:
         """Submodules that the check for NaN and Inf observes in a step."""
@@ -195,6 +204,8 @@ class Detection(Hook):
             self.search.begin()
         self.budget.begin(step)
         self._covered = self.budget.looked_at(step)
+        if self.rows is not None:
+            self.rows.choose(self.budget.cadence.turn(step), self._covered, run.engine.micro_batches)
         with self.budget.waits:
             shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source
@@ -229,21 +240,23 @@ class Detection(Hook):
             with budget.fixed:
                 parameters = self._parameters.take()
             with budget.audits:
-                evidence = Evidence(parameters, self._audited.take(), checked, self._move(engine))
+                audited, moved = self._audited.take(), self._move(engine)
+            evidence = Evidence(parameters, audited, checked, moved, self._found_in_rows(engine))
             with budget.fixed:
                 digests = [digest(evidence.parameters), digest(evidence.audited)]
                 copies = [digest(self._parameters.copies(evidence.parameters))]
-                raised = [bool(checked.unrepeated), evidence.place_matters, seen is not None]
-                raised.append(not loss_is_finite(engine))
+                wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
+                raised = [bool(checked.unrepeated), evidence.place_matters, wrong_row]
+                raised += [seen is not None, not loss_is_finite(engine)]
             with budget.waits:
                 agreed = compare_replicas(digests, raised, engine.dims, self._host_group, copies)
-            repeated, moved, some_seen, some_loss = agreed.raised
+            *exact, some_seen, some_loss = agreed.raised
             if self.search is not None and (some_seen or some_loss):
                 budget.ignore_step()
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
-            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or repeated or moved):
+            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or any(exact)):
                 return
             budget.ignore_step()
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
@@ -261,6 +274,18 @@ class Detection(Hook):
             return None
         again = partial(self._permuted.replay, engine, self.rehearse)
         return Moved(again(), again)
+
+    def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
+        rows = self.rows
+        if rows is None or rows.micro_batch is None:
+            return None
+        micro_batch = rows.micro_batch
+
+        def again() -> WrongRow | None:
+            self.rehearse(engine, micro_batch)
+            return rows.take()
+
+        return Rows(rows.take(), micro_batch, again)
 
     def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
         """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.

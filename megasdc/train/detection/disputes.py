@@ -148,6 +148,8 @@ class Disputes:
         if agreed.raised[0]:
             found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
             again = self._act(step, found, repaired)
+        if agreed.raised[2] and not again and evidence.rows is not None:
+            again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
         if agreed.raised[1] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, rehearse, earlier)
             again = self._act(step, found, repaired)

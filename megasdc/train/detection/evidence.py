@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
+from megasdc.train.detection.rows import Rows
 
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
@@ -34,12 +35,14 @@ class Evidence:
         audited: results of the shared micro-batch; empty outside audits.
         repeats: forward results against their recomputation.
         moved: the shared micro-batch with elements in other places; None: it was not computed so.
+        rows: of a product; None: none was looked at.
     """
 
     parameters: Trace
     audited: Trace
     repeats: Repeats
     moved: Moved | None = None
+    rows: Rows | None = None
 
     @property
     def place_matters(self) -> bool:

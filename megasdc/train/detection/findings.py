@@ -48,11 +48,14 @@ from megasdc.train.detection.gather import gather_traces
 from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import Referee
+from megasdc.train.detection.rows import Rows, named
 from megasdc.train.detection.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "sdc"
+RIGHT = 0
+"""Stands for the checksum of a right product, which nobody computes."""
 ASKED = 8
 """Most results that the referee computes in one step; each is a repeat of the micro-batch."""
 
@@ -162,6 +165,27 @@ class Findings:
             sum(compared for _, compared, _ in found),
             merge_counts(counts for *_, counts in found),
         )
+
+    def of_rows(self, engine: TrainingEngine, rows: Rows, earlier: Collection[int]) -> Settled:
+        """Rule on products with an element that rounding does not explain; call in ``after_micro_batches``.
+
+        ``earlier``: ranks that were wrong in an earlier event of the run.
+        """
+        found = gather_objects(rows.wrong, self._group)
+        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
+        for rank, one in flagged.items():
+            self.tell("finding", step=engine.step_number, tier="rows", rank=rank, address=str(one.address))
+        again = [gather_objects(rows.again(), self._group) for _ in range(self._repeats)]
+        rulings, opinions, counts = [], [], []
+        for rank, one in flagged.items():
+            first = Unrepeated(one.address, one.checksum, RIGHT)
+            pairs = [(RIGHT if (now := found[rank]) is None else now.checksum, RIGHT) for found in again]
+            ruling = judge_recomputed(rank, first, pairs, rank in earlier)
+            rulings.append(replace(ruling, basis=REFEREE, expected=None))
+            opinions.append(Opinion(one.address, {rank: False}, "", 1, named(one, rank)))
+            counts.append(count_by_submodule(one.address.phase, [one.address.fqn], rank))
+        shown = tuple(rulings), self._dims.world_size, merge_counts(counts), tuple(opinions)
+        return Settled("rows", rows.micro_batch, *shown)
 
     def of_permuted(
         self, engine: TrainingEngine, audited: Trace, moved: Moved, rehearse: Rehearse, earlier: Collection[int]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,17 +46,24 @@ class Exhibit:
         result: [R, C].
         factors: what it was made of, which is equal on all ranks that are compared.
         compute: elements in fp64, from their rows [n] and columns [n].
+        is_product: ``factors`` are left [R, K], right [C, K] and, if there is one, bias [C]: left right^T + bias.
     """
 
     result: Tensor
     factors: tuple[Tensor, ...]
     compute: Callable[[Tensor, Tensor], Exact]
+    is_product: bool = False
 
 
 @contextmanager
-def kept_calls(module: Any) -> Iterator[list[Call]]:
-    """Inside, calls of a module are kept, in their order; None: nothing is."""
-    calls: list[Call] = []
+def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Call]]:
+    """Inside, calls of a module are kept, in their order; None: nothing is.
+
+    Args:
+        seen: to which they are added, with tensors as they are, which is enough as long as nothing changes them; None:
+            a new list, with copies.
+    """
+    calls, copies = ([], True) if seen is None else (seen, False)
     if module is None:
         yield calls
         return
@@ -64,13 +71,14 @@ def kept_calls(module: Any) -> Iterator[list[Call]]:
     own, was = getattr(module, name), vars(module).get(name)
 
     def kept(*args: Any, **options: Any) -> Any:
-        output = own(*args, **options)
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
-        own_result = output.detach() if isinstance(output, Tensor) else None
-        call = Call(module, tuple(map(_detached, given)), own_result, mask=_mask_of(module, args))
-        calls.append(call)
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: call.gradients.append(gradient.detach().clone()))
+        place, call = len(calls), Call(module, tuple(_detached(one, copies) for one in given))
+        calls.append(call)  # before, since a listener may be called inside
+        output = own(*args, **options)
+        if isinstance(output, Tensor):
+            calls[place] = replace(call, output=output.detach(), mask=_mask_of(module, args))
+            if output.requires_grad:
+                output.register_hook(lambda gradient: call.gradients.append(_detached(gradient, copies)))
         return output
 
     setattr(module, name, kept)
@@ -83,10 +91,12 @@ def kept_calls(module: Any) -> Iterator[list[Call]]:
             setattr(module, name, was)
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: Any, copies: bool) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_detached, value))
-    return value.detach().clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+        return tuple(_detached(one, copies) for one in value)
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return value
+    return value.detach().clone() if copies else value.detach()
 
 
 def _mask_of(module: Any, args: Sequence[Any]) -> Tensor | None:

@@ -15,36 +15,30 @@ def _linear_factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     return rows_of(given), weight.detach(), rest[0] if rest else None
 
 
-def linear_output(call: Call, result: Tensor) -> Exhibit:
-    """The input times the weight, and the bias where it is added."""
-    inputs, weight, bias = _linear_factors(call)
-    factors = (inputs, weight) if bias is None else (inputs, weight, bias)
+def _product(result: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Exhibit:
+    """Of ``left right^T + bias``."""
+    factors = (left, right) if bias is None else (left, right, bias)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         added = None if bias is None else taken(bias, columns)
-        return product(taken(inputs, rows), taken(weight, columns), result.dtype, added)
+        return product(taken(left, rows), taken(right, columns), result.dtype, added)
 
-    return Exhibit(rows_of(result), factors, compute)
+    return Exhibit(rows_of(result), factors, compute, is_product=True)
+
+
+def linear_output(call: Call, result: Tensor) -> Exhibit:
+    """The input times the weight, and the bias where it is added."""
+    return _product(result, *_linear_factors(call))
 
 
 def linear_input(call: Call, result: Tensor) -> Exhibit:
     """The output's gradient times the weight."""
-    gradient, weight = rows_of(call.gradients[-1]), _linear_factors(call)[1]
-    return Exhibit(
-        rows_of(result),
-        (gradient, weight),
-        lambda rows, columns: product(taken(gradient, rows), taken(weight.T, columns), result.dtype),
-    )
+    return _product(result, rows_of(call.gradients[-1]), _linear_factors(call)[1].T)
 
 
 def linear_weight(call: Call, result: Tensor) -> Exhibit:
     """The output's gradient times the input."""
-    gradient, inputs = rows_of(call.gradients[-1]), _linear_factors(call)[0]
-    return Exhibit(
-        rows_of(result),
-        (gradient, inputs),
-        lambda rows, columns: product(taken(gradient.T, rows), taken(inputs.T, columns), result.dtype),
-    )
+    return _product(result, rows_of(call.gradients[-1]).T, _linear_factors(call)[0].T)
 
 
 def bias_gradient(call: Call, result: Tensor) -> Exhibit:

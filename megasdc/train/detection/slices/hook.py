@@ -95,13 +95,11 @@ class SliceChecks(Hook):
         self._engine: Any = None
         self._host_group: dist.ProcessGroup | None = None
         self._names: dict[int, tuple[str, str]] = {}
-        self._turn = 0
         self._looks = False
 
     def on_start(self, run: Run) -> None:
         """Find out which slices there are, and tell after how many steps all have been looked at."""
         self._engine, self._host_group, self._events = run.engine, run.host_group, run.events
-        self._turn = run.engine.step_number
         self._slices = Slices(run.engine, self._size, run.host_group)
         self._sums = SumCheck(run.engine, self._slices) if self._with_sums else None
         self._updates = UpdateSlices(run.engine, self._slices)
@@ -135,14 +133,14 @@ class SliceChecks(Hook):
         """Copy slices of this rank's gradients."""
         if self._sums is not None and self._looks:
             with self._budget.slices:
-                self._sums.copy(self._turn)
+                self._sums.copy(self._turn(engine.step_number))
 
     def compare(self) -> None:
         """Compare this rank's slices of the reduced gradient, and of the state that the last step left."""
         if self._looks:
             with self._budget.slices:
                 self._wrong_sum = None if self._sums is None else self._sums.compare()
-                self._updates.compare_state(self._turn)
+                self._updates.compare_state(self._turn(self._engine.step_number))
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Check the update, agree on what was found, and settle it.
@@ -153,10 +151,13 @@ class SliceChecks(Hook):
         Collective: all ranks of the world.
         """
         if self._looks:
-            self._turn += 1
             self._finish(engine)
+        following = engine.step_number + 1
         with self._budget.slices:
-            self._updates.keep(self._turn if self._budget.cadence.slices(engine.step_number + 1) else None)
+            self._updates.keep(self._turn(following) if self._budget.cadence.slices(following) else None)
+
+    def _turn(self, step: int) -> int:
+        return self._budget.cadence.turn(step)
 
     def _finish(self, engine: TrainingEngine) -> None:
         step = engine.step_number

@@ -1,0 +1,171 @@
+"""Checks of one product of a linear layer in each step that looks: its rows are summed, others the next time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import xxhash
+from torch import Tensor
+
+from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.model.submodules import Submodule
+from megasdc.sdc.fp64.rows import suspicion, worst_element
+from megasdc.sdc.opinion import Outside
+from megasdc.tensors.bits import as_bits
+from megasdc.train.detection.exhibits.calls import Call, Exhibit, kept_calls
+from megasdc.train.detection.exhibits.make import LINEAR, make_exhibit
+
+PRODUCTS = {FORWARD: "output", BACKWARD: "input", WEIGHT_GRAD: "weight"}
+"""Results that are products, by phase."""
+ROWS = 16
+"""Most suspicious rows of a result whose elements are computed."""
+
+
+@dataclass(frozen=True)
+class WrongRow:
+    """A product with an element that rounding does not explain.
+
+    Args:
+        checksum: XXH3-64 of the whole result.
+        outside: the element.
+    """
+
+    address: Address
+    checksum: int
+    outside: Outside
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a rank found in its rows, and how all ranks look again.
+
+    Args:
+        wrong: None: nothing.
+        micro_batch: that was looked at; the same on all ranks.
+        again: computes the micro-batch once more; what is wrong then.
+    """
+
+    wrong: WrongRow | None
+    micro_batch: int
+    again: Callable[[], WrongRow | None]
+
+
+class RowChecks(Hook):
+    """Sums the rows of one product of one micro-batch: output, input's gradient or weight's gradient of a linear layer.
+
+    It sits before the hook that observes results, which calls ``listen``.
+
+    Args:
+        submodules: of this rank's stage.
+        clock: measures what the checks take.
+
+    Attributes:
+        fqns: submodules that are looked at in turn.
+        micro_batch: that this step looks at; None: none.
+    """
+
+    def __init__(self, submodules: Sequence[Submodule], run: Run, clock: AbstractContextManager[None]) -> None:
+        self._events, self._clock = run.events, clock
+        linear = [one for one in submodules if one.kind in LINEAR]
+        self.fqns = frozenset(one.fqn for one in linear)
+        self._products = [(one, phase) for one in linear for phase in PRODUCTS]
+        self._due: tuple[Submodule, str] | None = None
+        self.micro_batch: int | None = None
+        self._calls: list[Call] = []
+        self._keeping: AbstractContextManager[list[Call]] | None = None
+        self._looked = False
+        self._wrong: WrongRow | None = None
+
+    def choose(self, turn: int, micro_batches: Collection[int], of: int) -> None:
+        """Choose what a step looks at.
+
+        Args:
+            turn: number of the look.
+            micro_batches: that the step looks at; empty: none.
+            of: micro-batches of a step.
+        """
+        self.micro_batch = min(micro_batches, default=None)
+        looks = self.micro_batch is not None and bool(self._products)
+        self._due = self._products[turn // of % len(self._products)] if looks else None
+        self._calls.clear()
+
+    # --- calls of the layer, in the chosen micro-batch alone -------------------------------------------------------
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Keep the layer's calls in this pass."""
+        self._keep(micro_batch)
+
+    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Keep no more."""
+        self._stop()
+
+    def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Keep the layer's calls in this pass, where activations are computed again."""
+        self._keep(micro_batch)
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Keep no more."""
+        self._stop()
+
+    def _keep(self, micro_batch: int) -> None:
+        if self._due is not None and micro_batch == self.micro_batch:
+            self._keeping = kept_calls(self._due[0].module, self._calls)
+            self._keeping.__enter__()
+
+    def _stop(self) -> None:
+        if self._keeping is not None:
+            self._keeping.__exit__(None, None, None)
+            self._keeping = None
+        if self._looked:
+            self._calls.clear()
+            self._looked = False
+
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    def listen(self, address: Address, result: Tensor) -> None:
+        """A listener: checks the rows of the chosen result."""
+        if self._due is None or address.micro_batch != self.micro_batch:
+            return
+        submodule, phase = self._due
+        if (address.fqn, address.phase, address.slot) != (submodule.fqn, phase, PRODUCTS[phase]):
+            return
+        with self._clock:
+            exhibit = make_exhibit(address, submodule.kind, self._calls, result)
+            self._looked = True
+            if exhibit is not None and exhibit.is_product:
+                self._wrong = self._look(address, exhibit)
+
+    def _look(self, address: Address, exhibit: Exhibit) -> WrongRow | None:
+        left, right, *rest = exhibit.factors
+        bias = rest[0] if rest else None
+        found = suspicion(left, right, bias, exhibit.result)
+        suspicious = (~(found <= 1)).nonzero().flatten()[:ROWS].tolist()  # NaN too
+        for row in suspicious:
+            outside = worst_element(left, right, bias, exhibit.result, row)
+            if outside is not None:
+                return WrongRow(address, _checksum(exhibit.result), outside)
+        if suspicious:
+            ratio = found[suspicious[0]].item()
+            self._events.emit(
+                "sdc", "row_within_rounding", step=address.step, address=str(address), row=suspicious[0], ratio=ratio
+            )
+        return None
+
+    def take(self) -> WrongRow | None:
+        """What was wrong since the last call."""
+        found, self._wrong = self._wrong, None
+        return found
+
+
+def named(wrong: WrongRow, rank: int) -> Outside:
+    """The element as ``rank`` has it."""
+    return replace(wrong.outside, values={rank: wrong.outside.values[0]})
+
+
+def _checksum(result: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(as_bits(result.detach()).contiguous().cpu().numpy().data)
