@@ -6,8 +6,8 @@ from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.optimizer_hooks import LOCAL
 from megasdc.data.step_batches import StepBatches
+from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
-from megasdc.faults.injector import Injector
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.tensors.checksum import default_algorithm
@@ -35,7 +35,7 @@ def build_detection(
     run: Run,
     batches: StepBatches,
     signals: StopSignals,
-    injector: Injector | None,
+    injector: Listener | None,
     plan: CheckPlan,
     writer: MetricsWriter | None = None,
 ) -> Detection:
@@ -43,7 +43,7 @@ def build_detection(
 
     Args:
         batches: this replica's micro-batches.
-        injector: fault injection of this run; None: none.
+        injector: injects faults into the golden workload; None: nothing does.
         plan: what is covered.
         writer: where rank 0 writes what the checks took; None: nowhere.
     """

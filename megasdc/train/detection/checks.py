@@ -205,7 +205,8 @@ class Detection(Hook):
         self.budget.begin(step)
         self._covered = self.budget.looked_at(step)
         if self.rows is not None:
-            self.rows.choose(self.budget.cadence.turn(step), self._covered, run.engine.micro_batches)
+            turn = self.budget.cadence.turn(step)
+            self.rows.choose(turn, run.engine.micro_batches, looks=bool(self._covered))
         with self.budget.waits:
             shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source

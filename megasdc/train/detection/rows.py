@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -81,16 +81,16 @@ class RowChecks(Hook):
         self._looked = False
         self._wrong: WrongRow | None = None
 
-    def choose(self, turn: int, micro_batches: Collection[int], of: int) -> None:
+    def choose(self, turn: int, of: int, *, looks: bool) -> None:
         """Choose what a step looks at.
 
         Args:
             turn: number of the look.
-            micro_batches: that the step looks at; empty: none.
             of: micro-batches of a step.
+            looks: whether it looks at all.
         """
-        self.micro_batch = min(micro_batches, default=None)
-        looks = self.micro_batch is not None and bool(self._products)
+        looks = looks and bool(self._products)
+        self.micro_batch = turn % of if looks else None
         self._due = self._products[turn // of % len(self._products)] if looks else None
         self._calls.clear()
 

@@ -118,7 +118,7 @@ def _cases(seed: int) -> Cases:
         (phase, None) for phase in (REDUCED_GRAD, UPDATE, PARAMETER)
     ]
     addresses = [Address(1, number, phase, name, "weight") for phase, number in places for name in names]
-    return Cases([addresses] * 3, ParallelDims(1, 1, 3), KINDS, "bf16", random.Random(seed), 2)
+    return Cases([addresses] * 3, ParallelDims(1, 1, 3), KINDS, "bf16", random.Random(seed), 2, [names] * 3)
 
 
 def test_cases_are_what_their_rows_say() -> None:

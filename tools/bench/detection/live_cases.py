@@ -24,6 +24,7 @@ from megasdc.config import FaultSpec
 from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.faults.schedule import Draws
 from megasdc.parallel.dims import ParallelDims
+from megasdc.train.detection.rows import PRODUCTS
 
 CLEAN = "clean"
 ALONE, PAIR, PAIR_GOLDEN = "one wrong of three or more", "one wrong of two", "one wrong of two, golden trace"
@@ -40,6 +41,7 @@ OTHER, SUM, SHARD, STEPPED, STATE = (
     "update",
     "optimizer state",
 )
+ROWED = "product whose rows are summed, no audit"
 SLICED = (SUM, SHARD, STEPPED, STATE)
 """Rows that slices of the optimizer show."""
 ONCE, ALWAYS, SOMETIMES = "transient", "persistent", "intermittent"
@@ -56,7 +58,7 @@ LASTING = "update, in every step"
 TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
 """Weights of the rows that are scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
-TOLERANCED, PERMUTED = "toleranced", "permuted audit"
+TOLERANCED, PERMUTED, SUMMED = "toleranced", "permuted audit", "sums of rows"
 """Modes: the checks of a case."""
 MODES = {
     CLEAN: EVERYTHING,
@@ -69,10 +71,11 @@ MODES = {
     RECOMPUTED: CHECKED,
     UNIT: PERMUTED,
     VALUES: PERMUTED,
+    ROWED: SUMMED,
 }
 """By row; the others have everything."""
 FIRST_STEPS = range(2, 51)
-"""Steps with which cases begin; the golden workload's step is 1, so that its firings can be told from others."""
+"""Steps with which cases begin, but for those of rows, which begin when the product is due."""
 LONG = 3
 """Steps of a case that covers the time after the fault, which is in the second, and of a clean one."""
 
@@ -132,7 +135,7 @@ def weights_of_rows(replicas: int, *, recompute: bool) -> dict[str, int]:
     else:
         weights = {ALONE: 56, TWO_WRONG: 5, MAJORITY: 2, UNIT: 5, SHARED_TOKENS: 3, PARAMETERS: 4}
         weights |= {MAJORITY_GOLDEN: 3} if replicas == 3 else {}
-    weights |= {OTHER: 4, SUM: 3, SHARD: 3, STEPPED: 3, STATE: 3}
+    weights |= {OTHER: 4, SUM: 3, SHARD: 3, STEPPED: 3, STATE: 3, ROWED: 12}
     return weights | ({RECOMPUTED: 14, OTHER_FORWARD: 2} if recompute else {})
 
 
@@ -150,7 +153,8 @@ def deal_rows(weights: Mapping[str, int], count: int, draw: random.Random) -> li
 class Cases:
     """Draws cases for one layout and type, with a generator that is seeded equally on all ranks.
 
-    ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name.
+    ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name;
+    ``linear`` are the linear layers of each rank, in order.
 
     Attributes:
         twice: whether faults of ``SLICED`` rows come in two steps.
@@ -166,8 +170,9 @@ class Cases:
         precision: str,
         draw: random.Random,
         micro_batches: int,
+        linear: Sequence[Sequence[str]],
     ) -> None:
-        self._addresses = addresses
+        self._addresses, self._linear = addresses, linear
         self._dims = dims
         self._kinds = kinds
         self._precision = precision
@@ -179,6 +184,9 @@ class Cases:
         """Draw a case of a row."""
         first = self._draw.choice(FIRST_STEPS)
         consumed = tuple(2 * first + self._draw.randrange(4) for _ in range(self._dims.data))
+        if row == ROWED:
+            target, persistence = self._product(self._draw.randrange(self._dims.world_size))
+            return Case(row, target.address.step, 1, persistence, (target,), consumed)
         if row == CLEAN:
             completed = tuple(self._draw.randint(1, self._micro_batches) for _ in range(self._dims.data))
             return Case(row, first, LONG, "", (), consumed, completed)
@@ -214,6 +222,18 @@ class Cases:
             return persistence, [self._target(rank, step, micro_batch, [FORWARD], persistence, recomputed=True)]
         persistence = TWICE if row in SLICED and self.twice else ONCE
         return persistence, [self._elsewhere(row, rank, step, persistence)]
+
+    def _product(self, rank: int) -> tuple[Target, str]:
+        """A fault of a product in the step in which its rows are summed, and its persistence."""
+        persistence = self._draw.choice([ONCE, ALWAYS, SOMETIMES])
+        products = [(fqn, phase) for fqn in self._linear[rank] for phase in PRODUCTS]
+        turn, micro_batch = self._draw.randrange(len(products)), self._draw.randrange(self._micro_batches)
+        fqn, phase = products[turn]
+        step = self._micro_batches * (turn + len(products)) + micro_batch
+        name = self._draw.choice(list(self._kinds))
+        address = Address(step, micro_batch, phase, fqn, PRODUCTS[phase])
+        spec = self._spec(rank, address, persistence, self._kinds[name])
+        return Target(rank, address, address, name, spec), persistence
 
     def _elsewhere(self, row: str, rank: int, step: int, persistence: str) -> Target:
         """A fault of what no audited micro-batch computes, transient unless it is of what slices show."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-from megasdc.addresses import WEIGHT_GRAD
+from megasdc.addresses import WEIGHT_GRAD, Address
 from megasdc.config import TraceSection, parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.data.loader import MicroBatchLoader
@@ -26,8 +27,9 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.events import Event, EventLog
-from megasdc.faults.injector import Firing
+from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
+from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -36,6 +38,7 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.exhibits.make import LINEAR
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
@@ -51,6 +54,7 @@ from tools.bench.detection.live_cases import (
     GOLDEN,
     PERMUTED,
     SLICED,
+    SUMMED,
     TOLERANCED,
     Case,
     Cases,
@@ -105,7 +109,7 @@ class LiveCampaign:
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
         addresses = record_golden(self._workload, config, self.dims, golden)
-        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED, PERMUTED)
+        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED, PERMUTED, SUMMED)
         self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
         self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
@@ -116,7 +120,8 @@ class LiveCampaign:
         self._decisions = ReplayedDecisions(self.dims.dp_rank)
         group = new_replica_group(self.dims)
         self._gate = ReplicaGate(self.dims, group, self._decisions.decide, self._decisions.time_left_s, 1)
-        self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES)
+        linear = gather_objects([one.fqn for one in list_submodules(self._engine.module) if one.kind in LINEAR])
+        self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES, linear)
 
     # --- one trial ----------------------------------------------------------------------------------------------
 
@@ -129,14 +134,16 @@ class LiveCampaign:
         gradients = Tracer(self._algorithm, TraceSection(phases=[WEIGHT_GRAD], micro_batches=[0]))
         results = KeptResults()
         plan = plan_checks(config, self._engine, VOCABULARY)
-        detection = build_detection(config, run, kept, self._signals, injector, plan)
+        in_golden = None if injector is None else InGolden(injector)
+        detection = build_detection(config, run, kept, self._signals, in_golden, plan)
         watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
         if case.mode in (AUDITED, GOLDEN):
             watches.append(Watch(gradients, detection.audited_submodules))
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
         slices = detection.slices
-        before, after = ([], []) if slices is None else ([slices], [slices.found])
+        checks: list[Hook | None] = [slices, detection.rows]
+        before, after = [one for one in checks if one is not None], [] if slices is None else [slices.found]
         run.hooks = [detection, *before, *faults, observation, *after, results]
         self._events.kept.clear()
         if case.completed:
@@ -150,13 +157,12 @@ class LiveCampaign:
             run.hooks = []
             self._engine.gate = None
         self._gate.finish()
-        firings: list[Firing] = [
-            one for of_rank in gather_objects(injector.firings if injector else []) for one in of_rank
-        ]
+        firings = _all_of(injector.firings if injector else [])
+        golden = {one.rank for one in _all_of(in_golden.firings if in_golden else []) if one.changed}
         replayed = any(gather_objects(differs_from_repeat(gradients.take())))
         if case.row == CLEAN:
             return [self._clean(result, case.uneven) for result in results.kept]
-        return [self._harmed(case, firings, results.kept, replayed)]
+        return [self._harmed(case, firings, golden, results.kept, replayed)]
 
     def _prepare(self, case: Case) -> tuple[Run, StepBatches]:
         self._workload.reset()
@@ -205,25 +211,21 @@ class LiveCampaign:
         )
 
     def _harmed(
-        self, case: Case, firings: Sequence[Firing], results: Sequence[StepResult], replayed: bool
+        self,
+        case: Case,
+        firings: Sequence[Firing],
+        golden: Set[int],
+        results: Sequence[StepResult],
+        replayed: bool,
     ) -> LiveTrial:
+        """The trial; ``golden``: ranks whose golden workload got a fault that changed a bit."""
         named, found = self._named()
         repeats = self._configs[case.mode].megasdc.sdc.repeats
         step = case.targets[0].address.step
         steps = (step, step + 1) if case.row in SLICED else (step,)
         live = {rank: [one for one in firings if one.rank == rank and one.address.step in steps] for rank in case.ranks}
-        # A fault may change only what is computed elsewhere; where that is compared with nothing, nothing is found.
-        any_call = case.row in SLICED or (found and case.mode in (PERMUTED, EVERYTHING))
-        harmed = tuple(
-            rank
-            for rank, of_rank in live.items()
-            if any(
-                _changes_what_is_read(one, self.dims.tensor, self._padded)
-                for one in (of_rank if any_call else of_rank[:1])
-            )
-        )
+        harmed = tuple(rank for rank, of_rank in live.items() if self._is_harmed(case, of_rank, found))
         alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
-        golden = [any((one.rank, one.address.step) == (rank, 1) and one.changed for one in firings) for rank in harmed]
         result = next(one for one in results if one.step == step)
         return LiveTrial(
             **self._cell(),
@@ -237,7 +239,7 @@ class LiveCampaign:
             shows=tuple(str(one.shows) for one in case.targets if one.shows is not None and one.rank in harmed),
             largest_change=max((_change(one) for of_rank in live.values() for one in of_rank), default=0.0),
             reproduced=bool(alike) and all(alike),
-            golden_harmed=bool(golden) and all(golden),
+            golden_harmed=bool(harmed) and golden >= set(harmed),
             detected=found,
             named=named,
             loss=result.loss,
@@ -245,10 +247,41 @@ class LiveCampaign:
             replayed=replayed,
         )
 
+    def _is_harmed(self, case: Case, of_rank: Sequence[Firing], found: bool) -> bool:
+        """Whether a fault, with these firings, changed what is compared; ``found``: something was found.
+
+        It may change only what is computed elsewhere, or what is in a slice one step later: then either is right.
+        """
+        changes = [_changes_what_is_read(one, self.dims.tensor, self._padded) for one in of_rank]
+        if found and (case.row in SLICED or case.mode in (PERMUTED, EVERYTHING)):
+            return any(changes)
+        return bool(changes) and all(changes if case.row in SLICED else changes[:1])
+
     def close(self) -> None:
         """Give back signal handlers and files."""
         self._signals.close()
         self._events.close()
+
+
+class InGolden:
+    """Injects faults into the golden workload; their firings are moved here from those of the run."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self.firings: list[Firing] = []
+
+    def __call__(self, address: Address, result: Tensor) -> Tensor | None:
+        """A listener."""
+        count = len(self._injector.firings)
+        changed = self._injector(address, result)
+        self.firings += self._injector.firings[count:]
+        del self._injector.firings[count:]
+        return changed
+
+
+def _all_of(own: list[Firing]) -> list[Firing]:
+    """Those of all ranks."""
+    return [one for of_rank in gather_objects(own) for one in of_rank]
 
 
 def _change(firing: Firing) -> float:

@@ -10,7 +10,7 @@ import torch
 from megasdc.config import RunConfig, parse_config
 from megasdc.model.randomness import mix
 from tools.bench.detection.golden_rank import LLAMA_GROUPED
-from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, TOLERANCED
+from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, SUMMED, TOLERANCED
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
 MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": LENGTH}
@@ -18,6 +18,7 @@ WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclus
 """Policy with which every trial ends, whatever is found."""
 AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
 ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
+ROWS_ONLY = {"enabled": True, "coverage": "one", "recompute": False, "parameters": False, "finite": False, "rows": True}
 WHOLE_SHARDS = 1_000_000
 """Elements of a slice, so many that the two groups of the optimizer take turns."""
 TOLERANCED_ONLY = {"enabled": True, "toleranced": True, "recompute": False, "parameters": False, "finite": False}
@@ -88,6 +89,8 @@ def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
         return parse_config({**raw, "megasdc": sections})
     if mode == EVERYTHING:
         sdc["always_on"] = {**ALWAYS_ON, "slice_elements": WHOLE_SHARDS}
+    if mode == SUMMED:
+        sdc["always_on"] = ROWS_ONLY
     audit = {**AUDIT, "permuted": mode in (PERMUTED, EVERYTHING)}
-    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode == CHECKED else {"audit": audit})
+    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode in (CHECKED, SUMMED) else {"audit": audit})
     return parse_config({**raw, "megasdc": sections})
