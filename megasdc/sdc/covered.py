@@ -104,6 +104,8 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
         found += [("replicas", True)] * (shape.replicas > 1) + [("copies of tensor ranks", True)] * (shape.tensor > 1)
     if phase in (FORWARD, BACKWARD) and section.enabled and section.finite:
         found.append((f"NaN and Inf, {shape.share}", False))
+    if section.enabled and section.rows and phase in (FORWARD, BACKWARD, WEIGHT_GRAD):
+        found.append(("rows of a product summed", False))
     if section.enabled and section.slice_elements and phase in _SLICES:
         found.append((_SLICES[phase], True))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):

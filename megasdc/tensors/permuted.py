@@ -50,6 +50,8 @@ def roll(tensor: Tensor, dims: Dims, *, back: bool = False) -> Tensor:
 
 def roll_by(tensor: Tensor, shifts: Mapping[int, int], *, back: bool = False) -> Tensor:
     """Roll dimensions by given numbers of places, and keep the order of strides; ``back``: the other way."""
+    if not tensor.numel():
+        return tensor
     places = sorted(dim for dim, by in shifts.items() if by % tensor.shape[dim])
     if not places:
         return tensor

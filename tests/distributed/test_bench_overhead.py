@@ -27,6 +27,7 @@ from tools.bench.detection.overhead_model import (
     BETWEEN,
     OFF,
     PERMUTED,
+    ROWS,
     SLICES,
     TOLERANCED,
     asked_by,
@@ -84,6 +85,7 @@ def test_a_sample(tmp_path: Path) -> None:
         BETWEEN: {*COMPARED, *EACH_STEP},
         AMORTISED: {*COMPARED, *AUDITED, *EACH_STEP},
         PERMUTED: {*COMPARED, *AUDITED, *EACH_STEP},
+        ROWS: {*COMPARED, "before_forward", "after_backward", "forward", "backward", "weight_grad"},
         SLICES: {"before_reduction", "before_optimizer_step", "after_optimizer_step"},
         TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
     }
@@ -95,8 +97,8 @@ def test_a_sample(tmp_path: Path) -> None:
         for name, tier in model["tiers"].items():
             assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
             assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
-            assert (tier["predicted"] is None) == (name in (SLICES, TOLERANCED))
-    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.003, 0.005]
+            assert (tier["predicted"] is None) == (name in (ROWS, SLICES, TOLERANCED))
+    assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.003, 0.003, 0.005]
     assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
     assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)
     assert "weight_grad" in done.output and "after_micro_batches" in done.output

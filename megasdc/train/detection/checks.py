@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -271,9 +271,14 @@ class Detection(Hook):
 
     def _move(self, engine: TrainingEngine) -> Moved | None:
         """Compute the audited micro-batch with elements in other places, where that is asked for."""
-        if self._permuted is None or not self._auditing:
+        permuted = self._permuted
+        if permuted is None or not self._auditing:
             return None
-        again = partial(self._permuted.replay, engine, self.rehearse)
+
+        def again() -> Trace:
+            with nullcontext() if self.rows is None else self.rows.resting():
+                return permuted.replay(engine, self.rehearse)
+
         return Moved(again(), again)
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -90,9 +90,19 @@ class RowChecks(Hook):
             looks: whether it looks at all.
         """
         looks = looks and bool(self._products)
+        self._wrong = None  # what was wrong in repeats for a verdict on the last step
         self.micro_batch = turn % of if looks else None
         self._due = self._products[turn // of % len(self._products)] if looks else None
         self._calls.clear()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside, nothing is looked at: what is computed there is not computed as in the step."""
+        due, self._due = self._due, None
+        try:
+            yield
+        finally:
+            self._due = due
 
     # --- calls of the layer, in the chosen micro-batch alone -------------------------------------------------------
 

@@ -19,6 +19,7 @@ from tools.bench.detection.overhead_model import (
     BETWEEN,
     OFF,
     PERMUTED,
+    ROWS,
     SLICES,
     STEPS,
     TOLERANCED,
@@ -32,13 +33,13 @@ from tools.bench.result import Progress, Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
 
-BARS = {AMORTISED: 0.005, SLICES: 0.003}
+BARS = {AMORTISED: 0.005, ROWS: 0.003, SLICES: 0.003}
 """Largest share of a step's time, on the first model."""
 BUDGET = SdcSection().budget_of(replicas=2)
 """That of all checks at their defaults, on each model."""
 SLACK = 0.5
 """Largest distance of the interval's upper end above a bar, as a share of it."""
-BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, SLICES, TOLERANCED)
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, TOLERANCED)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
 """Smallest share that is worth a row."""

@@ -10,8 +10,8 @@ from megasdc.sdc.cost import Reads, Work, reads_of_step
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
 AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
 TOLERANCED, PERMUTED, SLICES = "toleranced checks", "permuted audit", "slices of the optimizer"
-KEPT = "all, within the budget"
-STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, SLICES, TOLERANCED)
+ROWS, KEPT = "sums of rows", "all, within the budget"
+STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, TOLERANCED)
 """Kinds of steps that are measured; the cost of audits is that of one audited step and those up to the next."""
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
@@ -20,8 +20,8 @@ _ALL_PARAMETERS = "gemm"
 def asked_by(work: Work, step: str) -> Asked:
     """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
-    ValueError for toleranced checks, which read gradients in float64, permuted audits, which compute, and slices, which
-    are of one size whatever the model: they have no such model.
+    ValueError for toleranced checks, which read gradients in float64, permuted audits, which compute, sums of rows, of
+    another product each step, and slices, which are of one size whatever the model: they have no such model.
     """
     nothing = Reads(0, 0)
     parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]

@@ -50,6 +50,7 @@ from tools.bench.detection.overhead_model import (
     BETWEEN,
     KEPT,
     PERMUTED,
+    ROWS,
     SLICES,
     STEPS,
     TOLERANCED,
@@ -69,11 +70,23 @@ SECTIONS: dict[str, dict[str, Any]] = {
     ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
     AUDIT: {"audit": {"enabled": True, "interval": 1}},
     BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
+    ROWS: {
+        "sdc": {
+            "always_on": {
+                "enabled": True,
+                "coverage": "one",
+                "recompute": False,
+                "parameters": False,
+                "finite": False,
+                "rows": True,
+            }
+        }
+    },
     PERMUTED: {"audit": {"enabled": True, "interval": 1, "permuted": True}},
     SLICES: {"sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}}},
     TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
     KEPT: {
-        "sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}},
+        "sdc": {"always_on": {"enabled": True, "rows": True, "slice_elements": SLICE}},
         "audit": {"enabled": True, "interval": INTERVAL},
     },
 }
@@ -201,8 +214,8 @@ class OverheadRank:
         observation = Observation(engine, watches_of(detection), detection.budget.looks)
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
         slices = detection.slices
-        assert slices is not None, "the section asks for it"
-        hooks = [Meeting(), detection, slices, observation, slices.found]
+        assert slices is not None and detection.rows is not None, "the section asks for it"
+        hooks = [Meeting(), detection, slices, detection.rows, observation, slices.found]
         engine.hooks, engine.agreement = list(hooks), StepAgreement(run.host_group)
         for hook in hooks:
             hook.on_start(run)
@@ -225,6 +238,9 @@ class OverheadRank:
         detection = self._detections[name]
         hook: Any = Timed(detection, clock)
         self.engine.hooks.append(hook)
+        if detection.rows is not None:
+            rows: Any = Timed(detection.rows, clock)
+            self.engine.hooks.append(rows)
         attaching = Clock()
         observer = attaching.timed("attach", self._observe, detection)
         wall_s = self._wall(hook)
