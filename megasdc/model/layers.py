@@ -182,14 +182,21 @@ class PositionEmbedding(nn.Module):
         """[s, b, h] -> [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         if self.positions is not None:
             hidden = hidden + self.positions.weight[: hidden.shape[0], None, :]
-        prob = self.context.config.hidden_dropout
-        if self.training and prob > 0:
-            hidden = hidden * hidden_masks(self.context.streams, hidden, prob, self.index, SITE_EMBEDDING, (0, 1))
+        mask = self.mask(hidden)
+        if mask is not None:
+            hidden = hidden * mask
         if self.context.config.sequence_parallel:
             from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
             hidden = scatter_to_sequence_parallel_region(hidden)
         return hidden
+
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        """Dropout's, scaled, [s, b, h]; None: nothing is dropped."""
+        prob = self.context.config.hidden_dropout
+        if not self.training or prob <= 0:
+            return None
+        return hidden_masks(self.context.streams, hidden, prob, self.index, SITE_EMBEDDING, (0, 1))
 
 
 class TransformerBlock(nn.Module):

@@ -51,7 +51,7 @@ def build_detection(
     algorithm = default_algorithm(run.engine.device)
     parameters = ParameterReader(run.engine, algorithm)
     keys = golden_key(config, dims.at(0), algorithm.name)
-    referee = Referee(list_submodules(run.engine.module), dims.rank, run.host_group)
+    referee = Referee(list_submodules(run.engine.module), run.engine.module.loss_fn, dims.rank, run.host_group)
     disputes = Disputes(
         sections.sdc,
         run,

@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from megasdc.addresses import Address
+from megasdc.model.kinds import LOSS
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.fp64.bounds import Exact
@@ -29,11 +30,13 @@ class Referee:
 
     Args:
         submodules: of this rank's stage.
+        loss: the stage's, which is no module.
         group: of all ranks, on the host.
     """
 
-    def __init__(self, submodules: Sequence[Submodule], rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, submodules: Sequence[Submodule], loss: Any, rank: int, group: dist.ProcessGroup | None) -> None:
         self._submodules = {one.fqn: one for one in submodules}
+        self._loss = loss
         self._rank, self._group = rank, group
         self._wanted: Address | None = None
         self._result: Tensor | None = None
@@ -72,6 +75,8 @@ class Referee:
 
     def _module_of(self, submodule: Submodule) -> Any:
         """Where the calls of a submodule are seen."""
+        if submodule.kind == LOSS:
+            return self._loss
         if submodule.kind not in SEEN_AT:
             return submodule.module
         others = [one for one in self._submodules.values() if one.layer == submodule.layer]

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended, rotated
+from megasdc.sdc.fp64.attention_gradients import Off, elements, head_gradients, summed, unrotated
 from megasdc.sdc.fp64.bounds import (
     Exact,
     Moments,
@@ -24,6 +26,7 @@ from megasdc.sdc.fp64.bounds import (
     product,
     residual,
 )
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses
 from megasdc.sdc.fp64.referee import agreed, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -297,3 +300,77 @@ def test_rows_of_attention_are_within_the_bound(kind: torch.dtype, turned: bool,
             wrong = found.clone()
             wrong[3] += 0.3 * size**3
             assert judge({0: found, 1: wrong}, exact) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.5, 1.0])
+def test_gradients_of_attention_are_within_the_bound(kind: torch.dtype, size: float) -> None:
+    """Rotated, keys shared by two heads, more tokens than a block of rows; a wrong element is seen."""
+    torch.manual_seed(10)
+    tokens, width, scale = 600, 16, 0.25
+    query, key = (torch.randn(tokens, 1, heads, width).mul(size).to(kind) for heads in (2, 1))
+    value, slope = torch.randn(tokens, 1, 1, width).to(kind), torch.randn(1, 2, tokens, width).to(kind)
+    angles = torch.randn(tokens, 1, 1, width // 2).repeat(1, 1, 1, 2)
+    sign = torch.ones(width).index_fill(0, torch.arange(width // 2), -1.0)
+    cosine, sine = angles.cos().to(kind), (angles.sin() * sign).to(kind)
+
+    def gradients(*leaves: Tensor, kind: torch.dtype = kind) -> tuple[Tensor, ...]:
+        for one in leaves:
+            one.requires_grad_()
+        q, k = rotate(leaves[0], leaves[1], cosine.to(kind), sine.to(kind))
+        turned = (one.permute(1, 2, 0, 3) for one in (q, k, leaves[2]))
+        output = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True, scale=scale, enable_gqa=True)
+        return torch.autograd.grad(output, leaves, slope.to(kind))
+
+    got = gradients(query.clone(), key.clone(), value.clone())
+    right = gradients(query.double(), key.double(), value.double(), kind=torch.float64)
+    turn = cosine[:, 0, 0], sine[:, 0, 0]
+    keys = Off(*rotated(key[:, 0, 0], *turn, kind))
+    heads = [
+        head_gradients(Off(*rotated(query[:, 0, one], *turn, kind)), keys, value[:, 0, 0], slope[0, one], scale, kind)
+        for one in range(2)
+    ]
+    found = [
+        unrotated(heads[1][0].rounded(kind, 2), *turn, kind),
+        unrotated(summed([one[1] for one in heads], kind).rounded(kind, 2), *turn, kind),
+        summed([one[2] for one in heads], kind),
+    ]
+    rows, columns = torch.arange(tokens).repeat_interleave(width), torch.arange(width).repeat(tokens)
+    for gradient, exact, off in zip(got, right, found, strict=True):
+        answer = elements(off, rows, columns, kind)
+        assert torch.allclose(off.values, exact[:, 0, -1], rtol=0, atol=1e-11 * size**4)
+        healthy = gradient[:, 0, -1].flatten()
+        assert is_explained(healthy, answer) and answer.bounds.isfinite().all()
+        wrong = healthy.clone()
+        wrong[77] += 4 * answer.bounds[77].to(kind)
+        assert judge({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.1, 1.0, 20.0])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_losses_and_their_gradients_are_within_the_bound(kind: torch.dtype, size: float, fuse: bool) -> None:
+    """Of the loss that runs use, with padding; a wrong loss and a wrong gradient are seen."""
+    torch.manual_seed(11)
+    tokens, samples, real, padded = 20, 3, 250, 256
+    logits = torch.randn(tokens, samples, padded).mul(size).to(kind).requires_grad_()
+    labels, slopes = torch.randint(0, real, (samples, tokens)), torch.rand(samples, tokens) / 60
+    losses = TokenLoss(real, padded, 0, 1, fuse).per_token(logits, labels)
+    (gradient,) = torch.autograd.grad(losses, logits, slopes)
+    flat, marks = logits.detach()[..., :real].flatten(0, 1), labels.T.flatten()
+    exact = token_losses(flat, marks)
+    right = torch.nn.functional.cross_entropy(flat.double(), marks, reduction="none")
+    assert torch.allclose(exact.values, right, rtol=1e-12)
+    healthy = losses.detach().T.flatten()
+    assert is_explained(healthy, exact) and exact.bounds.isfinite().all()
+    wrong = healthy.clone()
+    wrong[5] += 1e-3 * (1 + size**2)
+    assert judge({0: healthy, 1: wrong}, exact) == {0: True, 1: False}
+    rows, columns = torch.arange(tokens * samples).repeat_interleave(padded), torch.arange(padded).repeat(60)
+    found = logit_gradients(flat, marks, slopes.T.flatten(), rows, columns, kind)
+    healthy = gradient.flatten()
+    assert is_explained(healthy, found) and found.bounds.isfinite().all()
+    for place in (7, padded - 1, int(marks[0])):  # one that is likely or not, padding, the label
+        wrong = healthy.clone()
+        wrong[place] += 2e-4
+        assert judge({0: healthy, 1: wrong}, found) == {0: True, 1: False}

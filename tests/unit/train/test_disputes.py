@@ -64,7 +64,7 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     optimizer = SimpleNamespace(update_lp_params=lambda: None)
     engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
     run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), 100, None)  # type: ignore[arg-type]
-    referee = Referee([], dims.rank, None)
+    referee = Referee([], None, dims.rank, None)
     disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
     disputes.on_start(run)
     return disputes, run

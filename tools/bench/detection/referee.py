@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended
+from megasdc.sdc.fp64.attention_gradients import elements, given, head_gradients
 from megasdc.sdc.fp64.bounds import Exact, Moments, activated, norm_input, norm_weight, normalized, product, residual
 from megasdc.sdc.fp64.referee import judge
 from tools.bench.clocks import cpu_threads
@@ -240,6 +241,20 @@ def _attention(width: int, kind: torch.dtype) -> Drawn:
     return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale), exact
 
 
+def _attention_gradient(place: int, width: int, kind: torch.dtype) -> Drawn:
+    factors, slope = torch.randn(3, 1, 1, 256, 64).to(kind), torch.randn(1, 1, 256, 64).to(kind)
+    query, key, value = factors
+    scale = 64**-0.5
+
+    def compute() -> Tensor:
+        q, k, v = (one.clone().requires_grad_() for one in factors)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return torch.autograd.grad(output, (q, k, v), slope)[place]
+
+    found = head_gradients(given(query[0, 0]), given(key[0, 0]), value[0, 0], slope[0, 0], scale, kind)[place]
+    return compute, elements(found, torch.arange(256).repeat_interleave(64), torch.arange(64).repeat(256), kind)
+
+
 KINDS: Mapping[str, Callable[[int, torch.dtype], Drawn]] = {
     "linear layer, and its gradients": _linear,
     "gradient of a bias": _bias,
@@ -252,4 +267,8 @@ KINDS: Mapping[str, Callable[[int, torch.dtype], Drawn]] = {
     "RMSNorm, gradient of the weight": partial(_norm_gradient, False, True),
     **{f"{name}, gated": partial(_activation, name) for name in ACTIVATIONS},
     "attention": _attention,
+    **{
+        f"attention, gradient of the {name}": partial(_attention_gradient, place)
+        for place, name in enumerate(("query", "key", "value"))
+    },
 }

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from megasdc.sdc.fp64.attention import attended, rotated
+from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
 from megasdc.sdc.fp64.bounds import Exact, activated, residual
 from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
+
+SLOTS = ("query", "key", "value")
+"""Inputs of attention, in the order of its gradients."""
 
 
 def sum_output(call: Call, result: Tensor) -> Exhibit:
@@ -65,15 +69,15 @@ def attention_output(call: Call, result: Tensor) -> Exhibit | None:
         return None
     batch, heads, width = query.shape[1], query.shape[2], value.shape[3]
     shared = heads // key.shape[2]
-    turn = None if module.rotation is None else module.rotation(query)
+    turn = _rotation(call)
 
     def seen(tensor: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Of tokens, [T, d], rotated where the module does that."""
-        given = tensor.cpu()
+        tokens = tensor.cpu()
         if turn is None:
-            return given.double(), torch.zeros_like(given, dtype=torch.float64)
-        cosine, sine = (one[first:end, 0, 0].cpu() for one in turn)
-        return rotated(given, cosine, sine, query.dtype)
+            return tokens.double(), torch.zeros_like(tokens, dtype=torch.float64)
+        cosine, sine = (one[first:end] for one in turn)
+        return rotated(tokens, cosine, sine, query.dtype)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         values, bounds = torch.zeros(2, len(rows), dtype=torch.float64)
@@ -88,3 +92,55 @@ def attention_output(call: Call, result: Tensor) -> Exhibit | None:
         return Exact(values, bounds)
 
     return Exhibit(rows_of(result), (query, key, value), compute)
+
+
+def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit | None:
+    """The gradient of ``slot``, one of query, key and value; None: with dropout, as for the output."""
+    module, (query, key, value) = call.module, call.args[:3]
+    if module.training and module.dropout > 0:
+        return None
+    batch, own_heads = query.shape[1], result.shape[2]
+    shared = query.shape[2] // key.shape[2]
+    slopes = call.gradients[-1].reshape(*query.shape[:3], value.shape[3])
+    turn, kind, place = _rotation(call), result.dtype, SLOTS.index(slot)
+
+    def asked(tensor: Tensor, sample: int, head: int) -> Off:
+        tokens = tensor[:, sample, head].cpu()
+        return given(tokens) if turn is None else Off(*rotated(tokens, *turn, kind))
+
+    def of_head(sample: int, head: int) -> Off:
+        """Of all tokens of one head of the result; key and value have those of all queries that share it."""
+        queries = [head] if slot == "query" else range(head * shared, (head + 1) * shared)
+        parts = [
+            head_gradients(
+                asked(query, sample, one),
+                asked(key, sample, one // shared),
+                value[:, sample, one // shared].cpu(),
+                slopes[:, sample, one].cpu(),
+                module.scale,
+                kind,
+            )[place]
+            for one in queries
+        ]
+        total = summed(parts, kind)
+        return total if turn is None or slot == "value" else unrotated(total.rounded(kind, 2), *turn, kind)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        values, bounds = torch.zeros(2, len(rows), dtype=torch.float64)
+        tokens, samples, heads = rows // (batch * own_heads), rows // own_heads % batch, rows % own_heads
+        for sample, head in sorted(set(zip(samples.tolist(), heads.tolist(), strict=True))):
+            here = (samples == sample) & (heads == head)
+            found = elements(of_head(sample, head), tokens[here], columns[here], kind)
+            values[here], bounds[here] = found.values, found.bounds
+        return Exact(values, bounds)
+
+    return Exhibit(rows_of(result), (query, key, value, slopes), compute)
+
+
+def _rotation(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine of each token, [T, d]; None: nothing is rotated."""
+    module = call.module
+    if module.rotation is None:
+        return None
+    cosine, sine = (one[:, 0, 0].cpu() for one in module.rotation(call.args[0]))
+    return cosine, sine

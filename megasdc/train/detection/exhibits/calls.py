@@ -12,11 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megasdc.model.layers import PositionEmbedding
 from megasdc.model.modules import ResidualAdd, hidden_masks
 from megasdc.sdc.fp64.bounds import Exact
 
 LOCAL = "_forward_impl"
 """Method of Megatron-core's parallel linear layers that computes this rank's own part."""
+METHODS = (LOCAL, "per_token", "forward")
+"""Methods whose calls are seen, of which a module has the first: ``per_token`` is the loss's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
     if module is None:
         yield calls
         return
-    name = LOCAL if hasattr(module, LOCAL) else "forward"
+    name = next(one for one in METHODS if hasattr(module, one))
     own, was = getattr(module, name), vars(module).get(name)
 
     def kept(*args: Any, **options: Any) -> Any:
@@ -100,6 +103,8 @@ def _detached(value: Any, copies: bool) -> Any:
 
 
 def _mask_of(module: Any, args: Sequence[Any]) -> Tensor | None:
+    if isinstance(module, PositionEmbedding):
+        return module.mask(args[0])
     if not isinstance(module, ResidualAdd) or not module.training or not args[2]:
         return None
     return hidden_masks(module.streams, args[0][0], args[2], module.layer_number, module.site, module.sequence_shard)

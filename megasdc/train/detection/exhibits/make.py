@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -16,16 +17,32 @@ from megasdc.model.kinds import (
     FC2,
     FINAL_NORM,
     HEAD,
+    LOSS,
     NORM,
+    POSITIONS,
     PROJECTION,
     QKV,
     RESIDUAL,
 )
-from megasdc.train.detection.exhibits.block import activation_output, attention_output, sum_input, sum_output
+from megasdc.train.detection.exhibits.block import (
+    SLOTS,
+    activation_output,
+    attention_input,
+    attention_output,
+    sum_input,
+    sum_output,
+)
 from megasdc.train.detection.exhibits.calls import Call, Exhibit
 from megasdc.train.detection.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
+from megasdc.train.detection.exhibits.losses import logits_gradient, loss_output
 from megasdc.train.detection.exhibits.norms import norm_input, norm_output, norm_weight
-from megasdc.train.detection.exhibits.words import word_output, word_weight
+from megasdc.train.detection.exhibits.words import (
+    position_input,
+    position_output,
+    position_weight,
+    word_output,
+    word_weight,
+)
 
 LINEAR, SUMS, NORMS = (QKV, PROJECTION, FC1, FC2, HEAD), (RESIDUAL, BLOCK), (NORM, FINAL_NORM)
 
@@ -42,8 +59,14 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, WEIGHT_GRAD, "weight"): norm_weight for kind in NORMS},
     **{(ACTIVATION, phase, "output"): activation_output for phase in (FORWARD, RECOMPUTE)},
     **{(CORE_ATTENTION, phase, "output"): attention_output for phase in (FORWARD, RECOMPUTE)},
+    **{(CORE_ATTENTION, BACKWARD, slot): partial(attention_input, slot=slot) for slot in SLOTS},
     **{(EMBEDDING, phase, "output"): word_output for phase in (FORWARD, RECOMPUTE)},
     (EMBEDDING, WEIGHT_GRAD, "weight"): word_weight,
+    **{(POSITIONS, phase, "output"): position_output for phase in (FORWARD, RECOMPUTE)},
+    (POSITIONS, BACKWARD, "input"): position_input,
+    (POSITIONS, WEIGHT_GRAD, "weight"): position_weight,
+    (LOSS, FORWARD, "output"): loss_output,
+    (LOSS, BACKWARD, "input"): logits_gradient,
 }
 """By kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
 SEEN_AT = {ACTIVATION: FC1}

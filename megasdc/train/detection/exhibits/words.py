@@ -1,11 +1,12 @@
-"""Word embeddings: output, and gradient of the weight."""
+"""Word embeddings and learned positions: output, and gradient of the weight; of positions also of the input."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import Exact, chosen, product
+from megasdc.sdc.fp64.bounds import Exact, chosen, product, residual
+from megasdc.train.detection.exhibits.block import sum_input
 from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
@@ -36,3 +37,49 @@ def word_weight(call: Call, result: Tensor) -> Exhibit:
         return product(here, terms, result.dtype, working=result.dtype)
 
     return Exhibit(rows_of(result), (ids, gradient), compute)
+
+
+def position_output(call: Call, result: Tensor) -> Exhibit | None:
+    """Mask (word + position), without what there is not."""
+    if _is_part(call):
+        return None
+    weight, samples = _weight(call), call.args[0].shape[1]
+    words, mask = rows_of(call.args[0]), None if call.mask is None else rows_of(call.mask)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        position = None if weight is None else taken(weight, rows // samples, columns)
+        kept = None if mask is None else taken(mask, rows, columns)
+        return residual(taken(words, rows, columns), position, kept, None, result.dtype)
+
+    return Exhibit(rows_of(result), tuple(one for one in (words, weight, mask) if one is not None), compute)
+
+
+def position_input(call: Call, result: Tensor) -> Exhibit | None:
+    """The mask times the gradient."""
+    return None if _is_part(call) else sum_input(call, result)
+
+
+def position_weight(call: Call, result: Tensor) -> Exhibit | None:
+    """The sum over samples of mask times gradient; 0 for positions that no token has."""
+    if _is_part(call):
+        return None
+    gradient = call.gradients[-1]
+    mask = torch.ones_like(gradient) if call.mask is None else call.mask
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        here = (rows < len(gradient))[:, None]
+        place = rows.clamp(max=len(gradient) - 1)
+        slopes, kept = (one.cpu()[place, :, columns] * here for one in (gradient, mask))
+        return product(slopes, kept, result.dtype, working=result.dtype)
+
+    return Exhibit(rows_of(result), (gradient, mask), compute)
+
+
+def _weight(call: Call) -> Tensor | None:
+    positions = call.module.positions
+    return None if positions is None else positions.weight
+
+
+def _is_part(call: Call) -> bool:
+    """Whether ranks of a tensor group have parts of the sequence."""
+    return bool(call.module.context.config.sequence_parallel)

@@ -1,0 +1,184 @@
+"""Gradients of causal attention in fp64, and how far rounding may take the device's own from them.
+
+With weights ``P`` (rows of the softmax), output ``O = P V`` and its gradient ``G``:
+
+    dV = P^T G,   dP = G V^T,   D = rows of sum(G O),   dS = P (dP - D),   dQ = scale dS K,   dK = scale dS^T Q.
+
+Each is a sum of products of what is off by a bounded amount itself. ``docs/design/referee.md`` says by how much.
+Devices get D from the output, as it was rounded, or as the sum of ``P dP``; both are covered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasdc.sdc.fp64.attention import BLOCK
+from megasdc.sdc.fp64.bounds import INACCURACY, WORKING, Exact, gamma, rounded
+
+ROWS = 512
+"""Rows of the weights that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Off:
+    """Numbers in fp64, and what each may be off by; of the same shape."""
+
+    values: Tensor
+    bounds: Tensor
+
+    @property
+    def reach(self) -> Tensor:
+        """The largest magnitude that each may have."""
+        return self.values.abs() + self.bounds
+
+    def __add__(self, other: Off) -> Off:
+        return Off(self.values + other.values, self.bounds + other.bounds)
+
+    def rounded(self, kind: torch.dtype, times: int = 1) -> Off:
+        """After more roundings to a type."""
+        bounds = self.bounds
+        for _ in range(times):
+            bounds = rounded(bounds, self.values, kind)
+        return Off(self.values, bounds)
+
+
+def given(values: Tensor) -> Off:
+    """As they were given."""
+    values = values.double()
+    return Off(values, torch.zeros_like(values))
+
+
+def times(left: Off, right: Off, kind: torch.dtype = WORKING) -> Off:
+    """A product of matrices, [n, K] and [K, m], whose sums are computed in a type."""
+    reach = left.reach @ right.reach
+    off = reach - left.values.abs() @ right.values.abs()  # of factors: no more than this
+    count = left.values.shape[-1]
+    return Off(left.values @ right.values, off + gamma(count + 4, kind) * reach + 2 * count * torch.finfo(kind).tiny)
+
+
+def head_gradients(
+    query: Off, key: Off, value: Tensor, gradient: Tensor, scale: float, kind: torch.dtype
+) -> tuple[Off, Off, Off]:
+    """Gradients of query, key and value of one head, each [T, d], before they are rounded.
+
+    Args:
+        query: [T, d], rotated if it is; key likewise.
+        value: [T, d].
+        gradient: of the output, [T, d].
+        kind: type of all of them.
+    """
+    values, slopes = given(value), given(gradient)
+    found: list[Off] = []
+    to_key, to_value = _nothing(key.values), _nothing(values.values)
+    for start in range(0, len(values.values), ROWS):
+        end = min(start + ROWS, len(values.values))
+        seen, asked, slope = slice(0, end), _rows(query, start, end), _rows(slopes, start, end)
+        weights = _weights(asked, _rows(key, 0, end), scale, kind, start)
+        inner = _score_gradients(weights, _rows(values, 0, end), slope, kind)
+        found.append(times(inner, _rows(key, 0, end)))
+        _add(to_key, seen, times(_turned(inner), asked))
+        _add(to_value, seen, times(_turned(weights), slope))
+    to_query = Off(torch.cat([one.values for one in found]), torch.cat([one.bounds for one in found]))
+    blocks = gamma(-(-len(values.values) // BLOCK) + 2, WORKING)  # what is summed block by block
+    return _scaled(to_query, scale, blocks), _scaled(to_key, scale, blocks), _scaled(to_value, 1.0, blocks)
+
+
+def unrotated(turned: Off, cosine: Tensor, sine: Tensor, kind: torch.dtype) -> Off:
+    """The gradient of what was rotated, from that of the rotated; [T, d] each, the sine's first half negated."""
+    cosine, sine = cosine.double(), sine.double()
+    half = turned.values.shape[-1] // 2
+    across = Off((turned.values * sine).roll(half, -1), (turned.bounds * sine.abs()).roll(half, -1))
+    straight = Off(turned.values * cosine, turned.bounds * cosine.abs())
+    off = 2 * torch.finfo(kind).eps * (straight.reach + across.reach) + torch.finfo(kind).tiny
+    both = straight + across
+    return Off(both.values, both.bounds + off)
+
+
+def summed(heads: list[Off], kind: torch.dtype) -> Off:
+    """The sum over heads that share a key, each of which may have been rounded to the type before."""
+    rounded_heads = [one.rounded(kind, 2) for one in heads]
+    total = rounded_heads[0]
+    for one in rounded_heads[1:]:
+        total = total + one
+    reach = sum((one.reach for one in rounded_heads), torch.zeros_like(total.values))
+    return Off(total.values, total.bounds + (gamma(len(heads), kind) * reach if len(heads) > 1 else 0.0))
+
+
+def elements(found: Off, rows: Tensor, columns: Tensor, kind: torch.dtype) -> Exact:
+    """Elements of a gradient, as the device keeps it."""
+    last = found.rounded(kind, 2)
+    values, bounds = last.values[rows, columns], last.bounds[rows, columns]
+    return Exact(values, torch.where(bounds.isfinite() & values.isfinite(), bounds, torch.inf))
+
+
+def _weights(query: Off, key: Off, scale: float, kind: torch.dtype, start: int) -> Off:
+    """Rows of the softmax, [n, T], the first of which is row ``start``."""
+    count, total_keys = len(query.values), len(key.values)
+    roundoff, share = torch.finfo(WORKING).eps / 2, torch.finfo(kind).eps / 2
+    future = torch.ones(count, total_keys, dtype=torch.bool).triu(start + 1)
+    both = times(query, _turned(key))
+    scores, off = scale * both.values, scale * both.bounds + 4 * roundoff * scale * both.values.abs()
+    scores = scores.masked_fill(future, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    off = off + 4 * roundoff * ((scale * both.values).abs() + largest.abs())
+    blocks = total_keys / BLOCK + 2
+    off = off + blocks * 2 * (INACCURACY + 2 * roundoff)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    total_share = (weights * (torch.expm1(off) + gamma(total_keys + 2, WORKING))).sum(-1, keepdim=True) / total
+    total_share = torch.where(total_share < 0.5, total_share / (1 - total_share), torch.inf)
+    # A backward pass takes the weights from the scores again, with the logarithm of their sum.
+    logarithm = largest + total.log()
+    off = off + 4 * roundoff * logarithm.abs() + 2 * INACCURACY * (1 + total.log()) + torch.log1p(total_share)
+    weights = weights / total
+    apart = (torch.expm1(off) + 2 * share * torch.exp(off)).masked_fill(future, 0.0)
+    return Off(weights, weights * apart + torch.finfo(WORKING).tiny * ~future)
+
+
+def _score_gradients(weights: Off, values: Off, slopes: Off, kind: torch.dtype) -> Off:
+    """``P (G V^T - D)``, [n, T]."""
+    output = times(weights, values).rounded(kind, 2)
+    of_weights = times(slopes, _turned(values)).rounded(kind, 2)
+    from_output = _row_sums(slopes, output)
+    from_weights = _row_sums(weights, of_weights)
+    difference = of_weights.values - from_output.values
+    off = of_weights.bounds + torch.maximum(from_output.bounds, from_weights.bounds)
+    off = off + torch.finfo(WORKING).eps * (of_weights.values.abs() + from_output.values.abs())
+    found = weights.values * difference
+    return Off(found, weights.bounds * difference.abs() + weights.reach * off).rounded(WORKING).rounded(kind, 2)
+
+
+def _row_sums(left: Off, right: Off) -> Off:
+    """The sum of the products of each row, [n, 1]."""
+    reach = left.reach * right.reach
+    exact = left.values * right.values
+    off = (reach - exact.abs()).sum(-1, keepdim=True)
+    count = exact.shape[-1]
+    off = off + gamma(count + 4, WORKING) * reach.sum(-1, keepdim=True) + 2 * count * torch.finfo(WORKING).tiny
+    return Off(exact.sum(-1, keepdim=True), off)
+
+
+def _nothing(like: Tensor) -> Off:
+    return Off(torch.zeros_like(like), torch.zeros_like(like))
+
+
+def _rows(one: Off, start: int, end: int) -> Off:
+    return Off(one.values[start:end], one.bounds[start:end])
+
+
+def _turned(one: Off) -> Off:
+    return Off(one.values.T, one.bounds.T)
+
+
+def _add(total: Off, place: slice, more: Off) -> None:
+    total.values[place] += more.values
+    total.bounds[place] += more.bounds
+
+
+def _scaled(one: Off, scale: float, share: Tensor) -> Off:
+    """Times a number, with the roundings of that and of sums of blocks."""
+    off = one.bounds + (share + torch.finfo(WORKING).eps) * one.reach
+    return Off(scale * one.values, abs(scale) * off)
