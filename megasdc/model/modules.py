@@ -96,8 +96,6 @@ class TorchAttention(nn.Module):
         return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.streams is None:
-            raise RuntimeError("attention dropout needs dropout streams")
         n, s = q.shape[1], q.shape[2]
         repeats = n // k.shape[1]
         if repeats > 1:
@@ -105,12 +103,19 @@ class TorchAttention(nn.Module):
         scores = (q @ k.transpose(-1, -2)).float() * self.scale
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
         probabilities = scores.masked_fill_(future, float("-inf")).softmax(-1).to(q.dtype)
+        return (probabilities * self.masks(q)) @ v
+
+    def masks(self, q: Tensor) -> Tensor:
+        """Dropout's masks of the probabilities, scaled, [b, n/tp, s, s], for queries [b, n/tp, s, d]."""
+        if self.streams is None:
+            raise RuntimeError("attention dropout needs dropout streams")
+        n, s = q.shape[1], q.shape[2]
         first = self.tp_rank * n
         masks = [
             self.streams.keep_masks((s, s), self.dropout, self.layer_number, SITE_HEADS + first + head, q)
             for head in range(n)
         ]
-        return (probabilities * torch.stack(masks, 1)) @ v
+        return torch.stack(masks, 1)
 
 
 def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:

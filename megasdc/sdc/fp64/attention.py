@@ -30,7 +30,12 @@ def rotated(values: Tensor, cosine: Tensor, sine: Tensor, kind: torch.dtype) -> 
 
 
 def attended(
-    query: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], values: Tensor, scale: float, kind: torch.dtype
+    query: tuple[Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    values: Tensor,
+    scale: float,
+    kind: torch.dtype,
+    mask: Tensor | None = None,
 ) -> Exact:
     """Elements of one row of one head.
 
@@ -39,6 +44,7 @@ def attended(
         keys: those that the row may see, [T, d], likewise.
         values: of the wanted columns, [T, n].
         kind: type of the result.
+        mask: of dropout, for the weights, [T]; with one, scores and weights are rounded to the type; None: none.
     """
     (asked, asked_off), (seen, seen_off), values = query, keys, values.double()
     count, width = seen.shape
@@ -47,6 +53,8 @@ def attended(
     sizes = scale * (seen.abs() @ asked.abs())
     off = gamma(width + 4, WORKING) * sizes
     off = off + scale * (seen_off @ (asked.abs() + asked_off) + seen.abs() @ asked_off)
+    if mask is not None:
+        off = rounded(off, scores, kind)
     largest = scores.max()
     off = off + 4 * roundoff * (scores.abs() + largest.abs())
     blocks = count / BLOCK + 2
@@ -54,9 +62,9 @@ def attended(
     weights = (scores - largest).exp()
     total = weights.sum()
     total_off = (weights * (apart + gamma(count + 2, WORKING))).sum()
-    terms = weights[:, None] * values
+    terms = weights[:, None] * values * (1 if mask is None else mask.double()[:, None])
     summed = terms.sum(0)
-    summed_off = (terms.abs() * (apart + 2 * share + gamma(count + 4, WORKING))[:, None]).sum(0)
+    summed_off = (terms.abs() * (apart + 4 * share * (1 + apart) + gamma(count + 4, WORKING))[:, None]).sum(0)
     found = summed / total
     least = total - total_off
     bounds = torch.where(least > 0, (summed_off + found.abs() * total_off) / least, torch.inf)

@@ -1,11 +1,12 @@
 """Gradients of causal attention in fp64, and how far rounding may take the device's own from them.
 
-With weights ``P`` (rows of the softmax), output ``O = P V`` and its gradient ``G``:
+With weights ``P`` (rows of the softmax), output ``O = (M P) V`` and its gradient ``G``:
 
-    dV = P^T G,   dP = G V^T,   D = rows of sum(G O),   dS = P (dP - D),   dQ = scale dS K,   dK = scale dS^T Q.
+    dV = (M P)^T G,   dP = M (G V^T),   D = rows of sum(G O),   dS = P (dP - D),   dQ = scale dS K,   dK = scale dS^T Q.
 
-Each is a sum of products of what is off by a bounded amount itself. ``docs/design/referee.md`` says by how much.
-Devices get D from the output, as it was rounded, or as the sum of ``P dP``; both are covered.
+with M the mask of dropout, if there is one. Each is a sum of products of what is off by a bounded amount itself;
+``docs/design/referee.md`` says by how much. Devices get D from the output, as it was rounded, or as the sum of
+``P dP``; both are covered.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ def times(left: Off, right: Off, kind: torch.dtype = WORKING) -> Off:
 
 
 def head_gradients(
-    query: Off, key: Off, value: Tensor, gradient: Tensor, scale: float, kind: torch.dtype
+    query: Off,
+    key: Off,
+    value: Tensor,
+    gradient: Tensor,
+    scale: float,
+    kind: torch.dtype,
+    mask: Tensor | None = None,
 ) -> tuple[Off, Off, Off]:
     """Gradients of query, key and value of one head, each [T, d], before they are rounded.
 
@@ -69,6 +76,7 @@ def head_gradients(
         value: [T, d].
         gradient: of the output, [T, d].
         kind: type of all of them.
+        mask: of dropout, for the weights, [T, T]; with one, scores and weights are rounded to the type; None: none.
     """
     values, slopes = given(value), given(gradient)
     found: list[Off] = []
@@ -76,11 +84,12 @@ def head_gradients(
     for start in range(0, len(values.values), ROWS):
         end = min(start + ROWS, len(values.values))
         seen, asked, slope = slice(0, end), _rows(query, start, end), _rows(slopes, start, end)
-        weights = _weights(asked, _rows(key, 0, end), scale, kind, start)
-        inner = _score_gradients(weights, _rows(values, 0, end), slope, kind)
+        weights = _weights(asked, _rows(key, 0, end), scale, kind, start, dropped=mask is not None)
+        own = None if mask is None else mask[start:end, :end].double()
+        inner = _score_gradients(weights, _rows(values, 0, end), slope, kind, own)
         found.append(times(inner, _rows(key, 0, end)))
         _add(to_key, seen, times(_turned(inner), asked))
-        _add(to_value, seen, times(_turned(weights), slope))
+        _add(to_value, seen, times(_turned(_masked(weights, own, kind)), slope))
     to_query = Off(torch.cat([one.values for one in found]), torch.cat([one.bounds for one in found]))
     blocks = gamma(-(-len(values.values) // BLOCK) + 2, WORKING)  # what is summed block by block
     return _scaled(to_query, scale, blocks), _scaled(to_key, scale, blocks), _scaled(to_value, 1.0, blocks)
@@ -114,13 +123,19 @@ def elements(found: Off, rows: Tensor, columns: Tensor, kind: torch.dtype) -> Ex
     return Exact(values, torch.where(bounds.isfinite() & values.isfinite(), bounds, torch.inf))
 
 
-def _weights(query: Off, key: Off, scale: float, kind: torch.dtype, start: int) -> Off:
+def _masked(one: Off, mask: Tensor | None, kind: torch.dtype) -> Off:
+    return one if mask is None else Off(one.values * mask, one.bounds * mask).rounded(kind)
+
+
+def _weights(query: Off, key: Off, scale: float, kind: torch.dtype, start: int, *, dropped: bool) -> Off:
     """Rows of the softmax, [n, T], the first of which is row ``start``."""
     count, total_keys = len(query.values), len(key.values)
     roundoff, share = torch.finfo(WORKING).eps / 2, torch.finfo(kind).eps / 2
     future = torch.ones(count, total_keys, dtype=torch.bool).triu(start + 1)
     both = times(query, _turned(key))
     scores, off = scale * both.values, scale * both.bounds + 4 * roundoff * scale * both.values.abs()
+    if dropped:
+        off = rounded(off, scores, kind)
     scores = scores.masked_fill(future, -torch.inf)
     largest = scores.amax(-1, keepdim=True)
     off = off + 4 * roundoff * ((scale * both.values).abs() + largest.abs())
@@ -138,10 +153,10 @@ def _weights(query: Off, key: Off, scale: float, kind: torch.dtype, start: int) 
     return Off(weights, weights * apart + torch.finfo(WORKING).tiny * ~future)
 
 
-def _score_gradients(weights: Off, values: Off, slopes: Off, kind: torch.dtype) -> Off:
-    """``P (G V^T - D)``, [n, T]."""
-    output = times(weights, values).rounded(kind, 2)
-    of_weights = times(slopes, _turned(values)).rounded(kind, 2)
+def _score_gradients(weights: Off, values: Off, slopes: Off, kind: torch.dtype, mask: Tensor | None) -> Off:
+    """``P (M G V^T - D)``, [n, T]."""
+    output = times(_masked(weights, mask, kind), values).rounded(kind, 2)
+    of_weights = _masked(times(slopes, _turned(values)).rounded(kind, 2), mask, kind)
     from_output = _row_sums(slopes, output)
     from_weights = _row_sums(weights, of_weights)
     difference = of_weights.values - from_output.values

@@ -14,7 +14,7 @@ from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended, rotated
-from megasdc.sdc.fp64.attention_gradients import Off, elements, head_gradients, summed, unrotated
+from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
 from megasdc.sdc.fp64.bounds import (
     Exact,
     Moments,
@@ -340,6 +340,35 @@ def test_gradients_of_attention_are_within_the_bound(kind: torch.dtype, size: fl
         answer = elements(off, rows, columns, kind)
         assert torch.allclose(off.values, exact[:, 0, -1], rtol=0, atol=1e-11 * size**4)
         healthy = gradient[:, 0, -1].flatten()
+        assert is_explained(healthy, answer) and answer.bounds.isfinite().all()
+        wrong = healthy.clone()
+        wrong[77] += 4 * answer.bounds[77].to(kind)
+        assert judge({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_attention_with_dropout_is_within_the_bound(kind: torch.dtype) -> None:
+    """Scores and weights as tensors of the type: output and gradients; a wrong element is seen."""
+    torch.manual_seed(12)
+    tokens, width, scale = 80, 16, 0.25
+    factors, slope = torch.randn(3, tokens, width).to(kind), torch.randn(tokens, width).to(kind)
+    mask = ((torch.rand(tokens, tokens) > 0.1) / 0.9).to(kind)
+    leaves = [one.clone().requires_grad_() for one in factors]
+    query, key, value = leaves
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    scores = (query @ key.T).float() * scale
+    output = (scores.masked_fill(future, -torch.inf).softmax(-1).to(kind) * mask) @ value
+    asked, seen = given(factors[0]), given(factors[1])
+    for row in (0, 5, 79):
+        keys = seen.values[: row + 1], seen.bounds[: row + 1]
+        one = asked.values[row], asked.bounds[row]
+        exact = attended(one, keys, factors[2, : row + 1], scale, kind, mask[row, : row + 1])
+        assert is_explained(output[row].detach(), exact) and exact.bounds.isfinite().all()
+    gradients = torch.autograd.grad(output, leaves, slope)
+    rows, columns = torch.arange(tokens).repeat_interleave(width), torch.arange(width).repeat(tokens)
+    found = head_gradients(asked, seen, factors[2], slope, scale, kind, mask)
+    for gradient, off in zip(gradients, found, strict=True):
+        answer, healthy = elements(off, rows, columns, kind), gradient.flatten()
         assert is_explained(healthy, answer) and answer.bounds.isfinite().all()
         wrong = healthy.clone()
         wrong[77] += 4 * answer.bounds[77].to(kind)

@@ -62,11 +62,9 @@ def activation_output(call: Call, result: Tensor) -> Exhibit:
     return Exhibit(rows_of(result), (given,) if bias is None else (given, bias), compute)
 
 
-def attention_output(call: Call, result: Tensor) -> Exhibit | None:
-    """None: with dropout, of which there is a mask for each pair of tokens."""
+def attention_output(call: Call, result: Tensor) -> Exhibit:
+    """Rows of heads."""
     module, (query, key, value) = call.module, call.args[:3]
-    if module.training and module.dropout > 0:
-        return None
     batch, heads, width = query.shape[1], query.shape[2], value.shape[3]
     shared = heads // key.shape[2]
     turn = _rotation(call)
@@ -87,18 +85,17 @@ def attention_output(call: Call, result: Tensor) -> Exhibit | None:
             asked = seen(query[token : token + 1, sample, head], token, token + 1)
             keys = seen(key[: token + 1, sample, group], 0, token + 1)
             wanted = value[: token + 1, sample, group].cpu()[:, columns[here] % width]
-            found = attended((asked[0][0], asked[1][0]), keys, wanted, module.scale, result.dtype)
+            mask = None if call.mask is None else call.mask[sample, head, token, : token + 1].cpu()
+            found = attended((asked[0][0], asked[1][0]), keys, wanted, module.scale, result.dtype, mask)
             values[here], bounds[here] = found.values, found.bounds
         return Exact(values, bounds)
 
-    return Exhibit(rows_of(result), (query, key, value), compute)
+    return Exhibit(rows_of(result), (query, key, value, *_masks(call)), compute)
 
 
-def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit | None:
-    """The gradient of ``slot``, one of query, key and value; None: with dropout, as for the output."""
+def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
+    """The gradient of ``slot``, one of query, key and value."""
     module, (query, key, value) = call.module, call.args[:3]
-    if module.training and module.dropout > 0:
-        return None
     batch, own_heads = query.shape[1], result.shape[2]
     shared = query.shape[2] // key.shape[2]
     slopes = call.gradients[-1].reshape(*query.shape[:3], value.shape[3])
@@ -119,6 +116,7 @@ def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit | None:
                 slopes[:, sample, one].cpu(),
                 module.scale,
                 kind,
+                None if call.mask is None else call.mask[sample, one].cpu(),
             )[place]
             for one in queries
         ]
@@ -134,7 +132,11 @@ def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit | None:
             values[here], bounds[here] = found.values, found.bounds
         return Exact(values, bounds)
 
-    return Exhibit(rows_of(result), (query, key, value, slopes), compute)
+    return Exhibit(rows_of(result), (query, key, value, slopes, *_masks(call)), compute)
+
+
+def _masks(call: Call) -> tuple[Tensor, ...]:
+    return () if call.mask is None else (call.mask,)
 
 
 def _rotation(call: Call) -> tuple[Tensor, Tensor] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasdc.model.layers import PositionEmbedding
-from megasdc.model.modules import ResidualAdd, hidden_masks
+from megasdc.model.modules import ResidualAdd, TorchAttention, hidden_masks
 from megasdc.sdc.fp64.bounds import Exact
 
 LOCAL = "_forward_impl"
@@ -31,7 +31,7 @@ class Call:
         args: positional arguments, those of linear layers by name included.
         output: None: it is no tensor.
         gradients: of the output, once there is one.
-        mask: of dropout, scaled, as the output; None: nothing is dropped.
+        mask: of dropout, scaled, as the output, of attention as its weights, [b, n, s, s]; None: nothing is dropped.
     """
 
     module: Any
@@ -105,6 +105,8 @@ def _detached(value: Any, copies: bool) -> Any:
 def _mask_of(module: Any, args: Sequence[Any]) -> Tensor | None:
     if isinstance(module, PositionEmbedding):
         return module.mask(args[0])
+    if isinstance(module, TorchAttention):
+        return module.masks(args[0].permute(1, 2, 0, 3)) if module.training and module.dropout > 0 else None
     if not isinstance(module, ResidualAdd) or not module.training or not args[2]:
         return None
     return hidden_masks(module.streams, args[0][0], args[2], module.layer_number, module.site, module.sequence_shard)
