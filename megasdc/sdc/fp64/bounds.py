@@ -23,6 +23,8 @@ WORKING = torch.float32
 """Type in which results of 32 bits and less are computed, unless another one is said."""
 STEEPEST = 1.13
 """Largest magnitude of the derivative of GELU (1.129), SiLU (1.100) and ReLU (1)."""
+CURVED = 0.9
+"""Largest magnitude of the second derivative of GELU (0.798), also by tanh, and SiLU (0.5); ReLU has none at 0."""
 INACCURACY = 2.0**-20
 """Largest absolute error that is allowed to a device's erf, tanh and logistic function in fp32; the fast ones of vector
 libraries have up to 2 ** -21."""
@@ -248,6 +250,43 @@ def activated(
         bounds = rounded(bounds, values, kind)
         return _finite(values, bounds, (reach + abs(offset)) * place.abs(), 3, kind)
     return _finite(values, bounds, place.abs(), 3, kind)
+
+
+def activated_input(
+    function: Callable[[Tensor], Tensor],
+    slope: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    linear: tuple[Tensor, Tensor | None] | None,
+    kind: torch.dtype,
+    *,
+    steps: bool = False,
+) -> Exact:
+    """Elements of the gradient of ``gate`` in ``function(gate + bias)``, times ``linear + its bias`` where it is given.
+
+    Args:
+        function: as for ``activated``; its derivative is no steeper than ``CURVED``.
+        slope: gradient of the result, [n]; the others as for ``activated``.
+        steps: the function is ReLU, whose derivative is a step.
+    """
+    given = residual(gate, bias, None, None, kind)
+    place, off = given.values, given.bounds
+    leaf = place.clone().requires_grad_()
+    (derivative,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    magnitude = place.abs()
+    apart = CURVED * off + INACCURACY * (4 + magnitude + magnitude**3)
+    if steps:
+        apart = torch.where(magnitude <= off, 1.0, 0.0)
+    factor = slope.double()
+    factor_off = torch.zeros_like(factor)
+    if linear is not None:
+        other = residual(*linear, None, None, kind)
+        factor, factor_off = factor * other.values, factor.abs() * other.bounds
+        factor_off = rounded(factor_off, factor, kind)
+    values = factor * derivative
+    bounds = factor_off * (derivative.abs() + apart) + factor.abs() * apart
+    bounds = rounded(rounded(bounds + 4 * torch.finfo(WORKING).eps * values.abs(), values, kind), values, kind)
+    return _finite(values, bounds, (factor.abs() + factor_off) * (1 + magnitude), 4, kind)
 
 
 def chosen(values: Tensor) -> Exact:

@@ -83,4 +83,7 @@ def _sum_of_rows(matrix: Tensor) -> Tensor:
 
 
 def _squares(matrix: Tensor, dim: int | None) -> Tensor:
+    """Squared norm of each row, or of all."""
+    if dim is not None and matrix.stride(-1) != 1:  # a transposed one: its columns are added up within the cache
+        return torch.stack([part.to(WORKING).square().sum(0) for part in matrix.T.split(BLOCK)]).sum(0).double()
     return torch.linalg.vector_norm(matrix, dim=dim, dtype=WORKING).double().square()

@@ -1,7 +1,8 @@
 """Keeps the time of a run's checks within its budget, from what they take on the slowest rank.
 
-Time is that inside our own calls. What all ranks wait for together - a reduction, an exchange of slices - counts as on
-the rank that waited least: the others waited for it, which the sum of gradients would have had them do as well.
+Time is that inside our own calls, summed over the last steps on each rank; the slowest rank counts. What all ranks wait
+for together - a reduction, an exchange of slices - counts in each step as on the rank that waited least: the others
+waited for it, which the sum of gradients would have had them do as well.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from functools import partial
 from types import TracebackType
@@ -28,10 +29,13 @@ WINDOW = 100
 """Steps over which time is measured."""
 ADJUST = 10
 """Steps from one look at that time to the next."""
-COSTS = 5
-"""Leading entries of ``_Seen`` that are time inside our calls."""
-SETTLED = 0.7
-"""Checks look more often only where they take less than this share of the budget."""
+FIRST = 4
+"""Measured steps after which the first look at it comes: what is expected at the start does not know all checks."""
+TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
+SHARED = ("slices", "waits", "steps")
+"""Times in which ranks wait for each other."""
+ROOM = 0.9
+"""Checks look more often only where that takes no more than this share of the budget, so that noise changes nothing."""
 
 
 class Stopwatch:
@@ -93,17 +97,22 @@ class Budget:
         inside: list[Stopwatch] = []
         self.looks, self.audits, self.fixed, self.slices, self.waits = (Stopwatch(inside) for _ in range(5))
         self._step = Stopwatch([])
-        worst = {self.looks: MAX, self.audits: MAX, self.fixed: MAX, self.slices: MIN, self.waits: MIN, self._step: MIN}
-        self._sent: dict[Stopwatch, float] = {}
-        self._fields = {watch: Field(partial(self._give, watch), kind) for watch, kind in worst.items()}
+        self._own: deque[_Seen] = deque(maxlen=WINDOW)
+        """Of this rank; of each step."""
+        self._agreed: deque[_Seen] = deque(maxlen=WINDOW)
+        """Of the rank that waited least; of each step."""
+        self._fields = {name: Field(partial(self._give, name), MIN if name in SHARED else MAX) for name in TIMES}
         self.fields = () if plan.budget is None else tuple(self._fields.values())
-        self._seen: deque[_Seen] = deque(maxlen=WINDOW)
-        self._made = self._due = (0, 0)
+        self._due = (0, 0)
+        self._sent = False
         self._void = True  # the first step also makes what later ones use
         self._warned = False
 
-    def _give(self, watch: Stopwatch) -> float | None:
-        return self._sent.get(watch)
+    def _give(self, name: str) -> float | None:
+        """This rank's number: the last step's, or the sum over steps."""
+        if not self._sent:
+            return None
+        return float(getattr(self._own[-1] if name in SHARED else _total(self._own), name))
 
     def looked_at(self, step: int) -> Collection[int]:
         """The micro-batches that a step looks at."""
@@ -123,21 +132,38 @@ class Budget:
         self._step.__exit__(None, None, None)
         if self._share is None:
             return
+        clocks = (self.looks, self.audits, self.fixed, self.slices, self.waits, self._step)
+        taken = [clock.take() for clock in clocks]
+        if has_agreed := self._sent:  # on the step before
+            self._agreed.append(_Seen(**{name: field.value for name, field in self._fields.items()}))
+        self._sent, self._void = not self._void, False
+        is_due = has_agreed and (len(self._agreed) == FIRST or run.step % ADJUST == 0)
+        if is_due:
+            self._learn(run)
         if self._sent:
-            self._seen.append(_Seen._make((*(field.value for field in self._fields.values()), *self._made)))
-        taken = {watch: watch.take() for watch in self._fields}
-        self._sent, self._made, self._void = ({} if self._void else taken), self._due, False
-        if run.step % ADJUST == 0 and self._seen:
-            total = _Seen(*map(sum, zip(*self._seen, strict=True)))
-            if self._writer is not None:
-                self._writer.write(run.step, {"sdc/cost_share": sum(total[:COSTS]) / total.steps})
-            self._shares = self._measure(total)
+            self._own.append(_Seen._make((*taken, *self._due)))
+        if is_due:
             self._adjust(run, self._share)
+
+    def _learn(self, run: Run) -> None:
+        """Take the shares of the last steps; where none of them looked, those of before stay."""
+        sums, own = _total(self._agreed), _total(self._own)
+        known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
+        looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
+        self._shares = Shares(
+            max((fixed + sums.waits) / sums.steps, least.fixed),
+            max(audits / sums.steps, least.audits),
+            max(looks / own.looked / step_s, least.look) if own.looked else known.look,
+            sums.slices / own.sliced / step_s if own.sliced else known.slice,
+        )
+        if self._writer is not None:
+            spent = looks + audits + fixed + sums.slices + sums.waits
+            self._writer.write(run.step, {"sdc/cost_share": spent / sums.steps})
 
     def _adjust(self, run: Run, budget: float) -> None:
         now = self.cadence.share(self._shares)
-        chosen = choose_cadence(self._shares, budget, self._micro_batches)
-        if chosen.rate < self.cadence.rate or (chosen.rate > self.cadence.rate and now < SETTLED * budget):
+        chosen = choose_cadence(self._shares, budget if now > budget else ROOM * budget, self._micro_batches)
+        if (chosen.rate < self.cadence.rate) if now > budget else (chosen.rate > self.cadence.rate):
             self.cadence, before = chosen, now
             now = chosen.share(self._shares)
             if run.dims.rank == 0:
@@ -153,28 +179,22 @@ class Budget:
             if run.dims.rank == 0:
                 logger.warning("%s", beyond(self._shares, budget))
 
-    def _measure(self, total: _Seen) -> Shares:
-        """Shares over the last steps, of which this is the sum; where none of them looked, those of before."""
-        step_s, known, least = total.steps / len(self._seen), self._shares, self._least
-        return Shares(
-            max((total.fixed + total.waits) / total.steps, least.fixed),
-            max(total.audits / total.steps, least.audits),
-            max(total.looks / total.looked / step_s, least.look) if total.looked else known.look,
-            total.slices / total.sliced / step_s if total.sliced else known.slice,
-        )
-
 
 class _Seen(NamedTuple):
-    """Seconds of a step, in the order of the fields, and how many micro-batches and slices were looked at."""
+    """Seconds of steps, and how many micro-batches and slices were looked at in them."""
 
-    looks: float
-    audits: float
-    fixed: float
-    slices: float
-    waits: float
-    steps: float
-    looked: float
-    sliced: float
+    looks: float = 0.0
+    audits: float = 0.0
+    fixed: float = 0.0
+    slices: float = 0.0
+    waits: float = 0.0
+    steps: float = 0.0
+    looked: float = 0.0
+    sliced: float = 0.0
+
+
+def _total(steps: Iterable[_Seen]) -> _Seen:
+    return _Seen._make(sum(column) for column in zip(_Seen(), *steps, strict=True))
 
 
 def beyond(shares: Shares, budget: float) -> str:

@@ -18,7 +18,7 @@ from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, judge
 from megasdc.sdc.opinion import Opinion, Outside
 from megasdc.train.detection.exhibits.calls import Exhibit, kept_calls
-from megasdc.train.detection.exhibits.make import SEEN_AT, make_exhibit
+from megasdc.train.detection.exhibits.make import BETWEEN, make_exhibit
 
 T = TypeVar("T")
 ROWS, ELEMENTS = 16, 1024
@@ -59,11 +59,12 @@ class Referee:
         Collective: all ranks of the world.
         """
         asked = self._submodules.get(address.fqn) if self._rank in values else None
-        with kept_calls(None if asked is None else self._module_of(asked)) as calls:
+        own, following = (None, None) if asked is None else self._modules_of(asked)
+        with kept_calls(own) as calls, kept_calls(following) as after:
             result, again = self.keep(None if asked is None else address, repeat)
         mine = None
         if asked is not None and result is not None and again.get(self._rank) == values[self._rank]:
-            mine = make_exhibit(address, asked.kind, calls, result)
+            mine = make_exhibit(address, asked.kind, calls, result, after)
         return self._compare(address, values, mine)
 
     def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
@@ -73,14 +74,15 @@ class Referee:
         result, self._wanted, self._result = self._result, None, None
         return result, again
 
-    def _module_of(self, submodule: Submodule) -> Any:
-        """Where the calls of a submodule are seen."""
+    def _modules_of(self, submodule: Submodule) -> tuple[Any, Any]:
+        """Where the calls of a submodule are seen; of one that is no module, those before and after it."""
         if submodule.kind == LOSS:
-            return self._loss
-        if submodule.kind not in SEEN_AT:
-            return submodule.module
-        others = [one for one in self._submodules.values() if one.layer == submodule.layer]
-        return next((one.module for one in others if one.kind == SEEN_AT[submodule.kind]), None)
+            return self._loss, None
+        if submodule.kind not in BETWEEN:
+            return submodule.module, None
+        block = {one.kind: one.module for one in self._submodules.values() if one.layer == submodule.layer}
+        before, after = BETWEEN[submodule.kind]
+        return block.get(before), block.get(after)
 
     def _compare(self, address: Address, values: Mapping[int, int], mine: Exhibit | None) -> Opinion:
         shown = gather_objects(None if mine is None else _digests(mine), self._group)

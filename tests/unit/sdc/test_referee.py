@@ -19,6 +19,7 @@ from megasdc.sdc.fp64.bounds import (
     Exact,
     Moments,
     activated,
+    activated_input,
     chosen,
     norm_input,
     norm_weight,
@@ -265,6 +266,26 @@ def test_activations_are_within_the_bound(kind: torch.dtype, name: str, gated: b
     assert is_explained(got, exact) and exact.bounds.isfinite().all()
     wrong = got.clone()
     wrong[9] += 0.3 + 0.1 * got[9].abs()
+    assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activations_are_within_the_bound(kind: torch.dtype, gated: bool, name: str) -> None:
+    """As autograd computes them, over a wide range; a wrong element is seen."""
+    torch.manual_seed(13)
+    function = ACTIVATIONS[name]
+    gate, linear, slope = torch.randn(3, 4000).mul(3).to(kind)
+    bias, other = torch.randn(2, 4000).to(kind)
+    leaf = gate.clone().requires_grad_()
+    output = function(leaf + bias) * (linear + other if gated else 1)
+    (got,) = torch.autograd.grad(output, leaf, slope)
+    factor = (linear, other) if gated else None
+    exact = activated_input(function, slope, gate, bias, factor, kind, steps=name == "relu")
+    assert is_explained(got, exact) and exact.bounds.isfinite().all()
+    wrong = got.clone()
+    wrong[9] += 4 * exact.bounds[9].to(kind) + 1e-3
     assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
 
 

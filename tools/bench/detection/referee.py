@@ -16,10 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended
 from megasdc.sdc.fp64.attention_gradients import elements, given, head_gradients
-from megasdc.sdc.fp64.bounds import Exact, Moments, activated, norm_input, norm_weight, normalized, product, residual
+from megasdc.sdc.fp64.bounds import (
+    Exact,
+    Moments,
+    activated,
+    activated_input,
+    norm_input,
+    norm_weight,
+    normalized,
+    product,
+    residual,
+)
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses
 from megasdc.sdc.fp64.referee import judge
 from tools.bench.clocks import cpu_threads
 from tools.bench.detection.options import RefereeOptions
@@ -227,6 +239,32 @@ def _activation(name: str, width: int, kind: torch.dtype) -> Drawn:
     return lambda: function(gate + bias) * (linear + other), exact
 
 
+def _activation_gradient(name: str, width: int, kind: torch.dtype) -> Drawn:
+    function = ACTIVATIONS[name]
+    gate, linear, slope = _scaled(3, 4 * width).to(kind)
+
+    def compute() -> Tensor:
+        leaf = gate.clone().requires_grad_()
+        return torch.autograd.grad(function(leaf) * linear, leaf, slope)[0]
+
+    return compute, activated_input(function, slope, gate, None, (linear, None), kind, steps=name == "relu")
+
+
+def _loss(of_logits: bool, width: int, kind: torch.dtype) -> Drawn:
+    logits, labels = _scaled(64, width).to(kind), torch.randint(0, width, (64,))
+    slopes, loss = torch.rand(64) / 64, TokenLoss(width, width, 0, 1)
+
+    def compute() -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        found = loss.per_token(leaf[:, None], labels[None])
+        return torch.autograd.grad(found, leaf, slopes[None])[0] if of_logits else found
+
+    if not of_logits:
+        return compute, token_losses(logits, labels)
+    rows, columns = torch.arange(64).repeat_interleave(width), torch.arange(width).repeat(64)
+    return compute, logit_gradients(logits, labels, slopes, rows, columns, kind)
+
+
 def _attention(width: int, kind: torch.dtype) -> Drawn:
     query, key, value = torch.randn(3, 1, 1, 256, 64).to(kind)
     scale, zero = 64**-0.5, torch.zeros(256, 64, dtype=torch.float64)
@@ -266,6 +304,9 @@ KINDS: Mapping[str, Callable[[int, torch.dtype], Drawn]] = {
     "LayerNorm, gradient of the weight": partial(_norm_gradient, True, True),
     "RMSNorm, gradient of the weight": partial(_norm_gradient, False, True),
     **{f"{name}, gated": partial(_activation, name) for name in ACTIVATIONS},
+    **{f"{name}, gated, gradient of the gate": partial(_activation_gradient, name) for name in ACTIVATIONS},
+    "loss": partial(_loss, False),
+    "gradient of the logits": partial(_loss, True),
     "attention": _attention,
     **{
         f"attention, gradient of the {name}": partial(_attention_gradient, place)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
-from megasdc.sdc.fp64.bounds import Exact, activated, residual
+from megasdc.sdc.fp64.bounds import Exact, activated, activated_input, residual
 from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 SLOTS = ("query", "key", "value")
@@ -60,6 +60,38 @@ def activation_output(call: Call, result: Tensor) -> Exhibit:
         )
 
     return Exhibit(rows_of(result), (given,) if bias is None else (given, bias), compute)
+
+
+def activation_input(call: Call, result: Tensor) -> Exhibit | None:
+    """Of the layer before it, whose output's gradient this is; None: where it is clamped or has an offset."""
+    layer, config = call.module, call.module.config
+    if getattr(config, "activation_func_clamp_value", None) is not None or getattr(config, "glu_linear_offset", 0) != 0:
+        return None
+    assert call.output is not None, "it is a linear layer"
+    given_output, bias, slopes = rows_of(call.output), layer.bias, rows_of(call.gradients[-1])
+    half = given_output.shape[-1] // 2 if config.gated_linear_unit else None
+    steps = config.activation_func is torch.nn.functional.relu
+
+    def part(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        return taken(given_output, rows, columns), None if bias is None else taken(bias, columns)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        if half is None:
+            gate = part(rows, columns)
+            slope = taken(slopes, rows, columns)
+            return activated_input(config.activation_func, slope, *gate, None, result.dtype, steps=steps)
+        first = columns % half
+        gate, linear, slope = part(rows, first), part(rows, first + half), taken(slopes, rows, first)
+        of_gate = activated_input(config.activation_func, slope, *gate, linear, result.dtype, steps=steps)
+        of_linear = activated(config.activation_func, *gate, (slope, None), result.dtype)
+        is_gate = columns < half
+        return Exact(
+            torch.where(is_gate, of_gate.values, of_linear.values),
+            torch.where(is_gate, of_gate.bounds, of_linear.bounds),
+        )
+
+    factors = (given_output, slopes)
+    return Exhibit(rows_of(result), factors if bias is None else (*factors, bias), compute)
 
 
 def attention_output(call: Call, result: Tensor) -> Exhibit:

@@ -31,6 +31,7 @@ class Call:
         args: positional arguments, those of linear layers by name included.
         output: None: it is no tensor.
         gradients: of the output, once there is one.
+        received: gradients of what it was given, once there is one.
         mask: of dropout, scaled, as the output, of attention as its weights, [b, n, s, s]; None: nothing is dropped.
     """
 
@@ -38,6 +39,7 @@ class Call:
     args: tuple[Any, ...]
     output: Tensor | None = None
     gradients: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
     mask: Tensor | None = None
 
 
@@ -77,6 +79,9 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
         place, call = len(calls), Call(module, tuple(_detached(one, copies) for one in given))
         calls.append(call)  # before, since a listener may be called inside
+        inputs = options.get("input", args[0] if args else None)
+        if copies and isinstance(inputs, Tensor) and inputs.requires_grad:
+            inputs.register_hook(lambda gradient: call.received.append(_detached(gradient, copies)))
         output = own(*args, **options)
         if isinstance(output, Tensor):
             calls[place] = replace(call, output=output.detach(), mask=_mask_of(module, args))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from megasdc.model.kinds import (
 )
 from megasdc.train.detection.exhibits.block import (
     SLOTS,
+    activation_input,
     activation_output,
     attention_input,
     attention_output,
@@ -58,6 +60,7 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, BACKWARD, "input"): norm_input for kind in NORMS},
     **{(kind, WEIGHT_GRAD, "weight"): norm_weight for kind in NORMS},
     **{(ACTIVATION, phase, "output"): activation_output for phase in (FORWARD, RECOMPUTE)},
+    (ACTIVATION, BACKWARD, "input"): activation_input,
     **{(CORE_ATTENTION, phase, "output"): attention_output for phase in (FORWARD, RECOMPUTE)},
     **{(CORE_ATTENTION, BACKWARD, slot): partial(attention_input, slot=slot) for slot in SLOTS},
     **{(EMBEDDING, phase, "output"): word_output for phase in (FORWARD, RECOMPUTE)},
@@ -69,16 +72,24 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     (LOSS, BACKWARD, "input"): logits_gradient,
 }
 """By kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
-SEEN_AT = {ACTIVATION: FC1}
-"""Kinds that are no modules, by the kind of the one before them in their block."""
+BETWEEN = {ACTIVATION: (FC1, FC2)}
+"""Kinds that are no modules, by the kinds of those before and after them in their block."""
 
 
-def make_exhibit(address: Address, kind: str, calls: Sequence[Call], result: Tensor) -> Exhibit | None:
+def make_exhibit(
+    address: Address, kind: str, calls: Sequence[Call], result: Tensor, after: Sequence[Call] = ()
+) -> Exhibit | None:
     """The exhibit of a result that was computed in one of these calls.
+
+    Args:
+        calls: of the submodule, or of the one before it.
+        after: of the one after it, where it is no module itself: its inputs are the submodule's outputs.
 
     Returns:
         None: the referee does not compute such results, or what they were made of was not seen.
     """
+    if after:
+        calls = [replace(one, gradients=other.received) for one, other in zip(calls, after, strict=True)]
     make = MAKERS.get((kind, address.phase, address.slot))
     with_gradient = [one for one in calls if one.gradients]
     seen = calls[:1] if address.phase == FORWARD else calls[-1:] if address.phase == RECOMPUTE else with_gradient[-1:]
