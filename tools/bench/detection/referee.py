@@ -39,8 +39,8 @@ from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MANTISSA = {"fp32": 23, "bf16": 7}
-"""Bits of it, the lowest ones."""
+MANTISSA = {32: 23, 16: 7}
+"""Bits of it, the lowest ones, by those of the whole; a loss has 32 whatever its logits have."""
 MODES = {"1 thread": (1, True), "2 threads": (2, True), "without oneDNN": (1, False)}
 """Threads, and whether oneDNN may be used."""
 EPS = 1e-5
@@ -104,7 +104,7 @@ class RefereeResult(Result):
 
 def _row(one: Answers) -> tuple[str, ...]:
     shares = [seen / max(of, 1) for seen, of in one.seen]
-    mantissa = MANTISSA[one.type]
+    mantissa = MANTISSA[len(shares)]
     halves = (next((bit for bit, share in enumerate(shares) if share >= least), None) for least in (0.5, 0.95))
     parts = (sum(part) / len(part) for part in (shares[:mantissa], shares[mantissa:]))
     return (
@@ -128,7 +128,7 @@ def bench_referee(options: RefereeOptions, on_progress: Progress = lambda what, 
 
 def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOptions) -> Answers:
     found = Answers(name, kind, 0, 0, 0, 0.0, 0, ())
-    flips = torch.zeros(2, torch.finfo(TYPES[kind]).bits, dtype=torch.int64)
+    flips = torch.zeros((), dtype=torch.int64)
     torch.manual_seed(options.seed)
     while found.compared < options.elements:
         compute, exact = draw()
@@ -148,7 +148,7 @@ def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOption
             nearest=max(found.nearest, off[:, bounded].max().item() if bounded.any() else 0.0),
             undecided=found.undecided + int((~bounded).sum()) * len(results),
         )
-        flips += _flips(results[0], exact, options.flips)
+        flips = flips + _flips(results[0], exact, options.flips)
     return replace(found, seen=tuple(zip(*flips.tolist(), strict=True)))
 
 
