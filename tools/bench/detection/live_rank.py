@@ -224,7 +224,11 @@ class LiveCampaign:
         step = case.targets[0].address.step
         steps = (step, step + 1) if case.row in SLICED else (step,)
         live = {rank: [one for one in firings if one.rank == rank and one.address.step in steps] for rank in case.ranks}
-        harmed = tuple(rank for rank, of_rank in live.items() if self._is_harmed(case, of_rank, found))
+        harmed = tuple(
+            rank
+            for rank, of_rank in live.items()
+            if self._is_harmed(case, of_rank, found) or (found and rank in golden)
+        )
         alike = [len(live[rank]) > repeats and len(set(map(_done, live[rank]))) == 1 for rank in harmed]
         result = next(one for one in results if one.step == step)
         return LiveTrial(
