@@ -110,7 +110,9 @@ def test_a_killed_process_holds_nothing(tmp_path: Path, other: int, said: list[s
 def test_a_process_id_used_again_is_another_process(tmp_path: Path, said: list[str]) -> None:
     """The record of a process that started at another time than the one with its id now does not count."""
     run_lock._write(tmp_path, replace(own("theirs"), process_start_ticks=1))
-    take(tmp_path, own(), said.append).release()
+    lock = take(tmp_path, own(), said.append)
+    assert lock.replaced is not None and lock.replaced.token == "theirs"
+    lock.release()
 
 
 def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None:
@@ -250,7 +252,9 @@ def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str
 def test_the_lock_of_a_sweep_is_another(tmp_path: Path, said: list[str]) -> None:
     """A run that is one task of a sweep is trained in a folder that the sweep itself holds."""
     with alone(tmp_path):
-        take(tmp_path, own(), said.append).release()
+        lock = take(tmp_path, own(), said.append)
+        assert (holder := read_holder(tmp_path)) is not None and holder.token == "ours"
+        lock.release()
 
 
 def test_a_line_is_written_only_where_no_other_launch_works(tmp_path: Path, other: int, said: list[str]) -> None:

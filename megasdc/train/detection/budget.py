@@ -97,9 +97,9 @@ class Budget:
         inside: list[Stopwatch] = []
         self.looks, self.audits, self.fixed, self.slices, self.waits = (Stopwatch(inside) for _ in range(5))
         self._step = Stopwatch([])
-        self._own: deque[_Seen] = deque(maxlen=WINDOW)
+        self._own: deque[_Times] = deque(maxlen=WINDOW)
         """Of this rank; of each step."""
-        self._agreed: deque[_Seen] = deque(maxlen=WINDOW)
+        self._agreed: deque[_Times] = deque(maxlen=WINDOW)
         """Of the rank that waited least; of each step."""
         self._fields = {name: Field(partial(self._give, name), MIN if name in SHARED else MAX) for name in TIMES}
         self.fields = () if plan.budget is None else tuple(self._fields.values())
@@ -135,13 +135,13 @@ class Budget:
         clocks = (self.looks, self.audits, self.fixed, self.slices, self.waits, self._step)
         taken = [clock.take() for clock in clocks]
         if has_agreed := self._sent:  # on the step before
-            self._agreed.append(_Seen(**{name: field.value for name, field in self._fields.items()}))
+            self._agreed.append(_Times(**{name: field.value for name, field in self._fields.items()}))
         self._sent, self._void = not self._void, False
         is_due = has_agreed and (len(self._agreed) == FIRST or run.step % ADJUST == 0)
         if is_due:
             self._learn(run)
         if self._sent:
-            self._own.append(_Seen._make((*taken, *self._due)))
+            self._own.append(_Times._make((*taken, *self._due)))
         if is_due:
             self._adjust(run, self._share)
 
@@ -180,7 +180,7 @@ class Budget:
                 logger.warning("%s", beyond(self._shares, budget))
 
 
-class _Seen(NamedTuple):
+class _Times(NamedTuple):
     """Seconds of steps, and how many micro-batches and slices were looked at in them."""
 
     looks: float = 0.0
@@ -193,8 +193,8 @@ class _Seen(NamedTuple):
     sliced: float = 0.0
 
 
-def _total(steps: Iterable[_Seen]) -> _Seen:
-    return _Seen._make(sum(column) for column in zip(_Seen(), *steps, strict=True))
+def _total(steps: Iterable[_Times]) -> _Times:
+    return _Times._make(sum(column) for column in zip(_Times(), *steps, strict=True))
 
 
 def beyond(shares: Shares, budget: float) -> str:

@@ -149,6 +149,8 @@ class RowChecks(Hook):
             self._looked = True
             if exhibit is not None and exhibit.is_product:
                 self._wrong = self._look(address, exhibit)
+                return
+        self._events.emit("sdc", "row_not_checked", step=address.step, address=str(address))
 
     def _look(self, address: Address, exhibit: Exhibit) -> WrongRow | None:
         left, right, *rest = exhibit.factors
