@@ -9,7 +9,8 @@ Names that start with an underscore are DeepSpeed 0.19's; a test fails if they d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
+from megasdc.engine.stage_replay import ReplayBackward, ReplayForward, ReplaySchedule, StageReplay
 from megasdc.model.randomness import DropoutStreams
 from megasdc.optim.step_control import StepControl
 from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
@@ -85,6 +87,9 @@ class TrainingEngine(PipelineEngine):
         self.masks_tokens = masks_tokens
         self.gate: MicroBatchGate | None = None
         """Decides which micro-batches this replica starts; None: all."""
+        self.replay: StageReplay | None = None
+        """Computes one micro-batch of the next step once more, where this stage would wait; None: nothing does."""
+        self.is_replaying = False
         self.divides_by_used = False
         """Whether gradients are averaged over completed instead of planned micro-batches."""
         self._partial_sums = [
@@ -239,6 +244,8 @@ class TrainingEngine(PipelineEngine):
             pipe_schedule = GatedSchedule(
                 self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
             )
+        if self.replay is not None and isinstance(pipe_schedule, schedule.TrainSchedule):
+            pipe_schedule = ReplaySchedule(pipe_schedule)
         super()._exec_schedule(pipe_schedule)
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -311,6 +318,8 @@ class TrainingEngine(PipelineEngine):
         self._enter(micro_batch)
         for hook in self.hooks:
             hook.before_forward(self, micro_batch)
+        if self.replay is not None and self.replay.micro_batch == micro_batch:
+            self.replay.keep_inputs(self, buffer_id)
         super()._exec_forward_pass(buffer_id)
         if self.is_last_stage():
             mask = self.pipe_buffers["labels"][buffer_id][1]
@@ -324,9 +333,39 @@ class TrainingEngine(PipelineEngine):
         self._enter(micro_batch)
         for hook in self.hooks:
             hook.before_backward(self, micro_batch)
+        if self.replay is not None and self.replay.micro_batch == micro_batch:
+            self.replay.keep_gradient(self)
         super()._exec_backward_pass(buffer_id)
         for hook in self.hooks:
             hook.after_backward(self, micro_batch)
+
+    def _run_replay_forward(self, buffer_id: int) -> None:
+        assert self.replay is not None
+        with self._replaying(self.replay) as hooks:
+            for hook in hooks:
+                hook.before_forward(self, self.replay.micro_batch)
+            self.replay.forward(self, buffer_id)
+            for hook in hooks:
+                hook.after_forward(self, self.replay.micro_batch)
+
+    def _run_replay_backward(self, buffer_id: int) -> None:
+        assert self.replay is not None
+        with self._replaying(self.replay) as hooks:
+            for hook in hooks:
+                hook.before_backward(self, self.replay.micro_batch)
+            self.replay.backward(self, buffer_id)
+            for hook in hooks:
+                hook.after_backward(self, self.replay.micro_batch)
+
+    @contextmanager
+    def _replaying(self, replay: StageReplay) -> Iterator[Sequence[Any]]:
+        """Inside, the engine replays; yields the hooks that are called."""
+        self._enter(replay.micro_batch)
+        self.is_replaying = True
+        try:
+            yield [hook for hook in self.hooks if hook.in_replays]
+        finally:
+            self.is_replaying = False
 
     def _run_reduce_tied_grads(self) -> None:
         self._completed = self._started
@@ -364,6 +403,8 @@ class TrainingEngine(PipelineEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardPass: _run_forward,
         schedule.BackwardPass: _run_backward,
+        ReplayForward: _run_replay_forward,
+        ReplayBackward: _run_replay_backward,
         schedule.ReduceTiedGrads: _run_reduce_tied_grads,
         schedule.ReduceGrads: _run_reduce_grads,
         schedule.OptimizerStep: _run_optimizer_step,

@@ -44,10 +44,13 @@ class Observer(Hook):
         gradients: whether backward results and weight gradients are observed too.
         after: the engine's hook that it follows; None, or none of them: it follows all.
         clock: entered around each call of the listeners, which it measures.
+        of_replays: listeners of the results of a stage's replay, which the others do not get.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
         the collectives of column-parallel layers are called from another place.
     """
+
+    in_replays = True
 
     def __init__(
         self,
@@ -57,10 +60,12 @@ class Observer(Hook):
         gradients: bool = True,
         after: Hook | None = None,
         clock: AbstractContextManager[None] | None = None,
+        of_replays: Sequence[Listener] = (),
     ) -> None:
         self._undo = ExitStack()
         self._clock = clock or nullcontext()
-        self._listeners = tuple(listeners)
+        self._engine = engine
+        self._listeners, self._of_replays = tuple(listeners), tuple(of_replays)
         self._step = 0
         self._micro_batch = 0
         self._pass: str | None = None
@@ -150,7 +155,7 @@ class Observer(Hook):
     def _emit(self, address: Address, result: Tensor) -> Tensor | None:
         changed = None
         with self._clock:
-            for listener in self._listeners:
+            for listener in self._of_replays if self._engine.is_replaying else self._listeners:
                 answer = listener(address, result if changed is None else changed)
                 if answer is not None:
                     changed = answer

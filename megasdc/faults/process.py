@@ -36,6 +36,8 @@ class ProcessFaults(Hook):
         host: name of this rank's host; None: the system's host name.
     """
 
+    in_replays = True
+
     def __init__(
         self,
         specs: Sequence[ProcessFaultSpec],

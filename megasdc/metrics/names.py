@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "time/optimizer_s": "seconds a step in norm, clip, update and all-gather, rank 0",
     "time/garbage_collection_s": "seconds a step in Python's garbage collection, within the other parts, rank 0",
     "time/other_s": "the rest of a step: pipeline transfers, waiting, gradient reduction, rank 0",
+    "sdc/replay_hidden_share": "share of the first stage's permuted replay that made the step no longer; in audits",
     "sdc/cost_share": "share of the last 100 steps' time inside checks and audits, slowest rank; with a budget",
     "health/slowest_ratio": "time of the slowest rank over that of its peers of the same stage, last 40 steps",
     "health/noise_ratio": "what is random in that from step to step, standard deviation over the mean, largest stage",

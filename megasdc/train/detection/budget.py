@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 from types import TracebackType
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ ADJUST = 10
 """Steps from one look at that time to the next."""
 FIRST = 4
 """Measured steps after which the first look at it comes: what is expected at the start does not know all checks."""
+USUAL = 20
+"""Steps whose median is what a step usually takes."""
 TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
 SHARED = ("slices", "waits", "steps")
 """Times in which ranks wait for each other."""
@@ -84,6 +87,8 @@ class Budget:
     Attributes:
         looks, audits, fixed: time of this rank's checks.
         slices, waits: the same, of what ranks wait for together.
+        replays: the same, of what a stage computes where it would wait; of it counts, with the audits, what made the
+            step longer than the last ones without.
         lines: of the plan.
         fields: what the ranks agree on in each step: the time of the step before.
     """
@@ -96,6 +101,9 @@ class Budget:
         self._least = nothing if engine.device.type == "cpu" else self._shares
         inside: list[Stopwatch] = []
         self.looks, self.audits, self.fixed, self.slices, self.waits = (Stopwatch(inside) for _ in range(5))
+        self.replays = Stopwatch(inside)
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        """Seconds of the last steps without a replay."""
         self._step = Stopwatch([])
         self._own: deque[_Times] = deque(maxlen=WINDOW)
         """Of this rank; of each step."""
@@ -130,10 +138,13 @@ class Budget:
     def end(self, run: Run) -> None:
         """A step has ended, and the ranks have agreed on the time of the one before; the same on all ranks."""
         self._step.__exit__(None, None, None)
+        step_s = self._step.take()
+        late_s = self._not_hidden(run, step_s)
         if self._share is None:
+            self._void = False
             return
-        clocks = (self.looks, self.audits, self.fixed, self.slices, self.waits, self._step)
-        taken = [clock.take() for clock in clocks]
+        taken = [clock.take() for clock in (self.looks, self.audits, self.fixed, self.slices, self.waits)]
+        taken = [taken[0], taken[1] + late_s, *taken[2:], step_s]
         if has_agreed := self._sent:  # on the step before
             self._agreed.append(_Times(**{name: field.value for name, field in self._fields.items()}))
         self._sent, self._void = not self._void, False
@@ -144,6 +155,20 @@ class Budget:
             self._own.append(_Times._make((*taken, *self._due)))
         if is_due:
             self._adjust(run, self._share)
+
+    def _not_hidden(self, run: Run, step_s: float) -> float:
+        """Seconds of this step's replay for which it lasted longer than usual; all where that is not known."""
+        replay_s = self.replays.take()
+        if not replay_s:
+            if not self._void:
+                self._usual.append(step_s)
+            return 0.0
+        if self._void or not self._usual:
+            return replay_s
+        late_s = min(max(step_s - median(self._usual), 0.0), replay_s)
+        if self._writer is not None:
+            self._writer.write(run.step, {"sdc/replay_hidden_share": 1 - late_s / replay_s})
+        return late_s
 
     def _learn(self, run: Run) -> None:
         """Take the shares of the last steps; where none of them looked, those of before stay."""

@@ -75,12 +75,14 @@ def build_detection(
 
 def watches_of(detection: Detection) -> list[Watch]:
     """The watches of the checks."""
+    moved = detection.permuted
     return [
         Watch(detection.record_audited, detection.audited_submodules),
         Watch(detection.referee.listen, detection.audited_submodules),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
         Watch(detection.record_finite, detection.finite_submodules),
         *([] if detection.rows is None else [Watch(detection.rows.listen, detection.row_submodules)]),
+        *([] if moved is None else [Watch(moved.listen, detection.audited_submodules, replays=True)]),
     ]
 
 

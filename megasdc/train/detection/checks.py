@@ -7,7 +7,7 @@ over replicas. A finding is not an error: all ranks learn it at the same point a
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.evidence import Evidence, Moved
+from megasdc.train.detection.evidence import Evidence, Moved, Rehearse
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
@@ -93,6 +93,7 @@ class Detection(Hook):
     Attributes:
         slices: the hook that checks slices of the optimizer; None: there is none.
         rows: the hook that checks rows of products; None: there is none.
+        permuted: computes audited micro-batches with elements in other places; None: nothing does.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class Detection(Hook):
         self._covered: Collection[int] = ()
         self._parameters = parameters
         self._audited, self._checked, checked = _recorders(run, settings)
-        self._permuted = PermutedReplay(run) if self._audit.enabled and self._audit.permuted else None
+        self.permuted: PermutedReplay | None = None
+        if self._audit.enabled and self._audit.permuted:
+            self.permuted = PermutedReplay(run, _audit_tracer(settings, self._audited.fqns or ()), budget.replays)
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
@@ -210,6 +213,8 @@ class Detection(Hook):
         with self.budget.waits:
             shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source
+        if self._auditing and self.permuted is not None:
+            self.permuted.begin(run.engine)
         self._batches.begin(shared)
         if self._auditing or (self._always_on.enabled and self._always_on.parameters):
             with self.budget.fixed:
@@ -271,15 +276,15 @@ class Detection(Hook):
 
     def _move(self, engine: TrainingEngine) -> Moved | None:
         """Compute the audited micro-batch with elements in other places, where that is asked for."""
-        permuted = self._permuted
+        permuted = self.permuted
         if permuted is None or not self._auditing:
             return None
 
-        def again() -> Trace:
+        def moved(compute: Callable[[TrainingEngine, Rehearse], Trace]) -> Trace:
             with nullcontext() if self.rows is None else self.rows.resting():
-                return permuted.replay(engine, self.rehearse)
+                return compute(engine, self.rehearse)
 
-        return Moved(again(), again)
+        return Moved(moved(permuted.take), lambda: moved(permuted.replay))
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
         rows = self.rows
@@ -362,13 +367,17 @@ def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[
     every, audit, algorithm = list_submodules(run.engine.module), settings.audit, settings.algorithm
     checked = [one.fqn for one in choose_submodules(every, settings.sdc.always_on.granularity, None)]
     audited = [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else []
-    shared = TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0])
     twice = TraceSection(phases=[FORWARD, RECOMPUTE])
     return (
-        Tracer(algorithm, shared, audited),
+        _audit_tracer(settings, audited),
         Tracer(algorithm, twice, checked if settings.checks_recompute else []),
         checked,
     )
+
+
+def _audit_tracer(settings: CheckSettings, fqns: Collection[str]) -> Tracer:
+    """What records the results of the micro-batch that is audited."""
+    return Tracer(settings.algorithm, TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]), fqns)
 
 
 def loss_is_finite(engine: TrainingEngine) -> bool:

@@ -23,13 +23,15 @@ class Watch:
         wanted: names of the submodules that it needs in a step; empty: none in that step. The same on all ranks of a
             tensor group.
         gradients: whether it needs more than forward results of micro-batches.
-        harms: whether it changes results (fault injection).
+        harms: whether it changes results (fault injection); it does so in replays too.
+        replays: whether it gets results of a stage's replays, and no others.
     """
 
     listener: Listener
     wanted: Callable[[int], Collection[str]]
     gradients: bool = True
     harms: bool = False
+    replays: bool = False
 
 
 class Observation(Hook):
@@ -87,8 +89,11 @@ class Observation(Hook):
         chosen = [one for one in self._submodules if one.fqn in fqns]
         if chosen:
             gradients = any(watch.gradients for watch in wanting)
-            listeners = [watch.listener for watch in wanting]
-            self._observer = Observer(self._engine, chosen, listeners, gradients, after=self, clock=self._clock)
+            listeners = [watch.listener for watch in wanting if not watch.replays]
+            again = [watch.listener for watch in wanting if watch.replays or watch.harms]
+            self._observer = Observer(
+                self._engine, chosen, listeners, gradients, after=self, clock=self._clock, of_replays=again
+            )
         self._attached = (fqns, wanting)
 
     def close(self) -> None:

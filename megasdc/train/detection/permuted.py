@@ -1,23 +1,29 @@
 """Audits inside one device: the audited micro-batch once more, each operation with its elements in other places.
 
-The first audit of a start also tries every operation both ways on the real numbers. Where all ranks that computed one
-get other bits, its kernel does not treat all places alike: it is computed as it is from then on, and named. Where one
-rank alone computed it, that is said of differences as small as rounding, or in many elements. What only some ranks
-see, or one rank in few elements, is no property of a kernel, and is left to the audit.
+Each stage replays it alone, where it would wait for others (``megasdc.engine.stage_replay``). The first audit of a
+start computes it after all micro-batches, and also tries every operation both ways on the real numbers. Where all ranks
+that computed one get other bits, its kernel does not treat all places alike: it is computed as it is from then on, and
+named. Where one rank alone computed it, that is said of differences as small as rounding, or in many elements. What
+only some ranks see, or one rank in few elements, is no property of a kernel, and is left to the audit.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
+from megasdc.addresses import Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
+from megasdc.engine.stage_replay import StageReplay
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.permuted import Permuted, Signature, Trial, Tried, Unequal
 from megasdc.train.detection.evidence import Rehearse
 
@@ -34,15 +40,48 @@ class PermutedReplay:
 
     Args:
         run: whose ranks take part, and whose events tell what was tried.
+        tracer: records what replays of a stage compute.
+        clock: measures what those take.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, tracer: Tracer, clock: AbstractContextManager[None]) -> None:
         self._events, self._dims = run.events, run.dims
         self._group: dist.ProcessGroup | None = run.host_group
+        self._tracer, self._clock = tracer, clock
         self._without: Collection[Signature] | None = None
 
-    def replay(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
+    def begin(self, engine: TrainingEngine) -> None:
+        """A step that is audited begins: have its stages replay the micro-batch, where it is known what can be moved.
+
+        What they compute comes to ``listen``.
+        """
+        if self._without is not None:
+            engine.replay = StageReplay(0, self._moving)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        with self._clock, Permuted(self._without or ()):
+            yield
+
+    def listen(self, address: Address, result: Tensor) -> None:
+        """A listener of replays."""
+        with self._clock:
+            self._tracer(address, result)
+
+    def take(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
         """The trace of the audited micro-batch with elements in other places; without a fault that of the audit.
+
+        It was computed in the step, or is now.
+
+        Collective: all ranks of the world.
+        """
+        if engine.replay is None:
+            return self.replay(engine, rehearse)
+        engine.replay = None
+        return self._tracer.take()
+
+    def replay(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
+        """Compute the micro-batch so once more, after all others.
 
         Collective: all ranks of the world.
         """

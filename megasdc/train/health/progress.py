@@ -22,6 +22,7 @@ from megasdc.config import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.engine.stage_replay import ReplayBackward, ReplayForward
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.agent_process import AgentProcess
@@ -43,6 +44,8 @@ PHASES: Mapping[type, Phase] = {
     schedule.LoadMicroBatch: Phase.DATA,
     schedule.ForwardPass: Phase.FORWARD,
     schedule.BackwardPass: Phase.BACKWARD,
+    ReplayForward: Phase.FORWARD,
+    ReplayBackward: Phase.BACKWARD,
     schedule.SendActivation: Phase.SEND_ACTIVATION,
     schedule.RecvActivation: Phase.RECEIVE_ACTIVATION,
     schedule.SendGrad: Phase.SEND_GRADIENT,

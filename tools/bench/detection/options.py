@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megasdc.sdc.cost import Accelerator
@@ -228,3 +228,37 @@ class OverheadOptions(Options):
     exchange_s: float = in_unit(
         1e-3, 1e-3, "Accelerator: milliseconds of a reduction over all hosts.", "--exchange-ms", least=0.0
     )
+
+
+@dataclass(frozen=True)
+class PipelineModel(CheckedModel):
+    """Sizes of the model that stages compute."""
+
+    blocks: int = option(15, "Steps of each kind.", least=1)
+    hidden: int = option(512, "Width h where stages compute; a multiple of 64.", least=1)
+    layers: int = option(4, "Transformer layers.", least=4)
+    vocab: int = option(512, "Entries of the vocabulary; more make the last stage slower than the others.", least=1)
+
+
+@dataclass(frozen=True)
+class BubblesOptions(Options):
+    """Size of the measurement of replays in bubbles.
+
+    Args:
+        sizes: where stages compute.
+        pass_s: seconds that a stage sleeps in a forward pass, where stages sleep; twice as many in a backward pass.
+    """
+
+    sizes: TrainBenchOptions = PipelineModel()
+    pass_s: float = in_unit(
+        1e-3,
+        0.1,
+        "Milliseconds that a forward pass sleeps, where there are more stages than cores.",
+        "--pass-ms",
+        least=1.0,
+    )
+
+    @property
+    def slept(self) -> TrainBenchOptions:
+        """Sizes where stages sleep: computing takes little beside that."""
+        return replace(self.sizes, hidden=64, sequence=32, vocab=256, micro_batch=1)

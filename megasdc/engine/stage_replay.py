@@ -1,0 +1,149 @@
+"""One micro-batch of a step once more, on each stage alone, where the stage would wait for others.
+
+A stage repeats its forward pass from the activation that it received, and its backward pass from the gradient that it
+received; so no stage waits for another's repeat. Passes of f and b seconds leave each of S stages (S - 1)(f + b)
+seconds to wait in 1F1B:
+
+- before the first gradient arrives: all stages but the last repeat their forward pass there;
+- on the first stage, before each of the last S - 1 gradients: it repeats its backward pass before the first of them,
+  and makes up for being late before the others, and while the next stage sends the last;
+- after the last backward pass, for the stages before: all stages but the first repeat their backward pass there, and
+  the last its forward pass; of two stages before it sends the last gradient, which the first is late to receive.
+
+With two stages and b = 2 f, one third of a repeat remains that something waits for; with four and more than four
+micro-batches nothing does, while a repeat takes as long as the passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from megasdc.optim.zero1 import gradients_set_aside
+
+if TYPE_CHECKING:
+    from megasdc.engine.engine import TrainingEngine
+
+
+class ReplayForward(schedule.BufferOpInstruction):  # type: ignore[misc]
+    """Repeat a forward pass, in a buffer of its own."""
+
+
+class ReplayBackward(schedule.BufferOpInstruction):  # type: ignore[misc]
+    """Repeat the backward pass of the repeated forward pass."""
+
+
+class ReplaySchedule:
+    """The schedule of a stage, with the instructions of a replay where the stage would wait.
+
+    Args:
+        whole: the schedule of the step.
+    """
+
+    def __init__(self, whole: schedule.TrainSchedule) -> None:
+        self._whole = whole
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches in flight on this stage; one of them is the replay's."""
+        return int(self._whole.num_pipe_buffers()) + 1
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        buffer = self.num_pipe_buffers() - 1
+        due: list[Any] = [ReplayForward(buffer), ReplayBackward(buffer)]
+        passes: list[type] = []
+        for instruction in chain.from_iterable(self._whole.steps()):
+            kind = type(instruction)
+            if due and self._waits_at(kind, passes, has_begun=len(due) == 1):
+                yield [due.pop(0)]
+            if kind is schedule.ReduceTiedGrads:
+                yield due
+            if kind in (schedule.ForwardPass, schedule.BackwardPass):
+                passes.append(kind)
+            yield [instruction]
+
+    def _waits_at(self, kind: type, passes: Sequence[type], *, has_begun: bool) -> bool:
+        """Whether the next part of the replay comes before an instruction, by the passes so far."""
+        whole = self._whole
+        if kind is schedule.RecvGrad:
+            return not has_begun or (whole.is_first_stage and passes[-1] is schedule.BackwardPass)
+        is_late = whole.num_stages == 2 and passes.count(schedule.BackwardPass) == whole.micro_batches
+        return kind is schedule.SendGrad and is_late and not has_begun
+
+
+class StageReplay:
+    """Keeps what this stage receives for one micro-batch of a step, and computes the micro-batch once more from it.
+
+    Gradients and losses of the step stay as they are. The activations of one more micro-batch are kept meanwhile.
+
+    Args:
+        micro_batch: in the step.
+        around: what is entered around each pass.
+    """
+
+    def __init__(self, micro_batch: int, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.micro_batch, self._around = micro_batch, around
+        self._received: dict[str, Any] = {}
+        self._gradient: Any = None
+        self._loss: Any = None
+
+    def keep_inputs(self, engine: TrainingEngine, buffer_id: int) -> None:
+        """Keep what the forward pass of the micro-batch is about to read; the engine replaces it, and never changes it.
+
+        Args:
+            buffer_id: of the micro-batch.
+        """
+        self._received = {name: engine.pipe_buffers[name][buffer_id] for name in ("inputs", "labels")}
+
+    def keep_gradient(self, engine: TrainingEngine) -> None:
+        """Copy what the backward pass of the micro-batch is about to read."""
+        if not engine.is_last_stage():
+            self._gradient = _mapped(engine.grad_layer, Tensor.clone)
+
+    def forward(self, engine: TrainingEngine, buffer_id: int) -> None:
+        """Repeat the forward pass; nothing where this replica did not start the micro-batch.
+
+        Args:
+            buffer_id: one that no micro-batch of the step uses.
+        """
+        if not self._received:
+            return
+        engine.pipe_buffers["inputs"][buffer_id] = _mapped(self._received["inputs"], _as_received)
+        engine.pipe_buffers["labels"][buffer_id] = self._received["labels"]
+        kept = {name: getattr(engine, name) for name in ("loss", "total_loss", "total_additional_losses")}
+        losses, engine.fwd_outputs = engine.fwd_outputs, []
+        engine.total_loss = engine.total_additional_losses = None
+        with self._around():
+            PipelineEngine._exec_forward_pass(engine, buffer_id)
+        self._loss, engine.fwd_outputs = engine.loss, losses
+        for name, value in kept.items():
+            setattr(engine, name, value)
+
+    def backward(self, engine: TrainingEngine, buffer_id: int) -> None:
+        """Repeat the backward pass, after ``forward`` with the same buffer."""
+        if not self._received:
+            return
+        kept = engine.loss, engine.grad_layer
+        engine.loss, engine.grad_layer = self._loss, self._gradient
+        with gradients_set_aside(engine.optimizer), self._around():
+            PipelineEngine._exec_backward_pass(engine, buffer_id)
+        engine.loss, engine.grad_layer = kept
+        for buffers in engine.pipe_buffers.values():
+            buffers[buffer_id] = None
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor, or tensors in a sequence, each mapped."""
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else function(value)
+    return type(value)(map(function, value))
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """The same numbers, with a gradient of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
