@@ -84,7 +84,7 @@ def test_a_sample(tmp_path: Path) -> None:
         AUDIT: {*COMPARED, *AUDITED, *EACH_STEP},
         BETWEEN: {*COMPARED, *EACH_STEP},
         AMORTISED: {*COMPARED, *AUDITED, *EACH_STEP},
-        PERMUTED: {*COMPARED, *AUDITED, *EACH_STEP},
+        PERMUTED: {*COMPARED, *AUDITED, *EACH_STEP, "replay"},
         ROWS: {*COMPARED, "before_forward", "after_backward", "forward", "backward", "weight_grad"},
         SLICES: {"before_reduction", "before_optimizer_step", "after_optimizer_step"},
         TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
@@ -160,3 +160,17 @@ def test_checks_read_what_the_model_says(precision: str, tmp_path: Path) -> None
                 assert found[name][what] == pytest.approx(reads.count), (name, what)
                 assert found[name][f"{what} bytes"] == pytest.approx(reads.bytes), (name, what)
             assert found[name]["exchanges"] - found[OFF]["exchanges"] == asked.exchanges, name
+
+
+def test_replays_in_bubbles(tmp_path: Path) -> None:
+    """Each pipeline has its share and verdict; replays take as long as what is slept in them, and more."""
+    out = tmp_path / "result.json"
+    sizes = ["--blocks", "1", "--pass-ms", "10", "--hidden", "64", "--sequence", "32", "--vocab", "256"]
+    done = CliRunner().invoke(app, ["bubbles", *sizes, "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert done.exit_code == int(not found["passed"]), done.output
+    slept = [one for one in found["hidden"] if one["shape"]["slept_s"]]
+    assert [(one["shape"]["stages"], one["bar"]) for one in slept] == [(2, 0.6), (4, 0.8)]
+    for one in slept:
+        assert one["replay_s"]["median"] >= 0.03 and one["step_s"]["median"] >= 5 * 0.03
+        assert one["passed"] == (one["share"]["median"] >= one["bar"])

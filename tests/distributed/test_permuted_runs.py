@@ -48,8 +48,17 @@ def _end(run_dir: Path) -> Any:
             {"parallel__pipeline": 2, "model": {**MODELS["gpt"], "hidden_dropout": 0.1, "attention_dropout": 0.1}},
             {"bernoulli_", "native_dropout"},
         ),
+        (
+            {
+                "parallel__pipeline": 2,
+                "deepspeed__bf16": {"enabled": True},
+                "deepspeed__pipeline": {"activation_checkpoint_interval": 1},
+                "drop_compute": {"enabled": True, "threshold": "inf"},
+            },
+            set(),
+        ),
     ],
-    ids=["fp32", "bf16_llama", "tp2_recompute", "pp2_dropout"],
+    ids=["fp32", "bf16_llama", "tp2_recompute", "pp2_dropout", "pp2_gated_bf16_recompute"],
 )
 def test_a_healthy_run_is_the_run_without_audits(
     tmp_path: Path, data: Path, changes: dict[str, Any], left: set[str]

@@ -105,7 +105,7 @@ def _measure(shape: Shape, options: BubblesOptions, on_progress: Progress) -> Hi
 
     with scratch_folder() as folder:
         arguments = {"options": sizes, "shape": shape, "folder": folder}
-        run_in_ranks(measure_rank, arguments, shape.stages, folder, on_message, threads=sizes.threads, fresh=True)
+        run_in_ranks(measure_rank, arguments, shape.stages, folder, on_message, threads=sizes.threads)
     return judge(shape, steps)
 
 

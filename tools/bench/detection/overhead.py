@@ -151,11 +151,12 @@ class ModelCost:
         yield table(title, ("part", *tiers), rows)
         yield (
             "forward, recompute, backward, weight_grad: listening to these results; observer: the rest of what calls "
-            "the listeners; attach: hooks put on and taken off; before_step: parameters are read, replicas agree on "
-            "the shared samples; after_micro_batches: what was seen is compared, over the ranks too; "
-            "agreement, after_step: ranks learn whether an audit was asked for; of toleranced checks "
-            "before_reduction: sums and features of gradients, before_optimizer_step: sums of the shards, update: a "
-            "slice of it is computed again, after_step: all is judged"
+            "the listeners; replay: the audited micro-batch with its elements in other places; attach: hooks put on "
+            "and taken off; before_step: parameters are read, replicas agree on the shared samples; "
+            "after_micro_batches: what was seen is compared, over the ranks too; agreement, after_step: "
+            "ranks learn whether an audit was asked for; of toleranced checks before_reduction: sums and features of "
+            "gradients, before_optimizer_step: sums of the shards, update: a slice of it is computed again, "
+            "after_step: all is judged"
         )
 
 

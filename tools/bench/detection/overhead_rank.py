@@ -97,11 +97,13 @@ made, and the last is that of steps in a row."""
 class PhaseObserver(TimedObserver):
     """An observer whose time is also measured by phase."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **more: Any) -> None:
         self._by_phase = Clock()
-        super().__init__(*arguments)
+        super().__init__(*arguments, **more)
 
     def _emit(self, address: Address, result: Tensor) -> Tensor | None:
+        if self._engine.is_replaying:
+            return super()._emit(address, result)
         return self._by_phase.timed(address.phase, super()._emit, address, result)
 
     @property
@@ -116,6 +118,26 @@ class Meeting(Hook):
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """Wait."""
         dist.barrier()
+
+
+class TimedReplays(Hook):
+    """Adds up the time of replays, as the clock's part ``replay``."""
+
+    in_replays = True
+
+    def __init__(self, clock: Clock) -> None:
+        self._parts, self._began = clock.parts, 0.0
+
+    def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """It begins."""
+        self._began = time.perf_counter()
+
+    def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """It ends, if it was one."""
+        if engine.is_replaying:
+            self._parts["replay"] = self._parts.get("replay", 0.0) + time.perf_counter() - self._began
+
+    before_backward, after_backward = before_forward, after_forward
 
 
 class OverheadRank:
@@ -237,7 +259,7 @@ class OverheadRank:
     def _detecting_step(self, name: str, clock: Clock) -> float:
         detection = self._detections[name]
         hook: Any = Timed(detection, clock)
-        self.engine.hooks.append(hook)
+        self.engine.hooks += [hook, TimedReplays(clock)]
         if detection.rows is not None:
             rows: Any = Timed(detection.rows, clock)
             self.engine.hooks.append(rows)
@@ -273,7 +295,9 @@ class OverheadRank:
             return None
         chosen = [one for one in self._submodules if one.fqn in names]
         gradients = any(watch.gradients for watch in wanting)
-        return PhaseObserver(self.engine, chosen, [watch.listener for watch in wanting], gradients)
+        listeners = [watch.listener for watch in wanting if not watch.replays]
+        of_replays = [watch.listener for watch in wanting if watch.replays]
+        return PhaseObserver(self.engine, chosen, listeners, gradients, of_replays=of_replays)
 
     @contextmanager
     def _slicing(self, clock: Clock) -> Iterator[Any]:
