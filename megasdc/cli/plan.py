@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
 from megasdc.cli.options import option
+
+if TYPE_CHECKING:
+    from megasdc.sdc.plan import CheckShares, Plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class PlanOptions:
         "Permuted replay of an audit over the time of a micro-batch, at least 1; 0: `audit.permuted` is off.",
         min=0,
     )
+    budget: float | None = option(
+        None, "`sdc.budget`: checks of a step over its time; default: 0.01, with one replica 0.02.", min=0, max=1
+    )
+    fixed_share: float | None = option(None, "Checksums of the parameters over the time of a step.", min=0)
+    row_share: float | None = option(None, "Sums of rows of one product over the time of a micro-batch.", min=0)
+    slice_share: float | None = option(None, "Checks of one slice over the time of a step.", min=0)
+    products: int = option(96, "Products of a rank's linear layers: 12 a layer; rows of one are summed a time.", min=1)
+    slices: int = option(1000, "Slices of a rank's shard of the optimizer: its parameters / slice_elements.", min=1)
     hidden: int = option(
         8192, "Width for shares not given: cost model and accelerator of `bench trace`, with recompute.", min=128
     )
@@ -52,23 +63,21 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     """Predict detection latency of a bad rank in steps, by rate and tier, and the cost of the checks.
 
     A rate is the probability that the bad rank computes at least one wrong result in one micro-batch. Audits see one
-    micro-batch of every K-th step on all replicas, the check of every step one of each step, or all.
+    micro-batch of every K-th step on all replicas, the check of every step one of each step, or all, or as many as a
+    budget leaves room for. Sums of rows and slices of the optimizer look as often as that.
     """
     rates = [_rate(text, "--rates") for text in options.rates.split(",")]
     interval = _interval(options)
 
+    from megasdc.config import SdcSection
     from megasdc.progress import progress_bars
     from megasdc.report.plan_page import plan_page
     from megasdc.report.result.terminal import printer
-    from megasdc.sdc.plan import Plan, make_plan
+    from megasdc.sdc.plan import make_plan
 
-    audit_share, always_on_share = options.audit_share, options.always_on_share
-    if audit_share is None or always_on_share is None:
-        predicted = _predicted_shares(options.hidden)
-        audit_share = predicted[0] if audit_share is None else audit_share
-        always_on_share = predicted[1] if always_on_share is None else always_on_share
-    shares = audit_share, always_on_share, options.permuted
-    plan = Plan(options.replicas, interval, options.micro_batches, options.visible, *shares)
+    plan, shares = _plan(options, interval)
+    budget = SdcSection().budget_of(options.replicas) if options.budget is None else options.budget
+    plan = plan.within(budget, shares.fixed)
     with progress_bars(quiet=as_json) as on_progress:
         result = make_plan(plan, rates, options.trials, options.seed, on_progress)
     print_result(result, printer(plan_page), out=out, as_json=as_json)
@@ -134,19 +143,40 @@ def _interval(options: PlanOptions) -> int:
     return interval
 
 
-def _predicted_shares(hidden: int) -> tuple[float, float]:
-    from dataclasses import replace
-
+def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
+    """The plan before its cadence is chosen; shares that are not given are predicted."""
     from megasdc.config import AlwaysOnSection, AuditSection
     from megasdc.sdc.cost import Accelerator
-    from megasdc.sdc.plan import checksum_shares
+    from megasdc.sdc.plan import Plan, check_shares
 
     machine = Accelerator()
-    return checksum_shares(
-        replace(machine.work(hidden), recompute=True),
+    predicted = check_shares(
+        replace(machine.work(options.hidden), recompute=True),
         AuditSection.model_validate({}).granularity,
         AlwaysOnSection.model_validate({}).granularity,
         bytes_per_s=machine.bytes_per_s,
         flop_per_s=machine.flop_per_s,
         call_s=machine.call_s,
     )
+    given = {
+        "audit": options.audit_share,
+        "forward": options.always_on_share,
+        "row": options.row_share,
+        "fixed": options.fixed_share,
+        "slice": options.slice_share,
+    }
+    shares = replace(predicted, **{name: share for name, share in given.items() if share is not None})
+    plan = Plan(
+        options.replicas,
+        interval,
+        options.micro_batches,
+        options.visible,
+        shares.audit,
+        shares.forward,
+        options.permuted,
+        products=options.products,
+        slices=options.slices,
+        row_share=shares.row,
+        slice_share=shares.slice,
+    )
+    return plan, shares

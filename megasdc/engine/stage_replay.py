@@ -19,16 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megasdc.optim.zero1 import gradients_set_aside
-
-if TYPE_CHECKING:
-    from megasdc.engine.engine import TrainingEngine
 
 
 class ReplayForward(schedule.BufferOpInstruction):  # type: ignore[misc]
@@ -92,7 +89,7 @@ class StageReplay:
         self._gradient: Any = None
         self._loss: Any = None
 
-    def keep_inputs(self, engine: TrainingEngine, buffer_id: int) -> None:
+    def keep_inputs(self, engine: PipelineEngine, buffer_id: int) -> None:
         """Keep what the forward pass of the micro-batch is about to read; the engine replaces it, and never changes it.
 
         Args:
@@ -100,12 +97,12 @@ class StageReplay:
         """
         self._received = {name: engine.pipe_buffers[name][buffer_id] for name in ("inputs", "labels")}
 
-    def keep_gradient(self, engine: TrainingEngine) -> None:
+    def keep_gradient(self, engine: PipelineEngine) -> None:
         """Copy what the backward pass of the micro-batch is about to read."""
         if not engine.is_last_stage():
             self._gradient = _mapped(engine.grad_layer, Tensor.clone)
 
-    def forward(self, engine: TrainingEngine, buffer_id: int) -> None:
+    def forward(self, engine: PipelineEngine, buffer_id: int) -> None:
         """Repeat the forward pass; nothing where this replica did not start the micro-batch.
 
         Args:
@@ -124,7 +121,7 @@ class StageReplay:
         for name, value in kept.items():
             setattr(engine, name, value)
 
-    def backward(self, engine: TrainingEngine, buffer_id: int) -> None:
+    def backward(self, engine: PipelineEngine, buffer_id: int) -> None:
         """Repeat the backward pass, after ``forward`` with the same buffer."""
         if not self._received:
             return

@@ -16,6 +16,13 @@ def plan_page(result: PlanResult) -> Page:
         f"checksums of a micro-batch take {plan.audit_share:.2%} of its time in an audit, {plan.forward_share:.2%} in "
         f"the check of every step, which sees {plan.visible:.0%} of the wrong micro-batches"
     ]
+    cadence = plan.cadence
+    said.append(
+        "one, all, auto: coverage of always_on; auto, rows, slices: the budget leaves room for "
+        f"{cadence.micro_batches} of {plan.micro_batches} micro-batches in every {cadence.every}. step; rows: one of "
+        f"{plan.products} products each time, and one of them is wrong in a wrong micro-batch; slices: one of "
+        f"{plan.slices:,}, and a rate is that of a wrong element in a step's update"
+    )
     if plan.replicas == 1:
         said.append("one replica: audits have nothing to compare")
     elif plan.replicas == 2:
@@ -36,7 +43,8 @@ def _latencies(result: PlanResult) -> Table:
         rows.append((number(rate, ".3g"), number(steps, ".3g"), *(_cell(found[rate, tier]) for tier in TIERS)))
     trials = f"formula (simulation, {result.trials:,} bad ranks, with its 95 % interval)" if result.trials else ""
     title = "steps until a bad rank is found, on average"
-    return Table("latencies", ("wrong micro-batches", "wrong steps", *TIERS), rows, title=title, note=trials)
+    tiers = (tier.removeprefix("always_on ") for tier in TIERS)
+    return Table("latencies", ("wrong micro-batches", "wrong steps", *tiers), rows, title=title, note=trials)
 
 
 def _cell(latency: Latency) -> str:

@@ -158,6 +158,15 @@ def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
     }
 
 
+def reads_of_row_sums(work: Work) -> Reads:
+    """What the sums of rows of one product read, in the mean over a layer's linear submodules: each factor and the
+    result twice, in ten operations.
+    """
+    widths = [(_input_gradients(kind, work)[0], _outputs(kind, work)[0]) for kind in (QKV, PROJECTION, FC1, FC2)]
+    elements = sum(work.tokens * (inner + outer) + inner * outer for inner, outer in widths) / len(widths)
+    return Reads(10, 2 * elements * work.width_bytes)
+
+
 def total(reads: dict[str, Reads]) -> Reads:
     """The sum over phases."""
     return sum(reads.values(), Reads(0, 0))

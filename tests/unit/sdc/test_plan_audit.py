@@ -13,21 +13,37 @@ from typer.testing import CliRunner
 from megasdc.addresses import MICRO_BATCH_PHASES
 from megasdc.cli import app
 from megasdc.config import ModelSection
+from megasdc.sdc.budget import Cadence
 from megasdc.sdc.cost import Reads, Work, predicted_share, reads_of_step, total
 from megasdc.sdc.plan import (
     ALL,
     AUDIT,
+    AUTO,
     ONE,
+    ROWS,
+    SLICES,
     TIERS,
     Plan,
-    checksum_shares,
+    check_shares,
     expected_latency,
     largest_interval,
     make_plan,
     simulate_latency,
 )
 
-PLAN = Plan(replicas=4, interval=7, micro_batches=5, visible=0.5, audit_share=0.3, forward_share=0.1)
+PLAN = Plan(
+    replicas=4,
+    interval=7,
+    micro_batches=5,
+    visible=0.5,
+    audit_share=0.3,
+    forward_share=0.1,
+    cadence=Cadence(2, 3),
+    products=4,
+    slices=6,
+    row_share=0.02,
+    slice_share=0.03,
+)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.6, 0.1, 1e-3, 1e-6])
@@ -49,6 +65,9 @@ def test_latencies_that_need_no_simulation() -> None:
     assert expected_latency(PLAN, AUDIT, 0.5) == 11
     assert expected_latency(PLAN, ONE, 0.5) == 4
     certain = Plan(4, 7, 5, 1.0, 0, 0)
+    assert expected_latency(PLAN, AUTO, 1.0) == pytest.approx(3 * (4 / 3 - 0.5) + 0.5), "q = 1 - 1/4"
+    assert expected_latency(PLAN, ROWS, 0.5) == 3 * 7.5 + 0.5
+    assert expected_latency(PLAN, SLICES, 0.5) == 3 * 11.5 + 0.5
     assert expected_latency(certain, ALL, 1.0) == 1 and set(simulate_latency(certain, ALL, 1.0, 50, 1)) == {1}
 
 
@@ -63,13 +82,15 @@ def test_what_is_never_seen() -> None:
     """One replica has nobody to be audited with; what repeats is not seen by a recomputation; neither is simulated."""
     alone = Plan(1, 7, 5, 0.0, 0, 0)
     result = make_plan(alone, [0.1], 10, 1, lambda *_: None)
-    assert [one.expected for one in result.latencies] == [math.inf] * 3
-    assert {one.simulated for one in result.latencies} == {None}
+    never = [one for one in result.latencies if one.tier in (AUDIT, ONE, ALL, AUTO)]
+    assert [one.expected for one in never] == [math.inf] * 4
+    assert {one.simulated for one in never} == {None}
     elsewhere = make_plan(Plan(1, 7, 5, 0.0, 0, 0, permuted=1.2), [0.1], 2000, 1, lambda *_: None).latencies[0]
     assert elsewhere.expected == pytest.approx(7 * 9.5 + 0.5)
     assert elsewhere.simulated is not None and elsewhere.error is not None
     assert abs(elsewhere.simulated - elsewhere.expected) < 5 * elsewhere.error
-    assert all(one["expected"] is None for one in json.loads(json.dumps(result.as_dict()))["latencies"])
+    told = json.loads(json.dumps(result.as_dict()))["latencies"]
+    assert [one["tier"] for one in told if one["expected"] is not None] == [ROWS, SLICES]
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.07, 1e-2, 1e-6])
@@ -91,9 +112,25 @@ def test_costs() -> None:
     assert PLAN.overhead(AUDIT) == pytest.approx(0.3 / 35)
     assert replace(PLAN, permuted=1.5).overhead(AUDIT) == pytest.approx((0.3 + 1.5 + 0.3) / 35)
     assert PLAN.overhead(ONE) == pytest.approx(0.1 / 5) and PLAN.overhead(ALL) == 0.1
+    assert PLAN.overhead(AUTO) == pytest.approx(0.1 * 2 / (5 * 3))
+    assert PLAN.overhead(ROWS) == pytest.approx(0.02 / 15) and PLAN.overhead(SLICES) == pytest.approx(0.01)
     assert PLAN.samples_lost(AUDIT) == pytest.approx(3 / 4 / 35)
     assert PLAN.samples_lost(ONE) == PLAN.samples_lost(ALL) == 0
     assert Plan(1, 7, 5, 0.5, 0, 0).samples_lost(AUDIT) == 0
+
+
+def test_the_cadence_is_within_the_budget() -> None:
+    """One micro-batch more, or a step that looks sooner, would be more than the budget."""
+    for budget in (0.001, 0.012, 0.03, 0.05, 0.2):
+        chosen = PLAN.within(budget, 0.002)
+        spent = 0.002 + sum(chosen.overhead(tier) for tier in (AUDIT, AUTO, ROWS, SLICES))
+        cadence = chosen.cadence
+        assert spent <= budget or cadence == Cadence(1, 50)
+        if cadence.every > 1:
+            sooner = replace(chosen, cadence=Cadence(1, cadence.every - 1))
+            assert 0.002 + sum(sooner.overhead(tier) for tier in (AUDIT, AUTO, ROWS, SLICES)) > budget
+        elif cadence.micro_batches < 5:
+            assert spent + 0.1 / 5 > budget
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
@@ -101,7 +138,14 @@ def test_shares_are_those_of_the_cost_model() -> None:
     model = ModelSection(num_layers=2, hidden_size=1024, num_attention_heads=16)
     work = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=8, recompute=True)
     one = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=1, recompute=True)
-    audit, forward = checksum_shares(work, "gemm", "layer", bytes_per_s=1e9, flop_per_s=1e11, call_s=1e-6)
+    shares = check_shares(work, "gemm", "layer", bytes_per_s=1e9, flop_per_s=1e11, call_s=1e-6)
+    audit, forward = shares.audit, shares.forward
+    parameters = reads_of_step(one, "gemm")["parameter"]
+    assert shares.fixed == pytest.approx((parameters.bytes / 1e9 + parameters.count * 1e-6) / (work.flops / 1e11))
+    # 512 tokens, h = 1024: qkv 3 h, projection h, fc1 4 h, fc2 h out of 4 h; each factor and the result twice
+    elements = [512 * (1024 + out) + 1024 * out for out in (3072, 1024, 4096)] + [512 * (4096 + 1024) + 4096 * 1024]
+    of_row = 2 * 4 * sum(elements) / 4 / 1e9 + 10 * 1e-6
+    assert shares.row == pytest.approx(of_row / (one.flops / 1e11))
     phases = reads_of_step(one, "gemm")
     other = total({name: phases[name] for name in phases if name not in MICRO_BATCH_PHASES})
     other_share = (other.bytes / 1e9 + other.count * 1e-6) / (one.flops / 1e11)
