@@ -1,7 +1,9 @@
-"""Detection of the first NaN or Inf: two numbers a result, kept on the device and read all at once.
+"""Detection of the first NaN or Inf: two numbers a result, on a device kept there and read all at once.
 
 The smallest and largest element are exact and cannot overflow, as a sum could: both are NaN if any element is NaN, and
-one of them is infinite if any element is.
+one of them is infinite if any element is. On the host a sum is four times as fast, and waits for nothing: an element
+that is not finite makes every sum with it not finite, whatever the order, so a finite sum says that all elements are.
+Any other is no answer.
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return found.min, found.max
 
 
+def is_surely_finite(tensor: Tensor) -> bool:
+    """Whether the sum of a floating-point tensor in host memory is finite, and so all of its elements."""
+    return math.isfinite(tensor.detach().sum().item())
+
+
 def kind_of_extremes(smallest: float, largest: float) -> str | None:
     """The kind of non-finite elements, from smallest and largest element; None: none."""
     if math.isnan(smallest) or math.isnan(largest):
@@ -69,7 +76,9 @@ class FiniteRecorder:
     """A listener of ``engine.observer.Observer`` that records whether results are finite, and changes nothing."""
 
     def __init__(self) -> None:
-        self._addresses: list[Address] = []
+        self._seen = 0
+        self._addresses: list[tuple[int, Address]] = []
+        """Of results that may not be finite, with the number of those before."""
         self._values: list[Tensor] = []
 
     def __call__(self, address: Address, result: Tensor) -> None:
@@ -77,15 +86,19 @@ class FiniteRecorder:
 
         Sync: none.
         """
-        if checkable(result):
-            self._addresses.append(address)
+        if not checkable(result):
+            return
+        if result.device.type != "cpu" or not is_surely_finite(result):
+            self._addresses.append((self._seen, address))
             self._values += start_extremes(result)
+        self._seen += 1
 
     def take(self, dims: ParallelDims) -> NonFinite | None:
         """This rank's first non-finite result since the last call, in execution order.
 
         Sync: waits for the device once.
         """
+        self._seen = 0
         if not self._values:
             return None
         found = []
@@ -95,7 +108,8 @@ class FiniteRecorder:
         for place in (~extremes.isfinite().all(1)).nonzero().flatten().tolist():
             kind = kind_of_extremes(*extremes[place].tolist())
             assert kind is not None, "one of the two extremes is not finite"
-            found.append(NonFinite(addresses[place], place, kind))
+            number, address = addresses[place]
+            found.append(NonFinite(address, number, kind))
         return min(found, key=lambda one: execution_key(one.address, one.place, dims), default=None)
 
 

@@ -127,7 +127,7 @@ def _counts(options: TrainBenchOptions, folder: Path, names: tuple[str, ...]) ->
     rank = OverheadRank(options, folder)
     counts: Counter[str] = Counter()
     Xxh3.start = _counted(counts, "checksums", Xxh3.start, 1)  # type: ignore[method-assign]
-    finite.start_extremes = _counted(counts, "extremes", finite.start_extremes, 0)
+    finite.is_surely_finite = _counted(counts, "extremes", finite.is_surely_finite, 0)
     dist.all_reduce = _counted(counts, "exchanges", dist.all_reduce, 0)
     found = {}
     for name in names:

@@ -29,7 +29,10 @@ def rendered(result):
 
 def test_every_type_and_size_is_compared(result):
     """There is one comparison a type and size, each over the wanted number of pairs, with positive rates."""
-    host = [one for one in result.comparisons if one.device == "cpu"]
+    every = [one for one in result.comparisons if one.device == "cpu"]
+    host, looks = every[:4], every[4:]
+    assert [(one.dtype, one.bar, one.size_mib) for one in looks] == [*[("fp32", 1.3, 1)] * 2, *[("bf16", 1.3, 1)] * 2]
+    assert len({one.algorithm for one in looks}) == 2 and "a look for NaN and Inf" in rendered(result)
     assert [(one.dtype, one.size_mib) for one in host] == [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
     for one in host:
         assert (one.algorithm, one.against, one.bar) == ("xxh3_64.v1", "tensor.sum()", BAR)

@@ -2,7 +2,9 @@
 
 Speed: the default algorithm of a device against the operation that reads the same tensor at the best rate there is:
 ``tensor.sum()`` on the host, a sum reduction (fp32) or a device copy (bf16) on a GPU, both by bytes of the tensor. The
-bar is 0.8 of their rate, that is 1.25 of their time. Faults: `tools.bench.detection.checksum_trials`.
+bar is 0.8 of their rate, that is 1.25 of their time. What a check does with one result of 1 MiB on the host - a
+checksum that is recorded, a look for NaN and Inf - may take 1.3 of the time to read it. Faults:
+`tools.bench.detection.checksum_trials`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from megasdc.addresses import FORWARD, Address
+from megasdc.config import TraceSection
+from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.clocks import cpu_threads, devices_here, time_block
 from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, Trials, run_trials
@@ -25,6 +31,8 @@ from tools.bench.statistics import Block, median_walls, ratios, run_pairs
 
 BAR = 1.25
 """Largest median of our time over the other operation's."""
+LOOK_BAR, LOOK_MIB = 1.3, 1
+"""The same of what a check does with one result of so many MiB."""
 GPU_LEAST_MIB = 64
 """Smallest tensor that has a bar on a GPU; the time of less is the time to start a kernel."""
 _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
@@ -32,9 +40,10 @@ _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
 
 @dataclass(frozen=True)
 class SpeedComparison(Comparison):
-    """The checksum of one tensor against an operation that reads it.
+    """A check's work on one tensor against an operation that reads it.
 
-    ``bytes_per_s`` is the median over blocks, the checksum's and the other's.
+    ``algorithm`` is the checksum's name, or what else is done; ``bytes_per_s`` is the median over blocks, that of the
+    check and the other's.
     """
 
     device: str
@@ -108,6 +117,7 @@ def bench_checksum(
             for dtype in DTYPES
             for size in options.sizes_mib
         ]
+        found += [one for dtype in DTYPES for one in _compare_looks(options, dtype, on_progress)]
         trials = run_trials(options.trials, on_progress=on_progress)
     return ChecksumBenchResult(machine, options, found, trials, not_run)
 
@@ -115,13 +125,44 @@ def bench_checksum(
 def _compare(
     options: ChecksumBenchOptions, device: torch.device, dtype_name: str, size_mib: int, on_progress: Progress
 ) -> SpeedComparison:
-    """Run both sides in turn over one tensor, in blocks of enough repetitions to be timed."""
-    dtype = DTYPES[dtype_name]
-    tensor = torch.randn((size_mib << 20) // dtype.itemsize, device=device).to(dtype)
+    """The checksum of one tensor against reading it."""
+    tensor = _tensor(device, dtype_name, size_mib)
     chosen = default_algorithm(device)
+    bar = BAR if device.type == "cpu" or size_mib >= GPU_LEAST_MIB else None
+    return _time(options, chosen.name, lambda: chosen.start(tensor), tensor, bar, on_progress)
+
+
+def _compare_looks(options: ChecksumBenchOptions, dtype_name: str, on_progress: Progress) -> list[SpeedComparison]:
+    """What checks do with one result, against reading it."""
+    tensor = _tensor(torch.device("cpu"), dtype_name, LOOK_MIB)
+    address = Address(1, 0, FORWARD, "loss", "output")
+    tracer, finite = Tracer(default_algorithm(tensor.device), TraceSection()), FiniteRecorder()
+    looks = {
+        "a recorded checksum": lambda: tracer(address, tensor),
+        "a look for NaN and Inf": lambda: finite(address, tensor),
+    }
+    return [_time(options, what, look, tensor, LOOK_BAR, on_progress) for what, look in looks.items()]
+
+
+def _tensor(device: torch.device, dtype_name: str, size_mib: int) -> Tensor:
+    dtype = DTYPES[dtype_name]
+    return torch.randn((size_mib << 20) // dtype.itemsize, device=device).to(dtype)
+
+
+def _time(
+    options: ChecksumBenchOptions,
+    name: str,
+    ours: Callable[[], Any],
+    tensor: Tensor,
+    bar: float | None,
+    on_progress: Progress,
+) -> SpeedComparison:
+    """Run both sides in turn over one tensor, in blocks of enough repetitions to be timed."""
+    device = tensor.device
     against, other = _baseline(tensor)
     repeats = max(1, _BLOCK_BYTES[device.type] // tensor.nbytes)
-    what = f"{device.type} {dtype_name} {size_mib} MiB"
+    dtype_name = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+    size_mib = tensor.nbytes >> 20
 
     def block(function: Callable[[], Any]) -> Block:
         def run() -> None:
@@ -130,19 +171,19 @@ def _compare(
 
         return run
 
-    sides = block(lambda: chosen.start(tensor)), block(other)
-    costs = run_pairs(what, sides, options.blocks, time_block, on_progress)
-    ours, theirs = (repeats * tensor.nbytes / wall_s for wall_s in median_walls(costs))
+    what = f"{device.type} {dtype_name} {size_mib} MiB"
+    costs = run_pairs(what, (block(ours), block(other)), options.blocks, time_block, on_progress)
+    rates = [repeats * tensor.nbytes / wall_s for wall_s in median_walls(costs)]
     return SpeedComparison(
         device=device.type,
-        algorithm=chosen.name,
+        algorithm=name,
         against=against,
         dtype=dtype_name,
         size_mib=size_mib,
         difference=None,
-        bar=BAR if device.type == "cpu" or size_mib >= GPU_LEAST_MIB else None,
+        bar=bar,
         ratios=ratios(costs, ("wall", "cpu") if device.type == "cpu" else ("wall",)),
-        bytes_per_s=(ours, theirs),
+        bytes_per_s=(rates[0], rates[1]),
         costs=costs,
     )
 
