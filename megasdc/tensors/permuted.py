@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ Rule = Callable[..., Any]
 """Computes an operation with its arguments' elements in other places; ``NotImplemented``: it has none to move."""
 Dims = Sequence[int]
 
+LARGE = 1 << 17
+"""Elements from which on a copy takes longer than what it takes to call one."""
 _aten = torch.ops.aten
 _inside: list[TorchDispatchMode] = []
 
@@ -58,9 +60,24 @@ def roll_by(tensor: Tensor, shifts: Mapping[int, int], *, back: bool = False) ->
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     sign = -1 if back else 1
-    by = [sign * shifts[dim] for dim in places]
-    moved = tensor.permute(order).roll(by, [order.index(dim) for dim in places])
+    by = {order.index(dim): sign * shifts[dim] % tensor.shape[dim] for dim in places}
+    moved = _rolled(tensor.permute(order), by)
     return moved.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def _rolled(tensor: Tensor, by: Mapping[int, int]) -> Tensor:
+    """As ``torch.roll``, which copies everything once a dimension: a large tensor is copied once, block by block."""
+    if len(by) == 1 or tensor.numel() < LARGE:
+        return tensor.roll(list(by.values()), list(by))
+    moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    for wraps in product((False, True), repeat=len(by)):
+        source, target = tensor, moved
+        for wrapped, (dim, places) in zip(wraps, by.items(), strict=True):
+            kept = tensor.shape[dim] - places
+            source = source.narrow(dim, kept, places) if wrapped else source.narrow(dim, 0, kept)
+            target = target.narrow(dim, 0, places) if wrapped else target.narrow(dim, places, kept)
+        target.copy_(source)
+    return moved
 
 
 def as_matrix(tensor: Tensor, *, back: bool = False) -> Tensor:
@@ -199,10 +216,15 @@ def _computes(func: Any, args: Sequence[Any], result: Any) -> bool:
 
 
 def _elementwise(func: Operation, *args: Any, **kwargs: Any) -> Any:
-    """All dimensions, those of the operands being counted from the last."""
-    moved = [roll(one, range(one.dim())) if isinstance(one, Tensor) else one for one in args]
-    if max(one.numel() for one in args if isinstance(one, Tensor)) < 2:
+    """All dimensions, those of the operands being counted from the last; where all are alike, as one dimension."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    if max(one.numel() for one in tensors) < 2:
         return NotImplemented
+    if all(one.shape == tensors[0].shape and one.is_contiguous() for one in tensors):
+        flat = [roll(one.view(-1), (0,)) if isinstance(one, Tensor) else one for one in args]
+        result = func(*flat, **kwargs)
+        return roll(result, (0,), back=True).view(tensors[0].shape) if isinstance(result, Tensor) else result
+    moved = [roll(one, range(one.dim())) if isinstance(one, Tensor) else one for one in args]
     result = func(*moved, **kwargs)
     return roll(result, range(result.dim()), back=True) if isinstance(result, Tensor) else result  # equal: a bool
 
