@@ -105,3 +105,19 @@ def test_a_wrong_element_is_found_in_its_step(
         assert sorted(one.rank for one in incident.suspects) == list(range(replicas))
     page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
     assert "linear_fc1" in page
+
+
+@pytest.mark.parametrize(("phase", "named"), [("reduced_grad", 1), ("collective", None)])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_right_copy_elsewhere_names_the_owner(
+    tmp_path: Path, data: Path, replicas: int, phase: str, named: int | None
+) -> None:
+    """bf16 with fp32 gradients: each rank has the whole sum; where all have it wrong, nobody is named."""
+    fault = {**FAULT, "steps": [4, 4], "phase": phase, "rank": 1, "factor": 3.0}
+    sizes = {"deepspeed__train_batch_size": 2 * replicas, "deepspeed__bf16": {"enabled": True}}
+    config = _write(tmp_path, data, "run", faults=[fault], **sizes)
+    assert {code for code, _ in train_run(config, replicas)} == {73}
+    basis = "mean of the replicas' gradients" if named is None else "referee"
+    assert verdicts_of(tmp_path / "run") == [(4, "reduction", named, "inconclusive", basis, "halt")]
+    page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
+    assert "linear_fc1" in page

@@ -22,7 +22,7 @@ from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
 from megasdc.sdc.opinion import Opinion, Outside
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, Ruling, settle
+from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, Ruling, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.incidents import Settled
@@ -204,21 +204,28 @@ class SliceChecks(Hook):
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
     def _of_sums(self, step: int) -> Settled:
-        """A sum that rounding does not explain: of the owner, who added, or the link; of several nobody is named."""
-        wrong = self._wrong_sum
+        """A sum that rounding does not explain: of the owner alone if another rank has a right copy, else of any."""
+        dims, wrong = self._engine.dims, self._wrong_sum
         mine = None if wrong is None else (self._address(step, REDUCED_GRAD, wrong.due, wrong.element), wrong)
+        found = {rank: one for rank, one in enumerate(gather_objects(mine, self._host_group)) if one is not None}
+        copies = (
+            {} if self._sums is None else {who: self._sums.copy_at(who, at.element) for who, (_, at) in found.items()}
+        )
+        witnessed = gather_objects({who: one for who, one in copies.items() if one is not None}, self._host_group)
         rulings, opinions = [], []
-        for rank, found in enumerate(gather_objects(mine, self._host_group)):
-            if found is None:
-                continue
-            address, one = found
-            first = rank - self._engine.dims.at(rank).dp_rank * self._engine.dims.tensor
-            suspects = tuple(first + replica * self._engine.dims.tensor for replica in range(self._engine.dims.data))
-            alone = rank if len(suspects) == 1 else None
-            rulings.append(Ruling(alone, INCONCLUSIVE, MEAN, address, suspects=() if alone == rank else suspects))
-            outside = Outside((0, one.element), one.exact, one.bound, {rank: repr(one.got)})
-            opinions.append(Opinion(address, {rank: False}, "", one.elements, outside))
-        return Settled(SUMS, None, tuple(rulings), self._engine.dims.world_size, opinions=tuple(opinions))
+        for rank, (address, one) in found.items():
+            first = rank - dims.at(rank).dp_rank * dims.tensor
+            group = tuple(first + replica * dims.tensor for replica in range(dims.data))
+            values = {rank: one.got} | {who: seen[rank] for who, seen in enumerate(witnessed) if rank in seen}
+            within = {who: abs(value - one.exact) <= one.bound for who, value in values.items()}
+            basis = REFEREE if any(within.values()) else MEAN
+            named = rank if basis == REFEREE or len(group) == 1 else None
+            rulings.append(Ruling(named, INCONCLUSIVE, basis, address, suspects=group if named is None else ()))
+            told = {who: repr(value) for who, value in values.items()}
+            opinions.append(
+                Opinion(address, within, "", one.elements, Outside((0, one.element), one.exact, one.bound, told))
+            )
+        return Settled(SUMS, None, tuple(rulings), dims.world_size, opinions=tuple(opinions))
 
     def _of_states(self, step: int, earlier: Collection[int]) -> Settled:
         """State that changed between two steps: the memory of its rank; the copy was put back before it was read."""

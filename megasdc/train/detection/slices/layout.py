@@ -100,6 +100,16 @@ class Slices:
             parts.append(gradient.detach().flatten()[piece.offset : piece.offset + piece.numel])
         return torch.cat(parts)
 
+    def copy_of(self, due: Slice, replica: int) -> Tensor:
+        """This rank's copy of the reduced gradient of another owner's slice: [numel], a copy; ``BF16_Optimizer`` alone.
+
+        Args:
+            replica: the owner's.
+        """
+        shard = int(self._optimizer.fp32_groups_flat_partition[due.group].numel())
+        whole: Tensor = self._optimizer.fp32_groups_gradients_flat[due.group]
+        return whole.detach()[replica * shard :][due.place].clone()
+
     def reduced(self, due: Slice) -> Tensor | None:
         """The reduced gradient of a slice of this rank's: [numel], a copy; None: there is none."""
         parts, end = [], due.start + due.numel

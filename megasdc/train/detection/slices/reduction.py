@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.sdc.fp64.sums import mean_of
 from megasdc.train.detection.slices.exchange import Exchange
 from megasdc.train.detection.slices.layout import Slice, Slices
+
+WITNESSES = 2
+"""Other ranks that keep a copy of a slice, where they have one."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class WrongSum:
 class SumCheck:
     """Copies a slice of each replica's gradients before they are summed, and compares their mean with the sum's.
 
-    With two replicas in fp32 only the two numbers beside the exact mean pass, unless gradients cancel.
+    With two replicas in fp32 only the two numbers beside the exact mean pass, unless gradients cancel. With the
+    optimizer that keeps the whole reduced gradient on every rank, ``WITNESSES`` other ranks keep their copies of each
+    slice: where one of them is within the bound, the sum was right, and the owner's copy of it is wrong.
     """
 
     def __init__(self, engine: TrainingEngine, slices: Slices) -> None:
@@ -46,13 +52,15 @@ class SumCheck:
         self._group = engine.mpu.get_data_parallel_group() if engine.dims.data > 1 else None
         self._exchange: Exchange | None = None
         self._due: Slice | None = None
+        self._every_due: Sequence[Slice | None] = ()
+        self._copies: dict[int, Tensor] = {}
 
     def copy(self, turn: int) -> None:
         """Send this rank's part of each owner's slice that is due to its owner.
 
         Collective: the data group.
         """
-        due = self._slices.at(turn)
+        due = self._every_due = self._slices.at(turn)
         self._due = due[self._engine.dims.dp_rank]
         empty = torch.empty(0, dtype=self._kind, device=self._engine.device)
         sent = [empty if one is None else self._slices.accumulated(one) for one in due]
@@ -72,6 +80,7 @@ class SumCheck:
         """
         assert self._exchange is not None, "copied before the reduction"
         parts, self._exchange = self._exchange.finish(), None
+        self._copies = dict(self._copied())
         if self._due is None or (reduced := self._slices.reduced(self._due)) is None:
             return None
         optimizer = self._engine.optimizer
@@ -80,6 +89,21 @@ class SumCheck:
         coarsest = max(kinds, key=lambda kind: torch.finfo(kind).eps)
         exact = mean_of(parts, self._engine.gradient_factor.item(), coarsest, converted=sent_as != parts[0].dtype)
         return _worst(self._due, reduced.double(), exact.values, exact.bounds)
+
+    def _copied(self) -> Iterator[tuple[int, Tensor]]:
+        """This rank's copies of slices of the owners after it, by global rank, where it has any."""
+        dims = self._engine.dims
+        if not is_bf16_optimizer(self._engine.optimizer):
+            return
+        for after in range(1, min(WITNESSES + 1, dims.data)):
+            replica = (dims.dp_rank + after) % dims.data
+            if (due := self._every_due[replica]) is not None:
+                yield self._slices.ranks[replica], self._slices.copy_of(due, replica)
+
+    def copy_at(self, owner: int, element: int) -> float | None:
+        """What this rank has where another one's slice is wrong; None: it keeps no copy."""
+        copy = self._copies.get(owner)
+        return None if copy is None else copy[element].item()
 
 
 def _worst(due: Slice, got: Tensor, exact: Tensor, bounds: Tensor) -> WrongSum | None:
