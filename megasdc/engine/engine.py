@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
-from megasdc.engine.stage_replay import ReplayBackward, ReplayForward, ReplaySchedule, StageReplay
+from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime, StageReplay
 from megasdc.model.randomness import DropoutStreams
 from megasdc.optim.step_control import StepControl
 from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
@@ -244,8 +244,9 @@ class TrainingEngine(PipelineEngine):
             pipe_schedule = GatedSchedule(
                 self.micro_batches, self.num_stages, self.stage_id, self._may_start, self.gate.announce
             )
-        if self.replay is not None and isinstance(pipe_schedule, schedule.TrainSchedule):
-            pipe_schedule = ReplaySchedule(pipe_schedule)
+        replays = self.replay is not None
+        if isinstance(pipe_schedule, schedule.TrainSchedule) and (replays or self.num_stages > 1):
+            pipe_schedule = BubbleSchedule(pipe_schedule, replays=replays)
         super()._exec_schedule(pipe_schedule)
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -357,6 +358,10 @@ class TrainingEngine(PipelineEngine):
             for hook in hooks:
                 hook.after_backward(self, self.replay.micro_batch)
 
+    def _run_spare_time(self) -> None:
+        for hook in self.hooks:
+            hook.while_waiting(self)
+
     @contextmanager
     def _replaying(self, replay: StageReplay) -> Iterator[Sequence[Any]]:
         """Inside, the engine replays; yields the hooks that are called."""
@@ -405,6 +410,7 @@ class TrainingEngine(PipelineEngine):
         schedule.BackwardPass: _run_backward,
         ReplayForward: _run_replay_forward,
         ReplayBackward: _run_replay_backward,
+        SpareTime: _run_spare_time,
         schedule.ReduceTiedGrads: _run_reduce_tied_grads,
         schedule.ReduceGrads: _run_reduce_grads,
         schedule.OptimizerStep: _run_optimizer_step,

@@ -73,6 +73,12 @@ class Hook:
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """The backward pass has been issued."""
 
+    def while_waiting(self, engine: TrainingEngine) -> None:
+        """This stage of a pipeline waits for others, so that work of its own takes no time here.
+
+        Called once or twice in a step, never with one stage; a hook does in ``after_micro_batches`` what it could not.
+        """
+
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """All micro-batches have run; no gradient has been mixed with that of another stage or replica yet.
 

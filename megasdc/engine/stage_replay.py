@@ -1,8 +1,8 @@
-"""One micro-batch of a step once more, on each stage alone, where the stage would wait for others.
+"""Where a stage of a pipeline would wait for others, and what it does there: a replay, and work of hooks.
 
-A stage repeats its forward pass from the activation that it received, and its backward pass from the gradient that it
-received; so no stage waits for another's repeat. Passes of f and b seconds leave each of S stages (S - 1)(f + b)
-seconds to wait in 1F1B:
+A replay is one micro-batch of a step once more, on each stage alone. A stage repeats its forward pass from the
+activation that it received, and its backward pass from the gradient that it received; so no stage waits for another's
+repeat. Passes of f and b seconds leave each of S stages (S - 1)(f + b) seconds to wait in 1F1B:
 
 - before the first gradient arrives: all stages but the last repeat their forward pass there;
 - on the first stage, before each of the last S - 1 gradients: it repeats its backward pass before the first of them,
@@ -10,7 +10,8 @@ seconds to wait in 1F1B:
 - after the last backward pass, for the stages before: all stages but the first repeat their backward pass there, and
   the last its forward pass; of two stages before it sends the last gradient, which the first is late to receive.
 
-With two stages and b = 2 f, one third of a repeat remains that something waits for; with four and more than four
+At the first and the last of these places of each stage hooks may do work of their own (``Hook.while_waiting``). With
+two stages and b = 2 f, one third of a repeat remains that something waits for; with four and more than four
 micro-batches nothing does, while a repeat takes as long as the passes.
 """
 
@@ -36,41 +37,50 @@ class ReplayBackward(schedule.BufferOpInstruction):  # type: ignore[misc]
     """Repeat the backward pass of the repeated forward pass."""
 
 
-class ReplaySchedule:
-    """The schedule of a stage, with the instructions of a replay where the stage would wait.
+class SpareTime(schedule.PipeInstruction):  # type: ignore[misc]
+    """Let hooks do work of their own."""
+
+
+class BubbleSchedule:
+    """The schedule of a stage, with what it does where it would wait: a replay, and work of hooks.
 
     Args:
         whole: the schedule of the step.
+        replays: whether there is a replay.
     """
 
-    def __init__(self, whole: schedule.TrainSchedule) -> None:
-        self._whole = whole
+    def __init__(self, whole: schedule.TrainSchedule, *, replays: bool) -> None:
+        self._whole, self._replays = whole, replays
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches in flight on this stage; one of them is the replay's."""
         return int(self._whole.num_pipe_buffers()) + 1
 
     def __iter__(self) -> Iterator[list[Any]]:
-        buffer = self.num_pipe_buffers() - 1
-        due: list[Any] = [ReplayForward(buffer), ReplayBackward(buffer)]
+        whole, buffer = self._whole, self.num_pipe_buffers() - 1
+        due: list[Any] = [ReplayForward(buffer), ReplayBackward(buffer)] if self._replays else []
         passes: list[type] = []
-        for instruction in chain.from_iterable(self._whole.steps()):
+        waits = 0
+        for instruction in chain.from_iterable(whole.steps()):
             kind = type(instruction)
-            if due and self._waits_at(kind, passes, has_begun=len(due) == 1):
+            if kind is schedule.RecvGrad and self._waits_for(passes, waits):
+                yield [*due[:1], SpareTime()]
+                due, waits = due[1:], waits + 1
+            elif kind is schedule.SendGrad and len(due) == 2 and self._is_late_to_receive(passes):
                 yield [due.pop(0)]
-            if kind is schedule.ReduceTiedGrads:
-                yield due
+            elif kind is schedule.ReduceTiedGrads:
+                yield due if whole.is_first_stage else [*due, SpareTime()]
             if kind in (schedule.ForwardPass, schedule.BackwardPass):
                 passes.append(kind)
             yield [instruction]
 
-    def _waits_at(self, kind: type, passes: Sequence[type], *, has_begun: bool) -> bool:
-        """Whether the next part of the replay comes before an instruction, by the passes so far."""
-        whole = self._whole
-        if kind is schedule.RecvGrad:
-            return not has_begun or (whole.is_first_stage and passes[-1] is schedule.BackwardPass)
-        is_late = whole.num_stages == 2 and passes.count(schedule.BackwardPass) == whole.micro_batches
-        return kind is schedule.SendGrad and is_late and not has_begun
+    def _waits_for(self, passes: Sequence[type], waits: int) -> bool:
+        """Whether it waits for a gradient: the first, and on the first stage those after the last forward pass."""
+        return waits == 0 or (waits == 1 and self._whole.is_first_stage and passes[-1] is schedule.BackwardPass)
+
+    def _is_late_to_receive(self, passes: Sequence[type]) -> bool:
+        """Whether the first of two stages still replays when this one would send it the last gradient."""
+        return bool(self._whole.num_stages == 2 and passes.count(schedule.BackwardPass) == self._whole.micro_batches)
 
 
 class StageReplay:

@@ -55,10 +55,21 @@ class Rows:
     again: Callable[[], WrongRow | None]
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A product whose rows are to be summed, and how often each of its tensors had been changed in place."""
+
+    address: Address
+    exhibit: Exhibit
+    versions: tuple[int, ...]
+
+
 class RowChecks(Hook):
     """Sums the rows of one product of one micro-batch: output, input's gradient or weight's gradient of a linear layer.
 
-    It sits before the hook that observes results, which calls ``listen``.
+    It sits before the hook that observes results, which calls ``listen``. With pipeline stages the sums are made where
+    the stage waits for others, but for those of weights' gradients; what was changed in place until then is not
+    checked, which is told.
 
     Args:
         submodules: of this rank's stage.
@@ -79,6 +90,8 @@ class RowChecks(Hook):
         self._calls: list[Call] = []
         self._keeping: AbstractContextManager[list[Call]] | None = None
         self._looked = False
+        self._may_wait = run.dims.pipeline > 1
+        self._kept: _Kept | None = None
         self._wrong: WrongRow | None = None
 
     def choose(self, turn: int, of: int, *, looks: bool) -> None:
@@ -94,6 +107,7 @@ class RowChecks(Hook):
         self.micro_batch = turn % of if looks else None
         self._due = self._products[turn // of % len(self._products)] if looks else None
         self._calls.clear()
+        self._kept = None
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -147,10 +161,28 @@ class RowChecks(Hook):
         with self._clock:
             exhibit = make_exhibit(address, submodule.kind, self._calls, result)
             self._looked = True
-            if exhibit is not None and exhibit.is_product:
-                self._wrong = self._look(address, exhibit)
+            if exhibit is None or not exhibit.is_product:
+                self._not_checked(address, "what it was made of was not seen")
                 return
-        self._events.emit("sdc", "row_not_checked", step=address.step, address=str(address))
+            self._kept = _Kept(address, exhibit, _versions(exhibit))
+            if not self._may_wait or phase == WEIGHT_GRAD:  # weights' gradients accumulate in place
+                self._look_at_kept()
+
+    def while_waiting(self, engine: TrainingEngine) -> None:
+        """Sum the rows of what was kept."""
+        self._look_at_kept()
+
+    def _look_at_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        if _versions(kept.exhibit) == kept.versions:
+            self._wrong = self._look(kept.address, kept.exhibit)
+        else:
+            self._not_checked(kept.address, "it was changed in place before the stage had time")
+
+    def _not_checked(self, address: Address, reason: str) -> None:
+        self._events.emit("sdc", "row_not_checked", step=address.step, address=str(address), reason=reason)
 
     def _look(self, address: Address, exhibit: Exhibit) -> WrongRow | None:
         left, right, *rest = exhibit.factors
@@ -170,6 +202,8 @@ class RowChecks(Hook):
 
     def take(self) -> WrongRow | None:
         """What was wrong since the last call."""
+        with self._clock:
+            self._look_at_kept()
         found, self._wrong = self._wrong, None
         return found
 
@@ -177,6 +211,10 @@ class RowChecks(Hook):
 def named(wrong: WrongRow, rank: int) -> Outside:
     """The element as ``rank`` has it."""
     return replace(wrong.outside, values={rank: wrong.outside.values[0]})
+
+
+def _versions(exhibit: Exhibit) -> tuple[int, ...]:
+    return tuple(one._version for one in (*exhibit.factors, exhibit.result))
 
 
 def _checksum(result: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Where in a stage's order of work is its replay, and does it leave that order as it is?"""
+"""Where in a stage's order of work are its replay and its spare time, and do they leave that order as it is?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from megasdc.engine.gated_schedule import GatedSchedule
-from megasdc.engine.stage_replay import ReplayBackward, ReplayForward, ReplaySchedule
+from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime
 
 REPLAYS = (ReplayForward, ReplayBackward)
+OWN = (*REPLAYS, SpareTime)
 
 
 def _gated(micro_batches: int, stages: int, stage: int, refused: int) -> schedule.TrainSchedule:
@@ -22,7 +23,7 @@ def _flat(steps: Any) -> list[Any]:
 
 
 def _order(whole: Any) -> list[Any]:
-    return [one for one in _flat(ReplaySchedule(whole)) if type(one) is not schedule.LoadMicroBatch]
+    return [one for one in _flat(BubbleSchedule(whole, replays=True)) if type(one) is not schedule.LoadMicroBatch]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -33,8 +34,8 @@ def test_every_stage_replays_once(stages: int, micro_batches: int, refused: int 
     for stage in range(stages):
         sizes = micro_batches, stages, stage
         plain = [_gated(*sizes, refused) if refused is not None else schedule.TrainSchedule(*sizes) for _ in range(2)]
-        found, before = _flat(ReplaySchedule(plain[0])), _flat(plain[1].steps())
-        assert [repr(one) for one in found if type(one) not in REPLAYS] == [repr(one) for one in before]
+        found, before = _flat(BubbleSchedule(plain[0], replays=True)), _flat(plain[1].steps())
+        assert [repr(one) for one in found if type(one) not in OWN] == [repr(one) for one in before]
         mine = [one for one in found if type(one) in REPLAYS]
         assert [type(one) for one in mine] == list(REPLAYS)
         if refused != 0:
@@ -42,7 +43,7 @@ def test_every_stage_replays_once(stages: int, micro_batches: int, refused: int 
             assert kinds.index(ReplayForward) > kinds.index(schedule.ForwardPass)
             assert kinds.index(ReplayBackward) > kinds.index(schedule.BackwardPass)
         used = {one.buffer_id for one in before if isinstance(one, schedule.BufferOpInstruction)}
-        assert {one.buffer_id for one in mine} == {ReplaySchedule(plain[1]).num_pipe_buffers() - 1}
+        assert {one.buffer_id for one in mine} == {BubbleSchedule(plain[1], replays=True).num_pipe_buffers() - 1}
         assert not used & {one.buffer_id for one in mine}
 
 
@@ -62,10 +63,29 @@ def test_it_comes_where_the_stage_would_wait(stages: int, stage: int, forward_at
     order = _order(schedule.TrainSchedule(8, stages, stage))
     kinds = [type(one) for one in order]
     forward, backward = kinds.index(ReplayForward), kinds.index(ReplayBackward)
-    after = [kind for kind in kinds if kind not in REPLAYS]
-    assert (after[forward], after[backward - 1]) == (forward_at, backward_at)
+    following = [next(kind for kind in kinds[place:] if kind not in OWN) for place in (forward, backward)]
+    assert following == [forward_at, backward_at]
     if stage == 0 and stages > 1:
         assert kinds[:forward].count(schedule.RecvGrad) == 0
         assert kinds[backward:].count(schedule.RecvGrad) == stages - 1
     else:
         assert kinds[backward:].count(schedule.BackwardPass) == 0
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_spare_time_is_where_a_stage_waits(replays: bool) -> None:
+    """Before the first gradient, after the passes, on the first stage before its last ones; never with one."""
+    found = {}
+    for stages, stage in ((1, 0), (2, 0), (2, 1), (4, 0), (4, 2), (4, 3)):
+        kinds = [type(one) for one in _flat(BubbleSchedule(schedule.TrainSchedule(8, stages, stage), replays=replays))]
+        places = [place for place, kind in enumerate(kinds) if kind is SpareTime]
+        found[stages, stage] = [kinds[place + 1] for place in places]
+    gradient, end = schedule.RecvGrad, schedule.ReduceTiedGrads
+    assert found == {
+        (1, 0): [],
+        (2, 0): [gradient, gradient],
+        (2, 1): [end],
+        (4, 0): [gradient, gradient],
+        (4, 2): [gradient, end],
+        (4, 3): [end],
+    }
