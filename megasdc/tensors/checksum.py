@@ -61,6 +61,8 @@ class Xxh3:
 
     def start(self, tensor: Tensor) -> int:
         """The finished value; see `ChecksumAlgorithm.start`."""
+        if tensor.dtype == torch.float32 and tensor.is_cpu and tensor.is_contiguous():  # the same, a microsecond sooner
+            return xxhash.xxh3_64_intdigest(tensor.numpy(force=True).data)
         return xxhash.xxh3_64_intdigest(row_major_bits(tensor).cpu().numpy().data)
 
 

@@ -1,16 +1,18 @@
 """Checksums, ``python -m tools.bench checksum``: their speed against reading, and the faults that they miss.
 
-Speed: the default algorithm of a device against the operation that reads the same tensor at the best rate there is:
-``tensor.sum()`` on the host, a sum reduction (fp32) or a device copy (bf16) on a GPU, both by bytes of the tensor. The
-bar is 0.8 of their rate, that is 1.25 of their time. What a check does with one result of 1 MiB on the host - a
-checksum that is recorded, a look for NaN and Inf - may take 1.3 of the time to read it. Faults:
-`tools.bench.detection.checksum_trials`.
+Speed: the default algorithm of a device against the operation that reads as many bytes from memory at the best rate
+there is: ``tensor.sum()`` on the host, a sum reduction (fp32) or a device copy (bf16) on a GPU. The bar is 0.8 of
+their rate, that is 1.25 of their time. On the host a tensor that fits a cache is read from there by the checksum, as
+in a run, and also compared with ``tensor.sum()`` of the same tensor, without a bar. What a check does with one result
+of 1 MiB on the host - a checksum that is recorded, a look for NaN and Inf - may take 1.3 of the time to read it.
+Faults: `tools.bench.detection.checksum_trials`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ LOOK_BAR, LOOK_MIB = 1.3, 1
 """The same of what a check does with one result of so many MiB."""
 GPU_LEAST_MIB = 64
 """Smallest tensor that has a bar on a GPU; the time of less is the time to start a kernel."""
+MEMORY_BYTES = 1 << 29
+"""So much is read in turn where a sum reads from memory: more than caches hold."""
 _BLOCK_BYTES = {"cpu": 128 << 20, "cuda": 8 << 30}
 
 
@@ -112,10 +116,11 @@ def bench_checksum(
     devices, not_run = devices_here(machine)
     with cpu_threads(options.threads):
         found = [
-            _compare(options, torch.device(device), dtype, size, on_progress)
+            one
             for device in devices
             for dtype in DTYPES
             for size in options.sizes_mib
+            for one in _compare(options, torch.device(device), dtype, size, on_progress)
         ]
         found += [one for dtype in DTYPES for one in _compare_looks(options, dtype, on_progress)]
         trials = run_trials(options.trials, on_progress=on_progress)
@@ -124,12 +129,16 @@ def bench_checksum(
 
 def _compare(
     options: ChecksumBenchOptions, device: torch.device, dtype_name: str, size_mib: int, on_progress: Progress
-) -> SpeedComparison:
-    """The checksum of one tensor against reading it."""
+) -> Iterator[SpeedComparison]:
+    """The checksum of one tensor against reading as much from memory, and on the host against reading the same."""
     tensor = _tensor(device, dtype_name, size_mib)
     chosen = default_algorithm(device)
-    bar = BAR if device.type == "cpu" or size_mib >= GPU_LEAST_MIB else None
-    return _time(options, chosen.name, lambda: chosen.start(tensor), tensor, bar, on_progress)
+    own = chosen.name, lambda: chosen.start(tensor)
+    if device.type != "cpu":
+        yield _time(options, own, _reading(tensor), tensor, BAR if size_mib >= GPU_LEAST_MIB else None, on_progress)
+        return
+    yield _time(options, own, _reading_memory(tensor), tensor, BAR, on_progress)
+    yield _time(options, own, _reading(tensor), tensor, None, on_progress)
 
 
 def _compare_looks(options: ChecksumBenchOptions, dtype_name: str, on_progress: Progress) -> list[SpeedComparison]:
@@ -141,7 +150,7 @@ def _compare_looks(options: ChecksumBenchOptions, dtype_name: str, on_progress: 
         "a recorded checksum": lambda: tracer(address, tensor),
         "a look for NaN and Inf": lambda: finite(address, tensor),
     }
-    return [_time(options, what, look, tensor, LOOK_BAR, on_progress) for what, look in looks.items()]
+    return [_time(options, one, _reading(tensor), tensor, LOOK_BAR, on_progress) for one in looks.items()]
 
 
 def _tensor(device: torch.device, dtype_name: str, size_mib: int) -> Tensor:
@@ -151,15 +160,15 @@ def _tensor(device: torch.device, dtype_name: str, size_mib: int) -> Tensor:
 
 def _time(
     options: ChecksumBenchOptions,
-    name: str,
-    ours: Callable[[], Any],
+    ours: tuple[str, Callable[[], Any]],
+    theirs: tuple[str, Callable[[], Any]],
     tensor: Tensor,
     bar: float | None,
     on_progress: Progress,
 ) -> SpeedComparison:
-    """Run both sides in turn over one tensor, in blocks of enough repetitions to be timed."""
+    """Run both sides in turn, named, over one tensor, in blocks of enough repetitions to be timed."""
     device = tensor.device
-    against, other = _baseline(tensor)
+    (name, call), (against, other) = ours, theirs
     repeats = max(1, _BLOCK_BYTES[device.type] // tensor.nbytes)
     dtype_name = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
     size_mib = tensor.nbytes >> 20
@@ -172,7 +181,7 @@ def _time(
         return run
 
     what = f"{device.type} {dtype_name} {size_mib} MiB"
-    costs = run_pairs(what, (block(ours), block(other)), options.blocks, time_block, on_progress)
+    costs = run_pairs(what, (block(call), block(other)), options.blocks, time_block, on_progress)
     rates = [repeats * tensor.nbytes / wall_s for wall_s in median_walls(costs)]
     return SpeedComparison(
         device=device.type,
@@ -188,8 +197,15 @@ def _time(
     )
 
 
-def _baseline(tensor: Tensor) -> tuple[str, Callable[[], Any]]:
+def _reading(tensor: Tensor) -> tuple[str, Callable[[], Any]]:
+    """What reads a tensor at the best rate, with its name."""
     if tensor.device.type == "cuda" and tensor.dtype == torch.bfloat16:
         target = torch.empty_like(tensor)
         return "device copy", lambda: target.copy_(tensor)
     return "tensor.sum()", tensor.sum
+
+
+def _reading_memory(tensor: Tensor) -> tuple[str, Callable[[], Any]]:
+    """What reads as much from memory: one tensor after the other, of more than caches hold."""
+    others = cycle([tensor.clone() for _ in range(max(2, MEMORY_BYTES // tensor.nbytes))])
+    return "tensor.sum() from memory", lambda: next(others).sum()
