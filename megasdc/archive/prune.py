@@ -59,7 +59,8 @@ def prune(
         dry_run: remove nothing.
 
     Raises:
-        CheckpointError: there is no archive or no such step, or blocks cannot be removed since a record is damaged.
+        CheckpointError: there is no archive, no such run or no such step, or blocks cannot be removed since a record is
+            damaged.
         StorageError: a push goes on, or the archive cannot be read or written.
     """
     if steps and run is None:
@@ -68,6 +69,9 @@ def prune(
     report = PruneReport(store.address, dry_run)
     with pruning(store, f"a prune of {run or 'all runs'}") as held:
         entries = read_entries(store)
+        if run is not None and not any(store.sizes(f"{folder}/{run}") for folder in (RUNS, RECEIPTS)):
+            runs = ", ".join(sorted({entry.run for entry in entries})) or "none"
+            raise CheckpointError(f"{store.address} has no run {run}; it holds {runs}: see megasdc archive list")
         gone = _steps_to_remove([entry for entry in entries if run in (None, entry.run)], keep_last, keep_every, steps)
         for entry in gone:
             report.removed.setdefault(entry.run, []).append(entry.step)

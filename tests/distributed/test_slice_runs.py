@@ -101,6 +101,7 @@ def test_a_wrong_element_is_found_in_its_step(
     else:
         assert verdict == (4, tier, 0 if replicas == 1 else None, "inconclusive", basis, "halt")
         assert {code for code, _ in results} == {73}, results
+        assert "step 4 is the last, and is not saved" in results[0][1]
         incident = incident_from_json((tmp_path / "run" / "reports" / "incident_step_00000004.json").read_text())
         assert sorted(one.rank for one in incident.suspects) == list(range(replicas))
     page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()

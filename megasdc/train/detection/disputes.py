@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 SEVERITY = ("warn", "repair", "halt")
 STATE_TIERS = ("parameters", "copies")
 """Checks of the state at the start of a step, that is, of the step before."""
+SLICE_TIERS = ("reduction", "state", "update")
+"""Checks that end when the optimizer has stepped."""
 
 
 class Disputes:
@@ -257,8 +259,9 @@ class Disputes:
         page = self._incidents.report(step, found, action)
         if action == "halt":
             again = " after the step was recomputed" if repaired else ""
+            ends = "is the last, and is not saved" if found.tier in SLICE_TIERS else "is not committed"
             raise CorruptionError(
-                f"step {step} is not committed: the {found.tier} check found silent data corruption{again}: {text}. "
+                f"step {step} {ends}: the {found.tier} check found silent data corruption{again}: {text}. "
                 + (f"What to do: {page}" if page else "The incident report could not be written")
             )
         logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)

@@ -81,6 +81,9 @@ def resume(
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts at step 1; old metrics are now in %s", folder, kept)
         return hooks
+    if not section.verify and run.dims.rank == 0:
+        run.events.emit("resume", "not_verified", step=found.step, path=str(found.path))
+        logger.warning("checkpoint.verify is false: nobody compares %s with its checksums", found.path)
     try:
         return _load(run, config, found, ranks, study, lambda: leave_behind(folder, found, ranks))
     except LoadedInPartError:

@@ -191,6 +191,8 @@ def test_rules_keep_the_newest_and_multiples(checkpoints: Path, tmp_path: Path) 
     dry = prune(address, run=RUN, keep_last=1, dry_run=True)
     assert dry.removed == {RUN: [2]} and len(read_entries(open_archive(address))) == 3
     assert prune(address, run=RUN, keep_last=1, keep_every=2).removed == {}
+    with pytest.raises(CheckpointError, match=f"has no run nobody; it holds {RUN}"):
+        prune(address, run="nobody", keep_last=1)
     report = prune(address, keep_last=1)
     assert report.removed == {RUN: [2]} and report.num_blocks == 0, "the other run needs them"
     assert pull(address, tmp_path / "out", run="other").step == 2 and verify(address).ok
