@@ -40,15 +40,20 @@ ALL: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{"parallel__pipeline": 2, "deepspeed__bf16": {"enabled": True}, "model": MODELS["llama"]}, ALL],
-    ids=["pp2_bf16_llama", "everything_tp2_recompute"],
+    [
+        {"parallel__pipeline": 2, "deepspeed__bf16": {"enabled": True}, "model": MODELS["llama"]},
+        {"parallel__pipeline": 2, "parallel__tensor": 2},
+        ALL,
+    ],
+    ids=["pp2_bf16_llama", "tp2_pp2", "everything_tp2_recompute"],
 )
 def test_a_healthy_run_is_the_run_without_checks(tmp_path: Path, data: Path, changes: dict[str, Any]) -> None:
     """Same bits at the end, with every check at once too, and no row is suspicious, whatever product is due."""
     changes = {**changes, "training__steps": 24, "checkpoint__interval": 24}
     off = {"sdc": {}, "audit": {"enabled": False}}
+    ranks = changes.get("parallel__pipeline", 1) * changes.get("parallel__tensor", 1)
     for name, more in {"plain": off, "checked": {}}.items():
-        results = train_run(_write(tmp_path, data, name, **{**changes, **more}), 2)
+        results = train_run(_write(tmp_path, data, name, **{**changes, **more}), ranks)
         assert [code for code, _ in results if code] == [], results
     plain, checked = (state_of(tmp_path / name / "checkpoints" / "step_00000024") for name in ("plain", "checked"))
     assert plain == checked and verdicts_of(tmp_path / "checked") == []

@@ -67,9 +67,9 @@ class _Kept:
 class RowChecks(Hook):
     """Sums the rows of one product of one micro-batch: output, input's gradient or weight's gradient of a linear layer.
 
-    It sits before the hook that observes results, which calls ``listen``. With pipeline stages the sums are made where
-    the stage waits for others, but for those of weights' gradients; what was changed in place until then is not
-    checked, which is told.
+    It sits before the hook that observes results, which calls ``listen``. With pipeline stages, and without
+    tensor parallelism, the sums are made where the stage waits for others, but for those of weights' gradients; what
+    was changed in place until then is not checked, which is told.
 
     Args:
         submodules: of this rank's stage.
@@ -90,7 +90,8 @@ class RowChecks(Hook):
         self._calls: list[Call] = []
         self._keeping: AbstractContextManager[list[Call]] | None = None
         self._looked = False
-        self._may_wait = run.dims.pipeline > 1
+        # With tensor parallelism results are summed over ranks in place, which no version counter sees.
+        self._may_wait = run.dims.pipeline > 1 and run.dims.tensor == 1
         self._kept: _Kept | None = None
         self._wrong: WrongRow | None = None
 
