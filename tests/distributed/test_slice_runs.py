@@ -122,3 +122,14 @@ def test_a_right_copy_elsewhere_names_the_owner(
     assert verdicts_of(tmp_path / "run") == [(4, "reduction", named, "inconclusive", basis, "halt")]
     page = (tmp_path / "run" / "reports" / "incident_step_00000004.html").read_text()
     assert "linear_fc1" in page
+
+
+def test_a_change_as_small_as_rounding_is_found_alone(tmp_path: Path, data: Path) -> None:
+    """One replica: the lowest bit of a master, which no repeat shows again, is no rounding."""
+    fault = {**FAULT, "steps": [4, 4], "phase": "update", "slot": "weight.master", "rank": 0}
+    fault = {**fault, "kind": "bit_flip", "bits": [0]}
+    del fault["factor"]
+    config = _write(tmp_path, data, "run", faults=[fault], deepspeed__train_batch_size=2)
+    assert train_run(config, 1) == [(0, None)]
+    assert verdicts_of(tmp_path / "run") == [(4, "update", 0, "not_reproduced", "own results elsewhere", "repair")]
+    assert events_of(tmp_path / "run", "sdc", "slices_within_rounding") == []
