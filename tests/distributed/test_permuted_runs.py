@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_a_healthy_run_is_the_run_without_audits(
     assert verdicts_of(tmp_path / "audited") == []
     assert len(events_of(tmp_path / "audited", "audit", "agreed")) == 3
     assert list_verified(tmp_path / "audited" / "checkpoints")
+    rows = [json.loads(line) for line in (tmp_path / "audited" / "metrics.jsonl").read_text().splitlines()]
+    replayed = [row["step"] for row in rows if "sdc/replay_hidden_share" in row]
+    assert replayed == [4, 6], "by each stage alone, but for the first audit"
     (tried,) = events_of(tmp_path / "audited", "audit", "permuted")
     assert {name.split(".")[0] for name in tried["not_kept"]} <= {"aten::sum"}, "48 columns are no multiple of 32"
     assert sum(tried["moved"].values()) > 40, "fused modules have fewer"

@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
+import torch
+from harness import run_distributed
+from whole_runs import (
+    MODELS,
+    events_of,
+    metrics_of,
+    prepare_text,
+    pretrain_rank,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_config,
+)
 
 from megasdc.sdc.incident import incident_from_json
 
@@ -133,3 +145,31 @@ def test_a_change_as_small_as_rounding_is_found_alone(tmp_path: Path, data: Path
     assert train_run(config, 1) == [(0, None)]
     assert verdicts_of(tmp_path / "run") == [(4, "update", 0, "not_reproduced", "own results elsewhere", "repair")]
     assert events_of(tmp_path / "run", "sdc", "slices_within_rounding") == []
+
+
+def _with_rounding_elsewhere(config: str) -> tuple[int, str | None]:
+    """Body of a rank on which a master of the weights is one step of rounding off wherever elements are moved."""
+    from megasdc.train.detection.slices.update import Update
+
+    again = Update.again
+
+    def rounded(self: Update, *, moved: bool = False) -> torch.Tensor:
+        found = again(self, moved=moved)
+        if moved and found.shape[1] > 2000:
+            found[0, 0] = torch.nextafter(found[0, 0], torch.tensor(torch.inf))
+        return found
+
+    Update.again = rounded  # type: ignore[method-assign]
+    return pretrain_rank(config, [])
+
+
+@pytest.mark.parametrize("slot", [None, "weight.exp_avg_sq"])
+def test_rounding_hides_no_fault(tmp_path: Path, data: Path, slot: str | None) -> None:
+    """The first look that finds a kernel to round otherwise elsewhere still finds what rounding does not explain."""
+    fault = {**FAULT, "steps": [2, 2], "phase": "update", "slot": slot, "rank": 0}
+    config = _write(tmp_path, data, "run", faults=[fault] if slot else [], deepspeed__train_batch_size=2)
+    assert run_distributed(_with_rounding_elsewhere, 1, str(config), init=False) == [(0, None)]
+    (told,) = events_of(tmp_path / "run", "sdc", "slices_within_rounding")
+    assert told["step"] == 2 and told["elements"] == [0]
+    verdict = (2, "update", 0, "not_reproduced", "own results elsewhere", "repair")
+    assert verdicts_of(tmp_path / "run") == ([verdict] if slot else [])
