@@ -69,7 +69,7 @@ class RowChecks(Hook):
 
     It sits before the hook that observes results, which calls ``listen``. With pipeline stages, and without
     tensor parallelism, the sums are made where the stage waits for others, but for those of weights' gradients; what
-    was changed in place until then is not checked, which is told.
+    was changed in place until then is not checked: event ``sdc/row_not_checked``.
 
     Args:
         submodules: of this rank's stage.
