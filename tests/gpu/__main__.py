@@ -28,9 +28,10 @@ Shows what of megasdc runs on this machine's GPU, in order of importance, each p
 time limit, and prints a table. Without CUDA the parts run on the processor where that means something.
 
 It needs PyTorch, and as wheels what of these is not installed: deepspeed, megatron-core, pydantic, pydantic_core,
-annotated-types, typing-inspection, typing_extensions, xxhash, numpy, einops, hjson, msgpack, tqdm, py-cpuinfo,
-packaging, psutil, jinja2, MarkupSafe, rich, Pygments, markdown-it-py, mdurl; for the parts golden and stress typer,
-click, shellingham, annotated-doc and pyarrow; to compile DeepSpeed's operators ninja.
+annotated-types, typing-inspection, typing_extensions, xxhash, zstandard, fsspec, numpy, einops, hjson, msgpack, tqdm,
+py-cpuinfo, packaging, psutil, jinja2, MarkupSafe, rich, Pygments, markdown-it-py, mdurl; for the parts golden, stress,
+referee and cost typer, click, shellingham and annotated-doc, for the first two pyarrow; to compile DeepSpeed's
+operators ninja.
 `bash tests/gpu.sh --make-wheels DIR` downloads them where there is a network. Neither a network, a compiler nor ssh is
 needed then; without a C compiler Triton's kernels fail, and without nvcc DeepSpeed's FusedAdam is left out, and both
 say so.

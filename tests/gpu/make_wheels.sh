@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 python="${PYTHON:-python3}"
 names=(
     deepspeed megatron-core pydantic pydantic_core annotated-types typing-inspection typing_extensions xxhash numpy
-    einops hjson msgpack tqdm py-cpuinfo packaging psutil ninja nvidia-ml-py
+    zstandard fsspec einops hjson msgpack tqdm py-cpuinfo packaging psutil ninja nvidia-ml-py
     jinja2 MarkupSafe rich Pygments markdown-it-py mdurl typer click shellingham annotated-doc
 )
 platforms=(manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_24_x86_64 manylinux_2_17_x86_64 manylinux_2_12_x86_64

@@ -45,6 +45,16 @@ PARTS = (
     ),
     Part("detection", "recompute check, audit, parameters", 4, "gpu.part_detection:detection"),
     Part("golden", "trace, golden record and verify", 3, "gpu.part_detection:golden", (*COMMAND, "pyarrow")),
+    Part("exact", "slices, sums of rows, permuted audits: silent, no bit changes", 4, "gpu.part_exact:exact"),
+    Part(
+        "referee",
+        "bounds of rounding against this device's libraries",
+        3,
+        "gpu.part_exact:referee",
+        COMMAND,
+        environment={"cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}},
+    ),
+    Part("cost", "cost of the checks at their defaults", 3, "gpu.part_exact:cost", COMMAND),
     Part("dropcompute", "DropCompute: decisions, events, device_lag", 3, "gpu.part_dropcompute:dropcompute"),
     Part("checkpoints", "saved, resumed bit for bit", 4, "gpu.part_checkpoints:checkpoints"),
     Part("stress", "the host's test", 2, "gpu.part_stress:stress", (*COMMAND, "pyarrow")),
@@ -54,7 +64,7 @@ PARTS = (
     Part("fused", "fused modules against unfused ones", 2, "gpu.part_fused:fused"),
 )
 BASE = (
-    *("torch", "numpy", "deepspeed", "megatron.core", "pydantic", "xxhash", "jinja2", "rich", "psutil"),
-    *("einops", "hjson", "msgpack", "tqdm", "cpuinfo", "packaging"),
+    *("torch", "numpy", "deepspeed", "megatron.core", "pydantic", "xxhash", "zstandard", "fsspec", "jinja2", "rich"),
+    *("psutil", "einops", "hjson", "msgpack", "tqdm", "cpuinfo", "packaging"),
 )
 """Imports without which no training rank starts."""

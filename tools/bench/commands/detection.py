@@ -46,8 +46,8 @@ def bench_detecting(on_progress: Any, options: CampaignOptions) -> Any:
 def bench_refereeing(on_progress: Any, options: RefereeOptions) -> Any:
     """Ask the referee of results of a healthy device, and of flipped bits; exit code 1 if it accuses a healthy one.
 
-    Each kind of result is computed with one thread and two, with oneDNN and without, and these are given to it as if
-    two ranks had computed them.
+    Each kind of result is computed in several ways - on a processor with one thread and two, with oneDNN and without,
+    on a GPU by several libraries - and these are given to it as if two ranks had computed them.
     """
     from tools.bench.detection.referee import bench_referee
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from megasdc.sdc.cost import Accelerator
 from tools.bench.options import Options, in_unit, option, parse_layouts
@@ -203,6 +203,7 @@ class RefereeOptions(Options):
     flips: int = option(40, "Elements of each draw, of which every bit is flipped.", min=0)
     width: int = option(512, "Elements of a row, and of a sum.", min=2)
     seed: int = option(1, "Seed of all draws.", min=0)
+    device: Literal["cpu", "cuda"] = option("cpu", "Whose results they are.")
 
 
 @dataclass(frozen=True)

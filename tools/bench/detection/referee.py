@@ -1,21 +1,26 @@
 """The referee, ``python -m tools.bench referee``: whether it accuses a healthy device, and which flips of bits it sees.
 
-Each kind of result is computed by this device's own routines, with one thread and with two, and with oneDNN and
-without: pairs of these are given to the referee as if two ranks had computed them. None may be named. Then one bit of
-an element is flipped, and the healthy one stands against it.
+Each kind of result is computed by this device's own routines in several ways: a processor's with one thread and with
+two, and with oneDNN and without; a GPU's with cuBLAS and cuBLASLt, and attention by each of its kernels. Pairs of
+these are given to the referee as if two ranks had computed them. None may be named. Then one bit of an element is
+flipped, and the healthy one stands against it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megasdc.config import DeterminismSection
+from megasdc.determinism import set_deterministic
+from megasdc.errors import ConfigError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended
@@ -33,7 +38,7 @@ from megasdc.sdc.fp64.bounds import (
 )
 from megasdc.sdc.fp64.loss import logit_gradients, token_losses
 from megasdc.sdc.fp64.referee import judge
-from tools.bench.clocks import cpu_threads
+from tools.bench.clocks import cpu_threads, devices_here
 from tools.bench.detection.options import RefereeOptions
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
@@ -41,8 +46,6 @@ from tools.bench.result import Progress, Report, Result, table
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MANTISSA = {32: 23, 16: 7}
 """Bits of it, the lowest ones, by those of the whole; a loss has 32 whatever its logits have."""
-MODES = {"1 thread": (1, True), "2 threads": (2, True), "without oneDNN": (1, False)}
-"""Threads, and whether oneDNN may be used."""
 EPS = 1e-5
 Drawn = tuple[Callable[[], Tensor], Exact]
 """Computes the elements, as the device does; and what they should be."""
@@ -117,13 +120,29 @@ def _row(one: Answers) -> tuple[str, ...]:
 
 def bench_referee(options: RefereeOptions, on_progress: Progress = lambda what, done, total: None) -> RefereeResult:
     """Ask the referee of healthy results, and of flipped bits."""
-    answers = []
-    cells = [(name, make, kind) for name, make in KINDS.items() for kind in TYPES]
-    for number, (name, make, kind) in enumerate(cells):
-        on_progress("kinds of results", number, len(cells))
-        answers.append(_ask(name, kind, partial(make, options.width, TYPES[kind]), options))
-    on_progress("kinds of results", len(cells), len(cells))
-    return RefereeResult(describe_machine(), options, answers)
+    machine = describe_machine()
+    if options.device == "cuda" and "cuda" not in devices_here(machine)[0]:
+        raise ConfigError("--device cuda: torch sees no CUDA device; without the option the processor is measured")
+    answers: list[Answers] = []
+    total = len(KINDS) * len(TYPES)
+    on_progress("kinds of results", 0, total)
+    for one in ask_referee(options):
+        answers.append(one)
+        on_progress("kinds of results", len(answers), total)
+    return RefereeResult(machine, options, answers)
+
+
+def ask_referee(options: RefereeOptions) -> Iterator[Answers]:
+    """Ask of one kind of result after the other, in each type, on the device that is the options'."""
+    undo = set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # what a run permits its libraries
+    try:
+        for name, make in KINDS.items():
+            for kind, dtype in TYPES.items():
+                with torch.device(options.device):
+                    found = _ask(name, kind, partial(make, options.width, dtype), options)
+                yield found
+    finally:
+        undo()
 
 
 def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOptions) -> Answers:
@@ -133,8 +152,8 @@ def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOption
     while found.compared < options.elements:
         compute, exact = draw()
         results = {}
-        for number, (threads, library) in enumerate(MODES.values()):
-            with _mode(threads, library):
+        for number, mode in enumerate(MODES[options.device].values()):
+            with mode():
                 results[number] = compute().detach().flatten()
         named = judge(results, exact)
         off = torch.stack([(one.double() - exact.values).abs() / exact.bounds for one in results.values()])
@@ -169,9 +188,35 @@ def _flips(healthy: Tensor, exact: Exact, count: int) -> Tensor:
 
 
 @contextmanager
-def _mode(threads: int, library: bool) -> Iterator[None]:
+def _on_processor(threads: int, library: bool) -> Iterator[None]:
     with cpu_threads(threads), torch.backends.mkldnn.flags(enabled=library):
         yield
+
+
+@contextmanager
+def _on_gpu(library: str, attention: SDPBackend) -> Iterator[None]:
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(library)
+    try:
+        with sdpa_kernel([attention, SDPBackend.MATH]):
+            yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+MODES: Mapping[str, Mapping[str, Callable[[], AbstractContextManager[None]]]] = {
+    "cpu": {
+        "1 thread": partial(_on_processor, 1, True),
+        "2 threads": partial(_on_processor, 2, True),
+        "without oneDNN": partial(_on_processor, 1, False),
+    },
+    "cuda": {
+        "cuBLAS, flash attention": partial(_on_gpu, "cublas", SDPBackend.FLASH_ATTENTION),
+        "cuBLASLt, memory-efficient attention": partial(_on_gpu, "cublaslt", SDPBackend.EFFICIENT_ATTENTION),
+        "attention of several operations": partial(_on_gpu, "cublas", SDPBackend.MATH),
+    },
+}
+"""Ways to compute, by device."""
 
 
 # --- kinds of results ---------------------------------------------------------------------------------------------
