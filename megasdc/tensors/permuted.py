@@ -256,10 +256,9 @@ def _by_dims(*operands: Dims | None, results: Sequence[Dims]) -> Rule:
 def _back(result: Any, dims: Sequence[Dims]) -> Any:
     if isinstance(result, Tensor):
         return roll(result, dims[0], back=True)
-    known = [*dims, *[()] * (len(result) - len(dims))]
     return tuple(
-        roll(one, which, back=True) if isinstance(one, Tensor) and which else one
-        for one, which in zip(result, known, strict=True)
+        roll(one, dims[place], back=True) if isinstance(one, Tensor) and place < len(dims) else one
+        for place, one in enumerate(result)
     )
 
 
@@ -322,30 +321,47 @@ def _norm_backward(statistics: int) -> Rule:
     return rule
 
 
-def _attention(func: Operation, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Batch and heads, and features of values; not with dropout or a mask."""
-    if (args and args[0]) or kwargs.get("attn_mask") is not None:
-        return NotImplemented
-    of_queries, of_keys = _head_shifts(query, key)
-    features = {3: shift(value.shape[3])}
-    moved = roll_by(query, of_queries), roll_by(key, of_keys), roll_by(value, {**of_keys, **features})
-    output, *rest = func(*moved, *args, **kwargs)
-    sums, *rest = rest
-    output = roll_by(output, {**of_queries, **features}, back=True)
-    return output, roll_by(sums, of_queries, back=True), *rest
+def _attention(dropout: int, mask: int | None = None) -> Rule:
+    """Batch and heads, and features of values; not with dropout or a mask, whose places among the arguments are given.
+
+    ``mask`` is None where it is no argument, or a named one.
+    """
+
+    def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
+        if any(args[dropout : dropout + 1]) or _is_masked(mask, args, kwargs):
+            return NotImplemented
+        query, key, value, *rest = args
+        of_queries, of_keys = _head_shifts(query, key)
+        features = {3: shift(value.shape[3])}
+        moved = roll_by(query, of_queries), roll_by(key, of_keys), roll_by(value, {**of_keys, **features})
+        output, sums, *more = func(*moved, *rest, **kwargs)
+        output = roll_by(output, {**of_queries, **features}, back=True)
+        return output, roll_by(sums, of_queries, back=True), *more
+
+    return rule
 
 
-def _attention_backward(func: Operation, *args: Any, **kwargs: Any) -> Any:
-    """Batch and heads; operands: gradient, query, key, value, output, logarithms of sums, dropout."""
-    if args[6] or kwargs.get("attn_mask") is not None:
-        return NotImplemented
-    of_queries, of_keys = _head_shifts(args[1], args[2])
-    kinds = of_queries, of_queries, of_keys, of_keys, of_queries, of_queries
-    moved = [roll_by(one, shifts) for one, shifts in zip(args, kinds, strict=False)]
-    if all(one is other for one, other in zip(args, moved, strict=False)):
-        return NotImplemented
-    found = func(*moved, *args[6:], **kwargs)
-    return tuple(roll_by(one, by, back=True) for one, by in zip(found, (of_queries, of_keys, of_keys), strict=True))
+def _attention_backward(dropout: int, mask: int | None = None) -> Rule:
+    """Batch and heads; operands: gradient, query, key, value, a mask if it has a place, output, logarithms of sums."""
+
+    def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
+        if args[dropout] or _is_masked(mask, args, kwargs):
+            return NotImplemented
+        of_queries, of_keys = _head_shifts(args[1], args[2])
+        kinds = [of_queries, of_queries, of_keys, of_keys, of_queries, of_queries]
+        if mask is not None:
+            kinds.insert(mask, {})
+        moved = [roll_by(one, by) if by else one for one, by in zip(args, kinds, strict=False)]
+        if all(one is other for one, other in zip(args, moved, strict=False)):
+            return NotImplemented
+        found = func(*moved, *args[len(kinds) :], **kwargs)
+        return *(roll_by(one, by, back=True) for one, by in zip(found, kinds[1:4], strict=False)), *found[3:]
+
+    return rule
+
+
+def _is_masked(mask: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("attn_mask") is not None or (mask is not None and args[mask] is not None)
 
 
 def _head_shifts(query: Tensor, key: Tensor) -> tuple[dict[int, int], dict[int, int]]:
@@ -388,8 +404,12 @@ RULES: dict[str, Rule] = {
     "_fused_rms_norm": _norm,
     "native_layer_norm_backward": _norm_backward(2),
     "_fused_rms_norm_backward": _norm_backward(1),
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention(3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(6),
+    "_scaled_dot_product_flash_attention": _attention(3),
+    "_scaled_dot_product_flash_attention_backward": _attention_backward(10),
+    "_scaled_dot_product_efficient_attention": _attention(5, mask=3),
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward(9, mask=4),
     "nll_loss_forward": _rows_of_loss(3, 2),
     "nll_loss_backward": _rows_of_loss(4, 3),
     "index_put": _sum_at_words,

@@ -37,12 +37,15 @@ class Bench:
         self, config: Path, count: int, *overrides: str, environment: Mapping[str, str] | None = None
     ) -> list[Job]:
         """The jobs of a world that trains."""
+        jobs = self.world("gpu.jobs:train", count, {"config": str(config), "overrides": list(overrides)})
+        return [Job(job.function, job.arguments, {**job.environment, **(environment or {})}) for job in jobs]
+
+    def world(self, function: str, count: int, arguments: Mapping[str, Any]) -> list[Job]:
+        """The jobs of a world that calls another function, see ``crew.world``."""
         from megasdc.parallel.local_ranks import hold_store
 
         self._stores.append(hold_store())
-        arguments = {"config": str(config), "overrides": list(overrides)}
-        jobs = world("gpu.jobs:train", count, self._stores[-1].port, arguments)
-        return [Job(job.function, job.arguments, {**job.environment, **(environment or {})}) for job in jobs]
+        return world(function, count, self._stores[-1].port, arguments)
 
     def train(self, worlds: Mapping[str, Sequence[Job]], timeout_s: float = LIMIT_S) -> dict[str, list[Outcome]]:
         """Train worlds, side by side where there are cores; those that end otherwise than with 0 are failed checks."""

@@ -22,30 +22,48 @@ CHECKED = {
     "checkpoint__interval": 6,
 }
 FAULT = {"submodule": "*.linear_fc2", "once": True}
-# On two ranks: one that was wrong before is halted, whatever its repeats say.
-FAULTS = [
-    {**FAULT, "phase": "backward", "rank": 1, "steps": [4, 4], "micro_batches": [0]},
-    {**FAULT, "phase": "forward", "rank": 2, "steps": [5, 5], "micro_batches": [1]},
-]
+FAULTS: dict[str, dict[str, Any]] = {
+    "audit": {**FAULT, "phase": "backward", "rank": 1, "steps": [4, 4], "micro_batches": [0]},
+    "recompute": {**FAULT, "phase": "forward", "rank": 2, "steps": [5, 5], "micro_batches": [1]},
+}
+"""By the check that finds it. Of each run one: ranks may share a device, and what was wrong twice is halted."""
 
 
 def detection(recorder: Recorder, crew: Crew) -> None:
-    """Three replicas: clean, and with a fault that the audit finds and one that the recompute check finds."""
+    """Three replicas: clean, and with a fault that the audit finds or one that the recompute check finds."""
     bench = Bench(recorder, crew)
     kind = precision("bf16" if recorder.on_gpu else "fp32")
-    worlds = {
-        name: bench.ranks(bench.config(name, **CHECKED, **kind, faults=faults), 3)
-        for name, faults in {"clean": [], "harmed": FAULTS}.items()
-    }
-    bench.train(worlds)
-    found = verdicts(bench.folder / "clean")
-    recorder.check("clean run: no verdict", len(bench.losses("clean")) == 6 and not found, str(found))
-    found = verdicts(bench.folder / "harmed")
-    named = {(one["step"], one["tier"], one["rank"]) for one in found}
-    expected = {(4, "audit", 1), (5, "recompute", 2)}
-    recorder.check("both faults are named by their check, and nobody else", named == expected, str(found))
-    ends = tuple(bench.folder / name / "checkpoints" / "step_00000006" for name in ("clean", "harmed"))
-    bench.compare({"repaired: the bits of the clean run": ends})  # type: ignore[dict-item]
+    check_faults(recorder, bench, "", {**CHECKED, **kind}, FAULTS)
+
+
+def check_faults(
+    recorder: Recorder, bench: Bench, label: str, changes: dict[str, Any], faults: dict[str, dict[str, Any]]
+) -> None:
+    """Train three replicas for six steps, clean and with each fault: it alone is named, and put right.
+
+    Args:
+        label: in front of what is checked.
+        changes: the checks, as of ``write_config``.
+        faults: by the name of the check that is to find it.
+    """
+    cases: dict[str, list[dict[str, Any]]] = {"clean": [], **{name: [fault] for name, fault in faults.items()}}
+    folders = {name: bench.folder / f"{label}{name}".replace(" ", "_") for name in cases}
+    bench.train(
+        {
+            f"{label}{name}": bench.ranks(bench.config(folders[name].name, **changes, faults=of_case), 3)
+            for name, of_case in cases.items()
+        }
+    )
+    found = verdicts(folders["clean"])
+    steps = len(bench.losses(folders["clean"].name))
+    recorder.check(f"{label}clean run: six steps, no verdict", steps == 6 and not found, f"{steps}: {found}")
+    ends = {name: folder / "checkpoints" / "step_00000006" for name, folder in folders.items()}
+    for name, fault in faults.items():
+        found = verdicts(folders[name])
+        named = [(one["step"], one["tier"], one["rank"]) for one in found]
+        wanted = [(fault["steps"][0], name, fault["rank"])]
+        recorder.check(f"{label}{name}: names the rank, and nobody else", named == wanted, str(found))
+    bench.compare({f"{label}{name}: put right, to the bit": (ends["clean"], ends[name]) for name in faults})
 
 
 def verdicts(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from gpu.bench import Bench
 from gpu.crew import Crew
-from gpu.part_detection import verdicts
+from gpu.part_detection import check_faults
 from gpu.record import Recorder
-from gpu.setting import LLAMA, metrics, precision
+from gpu.setting import precision
+from megasdc.events import read_events
 
 WHOLE = 1 << 26
 """Elements of a slice, more than a shard has."""
@@ -28,10 +30,10 @@ STEADY = {
 }
 WRONG = {"kind": "scale", "factor": 1.5, "slot": "weight*", "once": True}
 # Weights, which decay, are in the slices of even steps.
-FAULTS = [
-    {**WRONG, "submodule": "*.linear_fc1", "phase": "update", "rank": 1, "steps": [2, 2]},
-    {**WRONG, "submodule": "*.linear_fc2", "phase": "optimizer_state", "rank": 2, "steps": [4, 4]},
-]
+FAULTS = {
+    "update": {**WRONG, "submodule": "*.linear_fc1", "phase": "update", "rank": 1, "steps": [2, 2]},
+    "state": {**WRONG, "submodule": "*.linear_fc2", "phase": "optimizer_state", "rank": 2, "steps": [4, 4]},
+}
 
 
 def exact(recorder: Recorder, crew: Crew) -> None:
@@ -39,26 +41,13 @@ def exact(recorder: Recorder, crew: Crew) -> None:
     bench = Bench(recorder, crew)
     for kind in ("fp32", "bf16") if recorder.on_gpu else ("fp32",):
         with recorder.attempt(f"exact checks, {kind}"):
-            _exact(recorder, bench, kind)
-
-
-def _exact(recorder: Recorder, bench: Bench, kind: str) -> None:
-    cases: dict[str, dict[str, Any]] = {"plain": AUDITED, "clean": CHECKS, "harmed": {**CHECKS, "faults": FAULTS}}
-    folders = {name: bench.folder / f"{name}_{kind}" for name in cases}
-    bench.train(
-        {
-            f"{name} {kind}": bench.ranks(bench.config(f"{name}_{kind}", **{**STEADY, **precision(kind), **more}), 3)
-            for name, more in cases.items()
-        }
-    )
-    found = verdicts(folders["clean"])
-    recorder.check(f"{kind}: no verdict in a clean run", len(metrics(folders["clean"])) == 6 and not found, str(found))
-    named = {(one["step"], one["tier"], one["rank"]) for one in verdicts(folders["harmed"])}
-    expected = {(2, "update", 1), (4, "state", 2)}
-    recorder.check(f"{kind}: an update and a state are found, and nobody else", named == expected, str(named))
-    ends = {name: folder / "checkpoints" / "step_00000006" for name, folder in folders.items()}
-    pairs = {f"{kind}: checks change no bit": ("plain", "clean"), f"{kind}: put right": ("clean", "harmed")}
-    bench.compare({name: (ends[one], ends[other]) for name, (one, other) in pairs.items()})
+            common = {**STEADY, **precision(kind)}
+            bench.train({f"{kind} plain": bench.ranks(bench.config(f"{kind}_plain", **common, **AUDITED), 3)})
+            check_faults(recorder, bench, f"{kind} ", {**common, **CHECKS}, FAULTS)
+            ends = [bench.folder / f"{kind}_{name}" / "checkpoints" / "step_00000006" for name in ("plain", "clean")]
+            bench.compare({f"{kind}: checks change no bit": (ends[0], ends[1])})
+            tried = [one.fields for one in read_events(bench.folder / f"{kind}_clean", kind="audit", name="permuted")]
+            recorder.note(f"{kind}: what was computed with its elements in other places", tried[:1])
 
 
 def referee(recorder: Recorder, crew: Crew) -> None:
@@ -81,54 +70,48 @@ def referee(recorder: Recorder, crew: Crew) -> None:
             recorder.note(label, {"apart": answer.apart, "nearest": round(answer.nearest, 3), "seen": f"{seen}/{of}"})
 
 
-SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {"num_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "max_positions": 1024},
-    "cpu": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 32},
+SIZES = {
+    "cuda": {"hidden": 2048, "layers": 8, "sequence": 1024, "micro_batch": 4, "accumulation": 4, "vocab": 32000},
+    "cpu": {"hidden": 64, "layers": 2, "sequence": 64, "micro_batch": 2, "accumulation": 2, "vocab": 500},
 }
-STEPS = {"cuda": 60, "cpu": 12}
-WARM_UP = 10
-"""First steps that are not counted."""
-KEPT = {
-    "sdc__always_on": {"enabled": True, "slice_elements": 1 << 16, "rows": True},
-    "audit": {"enabled": True, "permuted": True},
-}
-COSTS: dict[str, dict[str, Any]] = {
-    "no checks": {},
-    "kept within the budget": KEPT,
-    "every result of every step": {"sdc__always_on": {**KEPT["sdc__always_on"], "coverage": "all"}},
-}
+BLOCKS = {"cuda": 15, "cpu": 3}
 
 
 def cost(recorder: Recorder, crew: Crew) -> None:
-    """Steps of one rank with and without checks, in processes that take turns; nothing else runs on the device."""
+    """Steps of one rank with each kind of check and without, in turn; nothing else runs on the device."""
     bench = Bench(recorder, crew)
-    sizes, steps = SIZES[recorder.device], STEPS[recorder.device]
-    common: dict[str, Any] = {
-        **(precision("bf16") if recorder.on_gpu else {}),
-        "determinism__enabled": True,
-        "model": {**LLAMA, **sizes},
-        "data__sequence_length": sizes["max_positions"],
-        "training__steps": steps,
-        "ds__pipeline__activation_checkpoint_interval": 1,
-        "ds__train_micro_batch_size_per_gpu": 4,
-        "ds__train_batch_size": 16,
+    options = {**SIZES[recorder.device], "precision": "bf16" if recorder.on_gpu else "fp32"}
+    arguments = {"options": options, "folder": str(bench.folder), "blocks": BLOCKS[recorder.device]}
+    (ended,) = crew.run(bench.world("gpu.part_exact:time_checks", 1, arguments), 100.0)
+    if recorder.check("steps are timed", ended.code == 0, str(ended)):
+        for name, value in ended.value.items():
+            recorder.note(name, value)
+
+
+def time_checks(options: dict[str, Any], folder: str, blocks: int) -> dict[str, Any]:
+    """Body of a process: what kinds of checks add to a step, in % of it: median of differences to the step before."""
+    from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, OFF, PERMUTED, ROWS, SLICES
+    from tools.bench.detection.overhead_rank import OverheadRank
+    from tools.bench.training.options import TrainBenchOptions
+
+    kinds = (ALWAYS_ON, ALWAYS_ON_ALL, ROWS, SLICES, PERMUTED)
+    total = (1 + blocks) * 2 * (1 + len(kinds))
+    rank = OverheadRank(TrainBenchOptions(ranks=1, **options), Path(folder), total)
+    for name in (OFF, *kinds, OFF):
+        rank.step(name)
+    added: dict[str, list[float]] = {name: [] for name in (OFF, *kinds)}
+    inside: dict[str, list[float]] = {name: [] for name in kinds}
+    steps = []
+    for _ in range(blocks):
+        for name in kinds:
+            off, step = rank.step(OFF)["wall_s"], rank.step(name)
+            added[name].append(100 * (step["wall_s"] / off - 1))
+            inside[name].append(100 * sum(step["parts"].values()) / off)
+            steps.append(off)
+    added[OFF] = [100 * (one / other - 1) for one, other in zip(steps[1:], steps, strict=False)]
+    rank.close()
+    return {
+        "ms a step without": round(1000 * median(steps), 2),
+        "% of a step: median, quarters": {name: [round(one, 2) for one in quantiles(of)] for name, of in added.items()},
+        "% of a step inside our calls, host": {name: round(median(of), 2) for name, of in inside.items()},
     }
-    taken: dict[str, list[float]] = {name: [] for name in COSTS}
-    for turn in range(2):
-        for name, checks in COSTS.items():
-            label = f"{name.replace(' ', '_')}_{turn}"
-            (ended,) = crew.run(bench.ranks(bench.config(label, **common, **checks), 1), 100.0)
-            crew.warm()
-            if recorder.check(f"{name} trains, turn {turn + 1}", ended.code == 0, str(ended)):
-                seconds = metrics(bench.folder / label, "speed/step_s")[WARM_UP:]
-                taken[name].append(1000 * median(seconds))
-                found = verdicts(bench.folder / label)
-                recorder.check(f"{name}: no verdict, turn {turn + 1}", not found, str(found))
-    for name, times in taken.items():
-        recorder.note(f"{name}: ms a step, by turn", [round(one, 2) for one in times])
-    if all(taken.values()):
-        least = min(taken["no checks"])
-        recorder.note(
-            "share of a step, best of the turns, %",
-            {name: round(100 * (min(times) / least - 1), 2) for name, times in taken.items()},
-        )

@@ -5,6 +5,7 @@ On a machine without CUDA they run in Triton's interpreter, and no rate is taken
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -123,15 +124,17 @@ def _bounds(recorder: Recorder, device: torch.device) -> None:
     for dtype in FLOATS:
         for count in BOUND_COUNTS[device.type]:
             for place, limits in enumerate(cases):
-                gradient, moment = _gradient(count, dtype, place)
-                for given in (moment, None) if limits.spike == math.inf else (moment,):
+                given_moments = (True, False) if limits.spike == math.inf else (True,)
+                for with_moment, calm in itertools.product(given_moments, (False, True)):
+                    gradient, moment = _calm(count, dtype, place) if calm else _gradient(count, dtype, place)
+                    given = moment if with_moment else None
                     expected, sums = gradient.clone(), torch.zeros(2, len(SUMS), dtype=torch.float64)
                     bound_formula_(expected, given, limits, sums[0])
                     after, found = gradient.to(device), torch.zeros(len(SUMS), dtype=torch.float64, device=device)
                     bound_on_gpu_(after, None if given is None else given.to(device), limits, found)
                     compared += 1
                     if problem := _difference(after.cpu(), expected, found.tolist(), sums[0].tolist(), SUMS):
-                        wrong.append((str(dtype), count, limits, given is None, problem))
+                        wrong.append((str(dtype), count, limits, with_moment, calm, problem))
     recorder.check(
         "gradient bounds: the formula's bits and sums", not wrong, f"{len(wrong)} of {compared}: {wrong[:3]}"
     )
@@ -163,6 +166,14 @@ def _gradient(count: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, 
     return gradient[1:], moment[1:]
 
 
+def _calm(count: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients as they are in most steps, far below the limits but for a few near them; no two blocks alike."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient = (torch.randn(count + 1, generator=generator) * 1e-3).to(dtype)
+    gradient[5::7001] = 0.03
+    return gradient[1:], torch.rand(count + 1, generator=generator)[1:] * 1e-5 + 1e-6
+
+
 def _large(recorder: Recorder, device: torch.device) -> None:
     """Indices of elements beyond 32 bits."""
     from megasdc.tensors.checksum import algorithm, read_back
@@ -188,12 +199,16 @@ def _large(recorder: Recorder, device: torch.device) -> None:
 
 
 def seconds(run: Callable[[], Any], repeats: int = 20, blocks: int = 7) -> float:
-    """Median seconds of a call on the device, by CUDA events around blocks of calls."""
+    """Median seconds of a call on the device, by CUDA events around blocks of calls.
+
+    The device sleeps first, so that the calls of a block have been launched when it begins with them.
+    """
     for _ in range(3):
         run()
     taken = []
     for _ in range(blocks):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(30_000_000)  # cycles: about 17 ms
         first.record()
         for _ in range(repeats):
             run()
@@ -201,6 +216,16 @@ def seconds(run: Callable[[], Any], repeats: int = 20, blocks: int = 7) -> float
         last.synchronize()
         taken.append(first.elapsed_time(last) / 1000.0 / repeats)
     return sorted(taken)[blocks // 2]
+
+
+def _launch_us(run: Callable[[], Any]) -> float:
+    """Microseconds of the host for a call."""
+    began = time.perf_counter()
+    for _ in range(500):
+        run()
+    taken = (time.perf_counter() - began) / 500 * 1e6
+    torch.cuda.synchronize()
+    return round(taken, 1)
 
 
 def _checksum_rates(recorder: Recorder, device: torch.device) -> None:
@@ -223,11 +248,7 @@ def _checksum_rates(recorder: Recorder, device: torch.device) -> None:
                     f"checksum {label}: at least {CHECKSUM_BAR} of {name}", ratio >= CHECKSUM_BAR, f"{ratio:.2f}"
                 )
     small = torch.randn(1024, device=device)
-    began = time.perf_counter()
-    for _ in range(500):
-        start(small)
-    recorder.note("us to launch a checksum (host)", round((time.perf_counter() - began) / 500 * 1e6, 1))
-    torch.cuda.synchronize()
+    recorder.note("us to launch a checksum (host)", _launch_us(lambda: start(small)))
 
 
 def _bound_rates(recorder: Recorder, device: torch.device) -> None:
@@ -247,3 +268,5 @@ def _bound_rates(recorder: Recorder, device: torch.device) -> None:
         recorder.check(
             f"bound {label}: at most {BOUND_BAR} of reading g and V", ours <= BOUND_BAR * reads, f"{ours / reads:.2f}"
         )
+    small = torch.randn(1024, device=device), torch.rand(1024, device=device)
+    recorder.note("us to launch a bound (host)", _launch_us(lambda: bound_on_gpu_(*small, Limits(1e6, 1e6), sums)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu.bench import Bench
-from gpu.crew import Crew, Job, world
+from gpu.crew import Crew, Job
 from gpu.record import Recorder
 
 Span = tuple[float, float, str]
@@ -58,12 +58,9 @@ def profile(recorder: Recorder, crew: Crew) -> None:
 
 def profile_job(bench: Bench, name: str, options: dict[str, Any], section: dict[str, Any] | None = None) -> Job:
     """A job that takes a profile."""
-    from megasdc.parallel.local_ranks import hold_store
-
-    bench._stores.append(hold_store())
     folder = bench.folder / f"loop_{name}"
     arguments = {"options": options, "folder": str(folder), "model": section or {}}
-    return world("gpu.part_profile:take_profile", 1, bench._stores[-1].port, arguments)[0]
+    return bench.world("gpu.part_profile:take_profile", 1, arguments)[0]
 
 
 def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> Any:

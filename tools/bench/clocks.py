@@ -88,8 +88,8 @@ class TimedObserver(Observer):
 class TimedAgreement(StepAgreement):
     """Adds up the time inside the agreement of a step, as the clock's part ``agreement``."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(dist.group.WORLD)
+    def __init__(self, clock: Clock, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group or dist.group.WORLD)
         self._clock = clock
 
     def start(self, fields: Iterable[Field]) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasdc.tensors.bits import as_bits
-from megasdc.tensors.permuted import Permuted, Trial, as_matrix, is_permuted, roll
+from megasdc.tensors.permuted import RULES, Permuted, Trial, as_matrix, is_permuted, roll
 
 ROWS, WIDTH, HEADS = 24, 32, 2
 
@@ -188,3 +188,37 @@ def test_groups_of_queries_stay_with_their_keys(dtype: torch.dtype) -> None:
     assert not trial.tried.unequal and not trial.tried.left
     with Permuted():
         assert torch.equal(as_bits(attend()), as_bits(expected))
+
+
+def _gpu_attention(query: Any, key: Any, value: Any, bias: Any, sums: bool, dropout: float, causal: bool) -> Any:
+    """As ``_scaled_dot_product_efficient_attention``: values, logarithms of sums, and what dropout began with."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal)
+    return *found, torch.tensor(1), torch.tensor(2)
+
+
+def _gpu_attention_backward(*args: Any) -> Any:
+    """As ``_scaled_dot_product_efficient_attention_backward``, which has a mask among its operands and its results."""
+    grad, query, key, value, _, output, sums, *_, dropout, _, causal = args
+    name = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return *name(grad, query, key, value, output, sums, dropout, causal), None
+
+
+def test_operations_that_only_a_gpu_has_are_moved_by_their_signatures() -> None:
+    """Results that are fewer, and operands between others, have their places."""
+    aten, draws = torch.ops.aten, [heads(torch.float32).detach() for _ in range(4)]
+    rows, weight = draw(ROWS, WIDTH).detach(), draw(WIDTH).detach()
+    forward = draws[0], draws[1], draws[2], None, True, 0.0, True
+    output, sums, *_ = _gpu_attention(*forward)
+    backward = draws[3], *draws[:3], None, output, sums, torch.tensor(1), torch.tensor(2), 0.0, [True] * 4, True
+    cases: list[tuple[str, Any, Any]] = [
+        ("_fused_rms_norm", aten._fused_rms_norm, (rows, [WIDTH], weight, 1e-5)),
+        ("_scaled_dot_product_efficient_attention", _gpu_attention, forward),
+        ("_scaled_dot_product_efficient_attention_backward", _gpu_attention_backward, backward),
+    ]
+    for name, operation, arguments in cases:
+        expected, found = operation(*arguments), RULES[name](operation, *arguments)
+        assert len(found) == len(expected)
+        for one, other in zip(expected, found, strict=True):
+            assert one is other is None or torch.equal(one, other), name
+    masked = (*draws[:3], torch.zeros(()), *forward[4:])
+    assert RULES["_scaled_dot_product_efficient_attention"](_gpu_attention, *masked) is NotImplemented

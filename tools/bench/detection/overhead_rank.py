@@ -42,7 +42,7 @@ from megasdc.train.detection.coverage import measure_speed, plan_checks
 from megasdc.train.detection.observe import Observation
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
-from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver
+from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
     ALWAYS_ON_ALL,
@@ -169,7 +169,7 @@ class OverheadRank:
         self._batches = StepBatches(loader, loader)
         self._signals = StopSignals()
         events = EventLog(folder, self.dims.rank)
-        group = dist.group.WORLD
+        group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
         self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
         alone = [name for name in SECTIONS if name not in (TOLERANCED, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
@@ -206,7 +206,7 @@ class OverheadRank:
         self.engine.hooks = [Meeting()]
         self._batches.begin(None)
         clock = Clock()
-        self.engine.agreement = TimedAgreement(clock)
+        self.engine.agreement = TimedAgreement(clock, self._run.host_group)
         if name == TOLERANCED:
             with self._tolerance(clock) as checks:
                 wall_s = self._wall(checks)
@@ -277,6 +277,7 @@ class OverheadRank:
     def _wall(self, hook: Any) -> float:
         """Seconds of a step, from before it is decided what is checked until it is judged."""
         dist.barrier()
+        wait_for_device()
         began = time.perf_counter()
         if hook is not None:
             hook.before_step(self._run)
@@ -284,6 +285,7 @@ class OverheadRank:
         self._run.step = result.step
         if hook is not None:
             hook.after_step(self._run, result)
+        wait_for_device()
         return time.perf_counter() - began
 
     def _observe(self, detection: Detection) -> PhaseObserver | None:
