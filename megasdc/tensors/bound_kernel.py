@@ -23,15 +23,19 @@ try:
 except ImportError as error:
     raise LaunchError(f"Triton cannot be imported: {error}; install a CUDA build of torch, which has it") from error
 
-_BLOCK = 1024
-_PROGRAMS_PER_PROCESSOR = 8
+_BLOCK, _WARPS, _REGISTERS = 1024, 8, 64
+"""Elements of a block, warps that share it, registers of a thread: so many that four programs fit on a processor."""
+_RUN = tl.constexpr(4)
+"""Elements in a row that a thread adds up before it adds to its sums: more sums would take registers from others."""
+_PROGRAMS_PER_PROCESSOR, _MOST_PROGRAMS = 4, 1024
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _UP, _DOWN = tl.constexpr(2.0**60), tl.constexpr(2.0**-16)
 """Scale factors that keep the quotient of any gradient and any root of V in the range of fp32."""
 _NEAR = tl.constexpr(0.999)
 """Share of a limit from which on an element needs the exact one; fast roots and quotients are right to 1e-6."""
-_LARGEST_RATIO = SUMS.index("largest_ratio")
+_LARGEST = tl.constexpr(SUMS.index("largest_ratio"))
+_MASS, _REMOVED = tl.constexpr(SUMS.index("mass")), tl.constexpr(SUMS.index("removed"))
 
 
 def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
@@ -43,7 +47,8 @@ def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits
     count = gradient.numel()
     if count == 0:
         return
-    programs = min(triton.cdiv(count, _BLOCK), _PROGRAMS_PER_PROCESSOR * _num_processors(gradient.device))
+    most = min(_PROGRAMS_PER_PROCESSOR * _num_processors(gradient.device), _MOST_PROGRAMS)
+    programs = min(triton.cdiv(count, _BLOCK), most)
     partial = torch.empty(len(SUMS), programs, dtype=torch.float64, device=gradient.device)
     numbers = factors(limits)
     with torch.cuda.device_of(gradient):
@@ -60,18 +65,26 @@ def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits
             NON_FINITE=limits.non_finite,
             TYPE=_TYPES[gradient.dtype],
             BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            maxnreg=_REGISTERS,
         )
-    total = partial[:_LARGEST_RATIO].sum(dim=1)
-    for name in ("mass", "removed"):
-        total[SUMS.index(name)] /= limits.scale
-    sums[:_LARGEST_RATIO] += total
-    ratio = partial[_LARGEST_RATIO].max().mul(_UP.value / _DOWN.value / limits.scale).square()
-    torch.maximum(sums[_LARGEST_RATIO], ratio, out=sums[_LARGEST_RATIO])
+        scale = torch.tensor(limits.scale).item()  # as fp32, in which Triton takes numbers
+        _add_up[(1,)](partial, sums, programs, scale, limits.scale - scale, MOST=_MOST_PROGRAMS)
 
 
 @cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _load(begin, lanes, left, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block, several elements at a time but for the last one, of which ``left`` are there and the others are 0."""
+    if left >= BLOCK:  # noqa: SIM108 - Triton computes both sides of an expression
+        found = tl.load(begin + lanes)
+    else:
+        found = tl.load(begin + lanes, mask=lanes < left, other=0)
+    return found
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # a literal 1 would be a constant without a type
@@ -90,42 +103,40 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    lanes = tl.arange(0, BLOCK)
+    rows: tl.constexpr = BLOCK // _RUN
+    lanes = tl.arange(0, rows)[:, None] * _RUN + tl.arange(0, _RUN)[None, :]
     infinity = float("inf")
-    squares = tl.zeros([BLOCK], dtype=tl.float64)
-    mass = tl.zeros([BLOCK], dtype=tl.float64)
-    removed = tl.zeros([BLOCK], dtype=tl.float64)
-    by_absolute = tl.zeros([BLOCK], dtype=tl.int32)
-    by_spike = tl.zeros([BLOCK], dtype=tl.int32)
-    nans = tl.zeros([BLOCK], dtype=tl.int32)
-    infinities = tl.zeros([BLOCK], dtype=tl.int32)
-    largest = tl.sum(tl.zeros([BLOCK], dtype=tl.float32))
+    squares = tl.zeros([rows], dtype=tl.float64)
+    mass = tl.zeros([rows], dtype=tl.float64)
+    removed = tl.sum(squares)
+    by_absolute = tl.sum(tl.zeros([rows], dtype=tl.int32))
+    by_spike, nans, infinities = by_absolute, by_absolute, by_absolute
+    largest = tl.sum(tl.zeros([rows], dtype=tl.float32))
     for number in range(program, tl.cdiv(num_elements, BLOCK), programs):
-        places = tl.cast(number, tl.int64) * BLOCK + lanes
-        inside = places < num_elements
-        bits = tl.load(gradient + places, mask=inside, other=0)
+        start = tl.cast(number, tl.int64) * BLOCK
+        bits = _load(gradient + start, lanes, num_elements - start, BLOCK)
         magnitude = tl.abs(bits.to(TYPE, bitcast=True).to(tl.float32))
-        moment = tl.zeros([BLOCK], dtype=tl.float32)
-        near = tl.zeros([BLOCK], dtype=tl.float32) + absolute
-        score = tl.zeros([BLOCK], dtype=tl.float32)
+        moment = tl.zeros_like(magnitude)
+        near = moment + absolute
+        score = tl.zeros_like(magnitude)
         if HAS_V:
-            moment = tl.load(second_moment + places, mask=inside, other=0.0)
+            moment = _load(second_moment + start, lanes, num_elements - start, BLOCK)
             fast_root = tl.sqrt(moment) * root_factor
             fast_root = tl.where(fast_root < root_floor, root_floor, fast_root)
             near = tl.where(fast_root * spike < near, fast_root * spike, near)
             near = tl.where(moment >= 0, near, 0.0)
             score = (magnitude * _DOWN) / (tl.where(fast_root > 0, fast_root, 1.0) * _UP)
         calm = (magnitude <= near * _NEAR) & (magnitude < infinity)
-        score = tl.where(calm | (inside == 0), score, infinity)
+        score = tl.where(calm, score, infinity)
         exact = tl.where(magnitude < infinity, magnitude, 0.0).to(tl.float64)
-        mass += exact
+        mass += tl.sum(exact, axis=1)
         if tl.max(score) * (1 / _NEAR) <= largest:
-            squares += exact * exact
+            squares += tl.sum(exact * exact, axis=1)
         else:
             finite = magnitude < infinity
             infinite = magnitude == infinity
             nan = (finite | infinite) == 0
-            limit = tl.zeros([BLOCK], dtype=tl.float32) + absolute
+            limit = tl.zeros_like(magnitude) + absolute
             of_spike = limit < 0
             if HAS_V:
                 root = tl.sqrt_rn(tl.where(moment < 0, 0.0, moment)) * root_factor
@@ -151,20 +162,36 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
             new = stored.to(TYPE, bitcast=True).to(tl.float32)
             sign = (bits < 0) & to_limit
             signed = tl.where(sign, new * -1.0, new)  # Triton computes -new as 0 - new: a 0 limit would lose its sign
-            tl.store(gradient + places, signed.to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
+            tl.store(gradient + start + lanes, signed.to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
 
             after = tl.where(changed, new, tl.where(finite, magnitude, 0.0)).to(tl.float64)
-            squares += after * after
-            removed += tl.where(over, exact - after, 0.0)
-            by_absolute += (over & (of_spike == 0)).to(tl.int32)
-            by_spike += (over & of_spike).to(tl.int32)
-            nans += nan.to(tl.int32)
-            infinities += infinite.to(tl.int32)
+            squares += tl.sum(after * after, axis=1)
+            removed += tl.sum(tl.where(over, exact - after, 0.0))
+            by_absolute += tl.sum((over & (of_spike == 0)).to(tl.int32))
+            by_spike += tl.sum((over & of_spike).to(tl.int32))
+            nans += tl.sum(nan.to(tl.int32))
+            infinities += tl.sum(infinite.to(tl.int32))
     tl.store(partial + program, tl.sum(squares))
     tl.store(partial + programs + program, tl.sum(mass))
-    tl.store(partial + 2 * programs + program, tl.sum(removed))
-    tl.store(partial + 3 * programs + program, tl.sum(by_absolute).to(tl.float64))
-    tl.store(partial + 4 * programs + program, tl.sum(by_spike).to(tl.float64))
-    tl.store(partial + 5 * programs + program, tl.sum(nans).to(tl.float64))
-    tl.store(partial + 6 * programs + program, tl.sum(infinities).to(tl.float64))
+    tl.store(partial + 2 * programs + program, removed)
+    tl.store(partial + 3 * programs + program, by_absolute.to(tl.float64))
+    tl.store(partial + 4 * programs + program, by_spike.to(tl.float64))
+    tl.store(partial + 5 * programs + program, nans.to(tl.float64))
+    tl.store(partial + 6 * programs + program, infinities.to(tl.float64))
     tl.store(partial + 7 * programs + program, largest.to(tl.float64))
+
+
+@triton.jit
+def _add_up(partial, sums, programs, scale, rest_of_scale, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add what each program found, [len(SUMS), programs], to the sums, [len(SUMS)]; of ratios the largest."""
+    lanes = tl.arange(0, MOST)
+    whole = tl.zeros([MOST], dtype=tl.float64) + scale + rest_of_scale
+    for row in tl.static_range(_LARGEST + 1):
+        found = tl.load(partial + row * programs + lanes, mask=lanes < programs, other=0.0)
+        if (row == _MASS) | (row == _REMOVED):
+            found /= whole
+        if row == _LARGEST:
+            ratio = tl.max(found / whole * (_UP / _DOWN))
+            tl.store(sums + row, tl.maximum(tl.load(sums + row), ratio * ratio))
+        else:
+            tl.store(sums + row, tl.load(sums + row) + tl.sum(found))
