@@ -87,6 +87,34 @@ def _load(begin, lanes, left, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     return found
 
 
+@triton.jit
+def _limit(magnitude, moment, absolute, spike, root_factor, root_floor, HAS_V: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The limit of each element, whether it is that of a spike, and the element over its root."""
+    limit = tl.zeros_like(magnitude) + absolute
+    of_spike = limit < 0
+    ratio = tl.zeros_like(magnitude)
+    if HAS_V:
+        root = tl.sqrt_rn(tl.where(moment < 0, 0.0, moment)) * root_factor
+        root = tl.where(root < root_floor, root_floor, root)
+        known = (root > 0) & (root < float("inf"))
+        spike_limit = tl.where(known, root * spike, float("inf"))
+        of_spike = spike_limit < limit
+        limit = tl.where(of_spike, spike_limit, limit)
+        ratio = tl.where(known, tl.div_rn(magnitude * _DOWN, tl.where(known, root, 1.0) * _UP), 0.0)
+    return limit, of_spike, ratio
+
+
+@triton.jit
+def _stored(bits, new, to_limit, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A magnitude as the gradient's type holds it, rounded towards zero, and its bits with the gradient's sign."""
+    narrow = new.to(TYPE)
+    down = narrow.to(bits.dtype, bitcast=True) - (narrow.to(tl.float32) > new).to(bits.dtype)
+    new = down.to(TYPE, bitcast=True).to(tl.float32)
+    # Triton computes -new as 0 - new: a limit of 0 would lose its sign.
+    signed = tl.where((bits < 0) & to_limit, new * -1.0, new)
+    return new, signed.to(TYPE).to(bits.dtype, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["num_elements"])  # a literal 1 would be a constant without a type
 def _bound_kernel(  # type: ignore[no-untyped-def]
     gradient,
@@ -136,18 +164,8 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
             finite = magnitude < infinity
             infinite = magnitude == infinity
             nan = (finite | infinite) == 0
-            limit = tl.zeros_like(magnitude) + absolute
-            of_spike = limit < 0
-            if HAS_V:
-                root = tl.sqrt_rn(tl.where(moment < 0, 0.0, moment)) * root_factor
-                root = tl.where(root < root_floor, root_floor, root)
-                known = (root > 0) & (root < infinity)
-                spike_limit = tl.where(known, root * spike, infinity)
-                of_spike = spike_limit < limit
-                limit = tl.where(of_spike, spike_limit, limit)
-                quotient = tl.div_rn(magnitude * _DOWN, tl.where(known, root, 1.0) * _UP)
-                largest = tl.maximum(largest, tl.max(tl.where(finite & known, quotient, 0.0)))
-
+            limit, of_spike, ratio = _limit(magnitude, moment, absolute, spike, root_factor, root_floor, HAS_V)
+            largest = tl.maximum(largest, tl.max(tl.where(finite, ratio, 0.0)))
             over = finite & (magnitude > limit)
             to_limit = over
             changed = over
@@ -155,14 +173,8 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
                 changed = over | nan | infinite
             if NON_FINITE == "bound":
                 to_limit = over | (infinite & (limit < infinity))
-            new = tl.where(to_limit, limit, 0.0)
-            narrow = new.to(TYPE)
-            stored = narrow.to(bits.dtype, bitcast=True)
-            stored -= (narrow.to(tl.float32) > new).to(bits.dtype)  # rounded towards zero
-            new = stored.to(TYPE, bitcast=True).to(tl.float32)
-            sign = (bits < 0) & to_limit
-            signed = tl.where(sign, new * -1.0, new)  # Triton computes -new as 0 - new: a 0 limit would lose its sign
-            tl.store(gradient + start + lanes, signed.to(TYPE).to(bits.dtype, bitcast=True), mask=changed)
+            new, stored = _stored(bits, tl.where(to_limit, limit, 0.0), to_limit, TYPE)
+            tl.store(gradient + start + lanes, stored, mask=changed)
 
             after = tl.where(changed, new, tl.where(finite, magnitude, 0.0)).to(tl.float64)
             squares += tl.sum(after * after, axis=1)

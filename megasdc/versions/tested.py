@@ -80,6 +80,11 @@ COMBINATIONS = (
         "2026-11-23",
     ),
     Combination(
+        *("3.12.3", "2.11.0", "0.19.8", "0.16.1", RUN_ON_GPU),
+        "`tests/gpu.sh` on one H100, in parts: training, determinism, kernels, checks, referee",
+        "2026-11-27",
+    ),
+    Combination(
         *("3.12.1", "2.12.1", "0.19.8", "0.18.2", RUN_HERE),
         "`tests/versions.sh`: the smoke run; unit tests: 3,297 passed, 11 skipped",
         "2026-11-24",

@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bash tests/gpu.sh", description=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=8.0, help="it ends within so many, whatever happens (8)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="it ends within so many, whatever happens (15)")
     parser.add_argument("--wheels", metavar="DIR", type=Path, help="folder of wheels for what is not installed")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was found")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS], help="these parts")

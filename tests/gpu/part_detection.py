@@ -63,7 +63,8 @@ def check_faults(
         named = [(one["step"], one["tier"], one["rank"]) for one in found]
         wanted = [(fault["steps"][0], name, fault["rank"])]
         recorder.check(f"{label}{name}: names the rank, and nobody else", named == wanted, str(found))
-    bench.compare({f"{label}{name}: put right, to the bit": (ends["clean"], ends[name]) for name in faults})
+    if faults:
+        bench.compare({f"{label}{name}: put right, to the bit": (ends["clean"], ends[name]) for name in faults})
 
 
 def verdicts(run_dir: Path) -> list[dict[str, Any]]:

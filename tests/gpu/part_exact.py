@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
@@ -39,11 +40,11 @@ FAULTS = {
 def exact(recorder: Recorder, crew: Crew) -> None:
     """Slices, sums of rows and permuted audits of three replicas: no bit changes, no alarm; faults are found."""
     bench = Bench(recorder, crew)
-    for kind in ("fp32", "bf16") if recorder.on_gpu else ("fp32",):
+    for kind, faults in {"bf16": FAULTS, "fp32": {}}.items() if recorder.on_gpu else [("fp32", FAULTS)]:
         with recorder.attempt(f"exact checks, {kind}"):
             common = {**STEADY, **precision(kind)}
             bench.train({f"{kind} plain": bench.ranks(bench.config(f"{kind}_plain", **common, **AUDITED), 3)})
-            check_faults(recorder, bench, f"{kind} ", {**common, **CHECKS}, FAULTS)
+            check_faults(recorder, bench, f"{kind} ", {**common, **CHECKS}, faults)
             ends = [bench.folder / f"{kind}_{name}" / "checkpoints" / "step_00000006" for name in ("plain", "clean")]
             bench.compare({f"{kind}: checks change no bit": (ends[0], ends[1])})
             tried = [one.fields for one in read_events(bench.folder / f"{kind}_clean", kind="audit", name="permuted")]
@@ -74,35 +75,37 @@ SIZES = {
     "cuda": {"hidden": 2048, "layers": 8, "sequence": 1024, "micro_batch": 4, "accumulation": 4, "vocab": 32000},
     "cpu": {"hidden": 64, "layers": 2, "sequence": 64, "micro_batch": 2, "accumulation": 2, "vocab": 500},
 }
-BLOCKS = {"cuda": 15, "cpu": 3}
+SECONDS, LEAST_BLOCKS = 25.0, 3
+"""Blocks, of a step of each kind, are taken for so long."""
+MOST_STEPS = 10_000
 
 
 def cost(recorder: Recorder, crew: Crew) -> None:
     """Steps of one rank with each kind of check and without, in turn; nothing else runs on the device."""
     bench = Bench(recorder, crew)
     options = {**SIZES[recorder.device], "precision": "bf16" if recorder.on_gpu else "fp32"}
-    arguments = {"options": options, "folder": str(bench.folder), "blocks": BLOCKS[recorder.device]}
+    arguments = {"options": options, "folder": str(bench.folder), "seconds": SECONDS if recorder.on_gpu else 0.0}
     (ended,) = crew.run(bench.world("gpu.part_exact:time_checks", 1, arguments), 100.0)
     if recorder.check("steps are timed", ended.code == 0, str(ended)):
         for name, value in ended.value.items():
             recorder.note(name, value)
 
 
-def time_checks(options: dict[str, Any], folder: str, blocks: int) -> dict[str, Any]:
+def time_checks(options: dict[str, Any], folder: str, seconds: float) -> dict[str, Any]:
     """Body of a process: what kinds of checks add to a step, in % of it: median of differences to the step before."""
     from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, OFF, PERMUTED, ROWS, SLICES
     from tools.bench.detection.overhead_rank import OverheadRank
     from tools.bench.training.options import TrainBenchOptions
 
     kinds = (ALWAYS_ON, ALWAYS_ON_ALL, ROWS, SLICES, PERMUTED)
-    total = (1 + blocks) * 2 * (1 + len(kinds))
-    rank = OverheadRank(TrainBenchOptions(ranks=1, **options), Path(folder), total)
+    rank = OverheadRank(TrainBenchOptions(ranks=1, **options), Path(folder), MOST_STEPS)
     for name in (OFF, *kinds, OFF):
         rank.step(name)
     added: dict[str, list[float]] = {name: [] for name in (OFF, *kinds)}
     inside: dict[str, list[float]] = {name: [] for name in kinds}
     steps = []
-    for _ in range(blocks):
+    began = time.monotonic()
+    while len(added[kinds[-1]]) < LEAST_BLOCKS or time.monotonic() - began < seconds:
         for name in kinds:
             off, step = rank.step(OFF)["wall_s"], rank.step(name)
             added[name].append(100 * (step["wall_s"] / off - 1))
