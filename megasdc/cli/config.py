@@ -139,10 +139,16 @@ def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
 
 def _describe(layout: Layout) -> str:
     study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
+    batch = f"micro-batch {layout.micro_batch_size} x accumulation {layout.accumulation_steps} x data {layout.data}"
+    if layout.is_uneven:
+        most = layout.accumulation_steps
+        batch = (
+            f"{layout.train_batch_size // layout.micro_batch_size} micro-batches of {layout.micro_batch_size} on "
+            f"{layout.data} replicas, {most - 1} or {most} each"
+        )
     return (
         f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-        f"{layout.data}; {layout.train_batch_size} samples a step = micro-batch {layout.micro_batch_size} x "
-        f"accumulation {layout.accumulation_steps} x data {layout.data}"
+        f"{layout.data}; {layout.train_batch_size} samples a step = {batch}"
     )
 
 

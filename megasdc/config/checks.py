@@ -5,6 +5,7 @@ No torch here: the checks run in the launcher, and on machines where torch is no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ class Layout:
         world_size: all ranks, the product of the next three; in a study, those of one replica.
         train_batch_size: samples of one step over all ranks.
         micro_batch_size: samples of one micro-batch on one replica.
-        accumulation_steps: micro-batches of one step on one replica.
+        accumulation_steps: micro-batches of one step on one replica, the most where they are not equally many.
         replicas: of a study, each of ``world_size`` ranks; 1 without.
     """
 
@@ -39,6 +40,16 @@ class Layout:
     micro_batch_size: int
     accumulation_steps: int
     replicas: int = 1
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether replicas take different numbers of micro-batches in a step."""
+        return self.train_batch_size % (self.micro_batch_size * self.data) != 0
+
+    @property
+    def dealt_together(self) -> int:
+        """Samples in a row of the stream that one replica gets: whole micro-batches where they are dealt unevenly."""
+        return self.micro_batch_size if self.is_uneven else 1
 
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
@@ -82,6 +93,13 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             "which samples are numbered; set fewer steps or a smaller batch."
         )
         raise ConfigError(text, config.source)
+    if config.megasdc.drop_compute.enabled and train % (micro * data):
+        text = (
+            f"megasdc.drop_compute.enabled: got true, but the {train // micro} micro-batches of a step cannot be "
+            f"divided among {data} replicas, which DropCompute needs; make train_batch_size a multiple of "
+            f"{micro * data}, or set megasdc.drop_compute.enabled false."
+        )
+        raise ConfigError(text, config.source)
     if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
         raise ConfigError(few, config.source)
     return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
@@ -96,6 +114,9 @@ def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, in
 def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     """Derive the sizes that are absent, or check all three: train = micro x accumulation x data.
 
+    Where train is given and micro does not divide it among the replicas, some take one micro-batch fewer, and
+    accumulation is the largest number.
+
     Returns them in the order of that equation; ConfigError if they disagree.
     """
     train: int | None = config.deepspeed.get("train_batch_size")
@@ -104,6 +125,10 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     unit = (micro or 1) * (accumulation or 1) * data
     if train is None:
         train = unit
+    if micro is not None and train % micro == 0 and train >= micro * data:
+        most = math.ceil(train / (micro * data))
+        if accumulation in (None, most):
+            return train, micro, most
     if micro is not None and accumulation is not None:
         if train == unit:
             return train, micro, accumulation
@@ -111,7 +136,8 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     else:
         if train % unit == 0:
             return train, micro or train // unit, accumulation or train // unit
-        remedy = f"make train_batch_size a multiple of {unit}, or change the number of ranks"
+        least = "" if micro is None else f", from {micro * data} on"
+        remedy = f"make train_batch_size a multiple of {micro or unit}{least}, or change the number of ranks"
     text = (
         f"train_batch_size: got {train}, which is not train_micro_batch_size_per_gpu {micro or '(derived)'} x "
         f"gradient_accumulation_steps {accumulation or '(derived)'} x data-parallel size {data}; {remedy}."

@@ -128,12 +128,11 @@ class MicroBatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """This replica's position as JSON-compatible values."""
-        order = self.position.order
         return {
             "dp_rank": self.dp_rank,
             "dp_size": self.dp_size,
             "stream": self.dataset.identity,
-            "order": {"left_over": list(order.left_over), "start": order.start},
+            "order": self.position.order.to_json(),
             "consumed": self.position.consumed,
             "again": list(self.position.again),
         }
@@ -151,7 +150,12 @@ class MicroBatchLoader:
             raise CheckpointError(
                 f"the loader state is of replica {place[0]} of {place[1]}, this is {self.dp_rank} of {self.dp_size}"
             )
-        self.position = position_for(merge_positions([state], partial=True), self.dp_rank, self.dp_size, self.dataset)
+        self.move_to(merge_positions([state], partial=True))
+
+    def move_to(self, merged: Mapping[str, Any]) -> None:
+        """Go on from the positions of all replicas, as `merge_positions` has them; errors as of `position_for`."""
+        together = self.position.order.together
+        self.position = position_for(merged, self.dp_rank, self.dp_size, self.dataset, together)
 
     def _take(self) -> tuple[list[int], Position]:
         return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch, self.skip)

@@ -1,14 +1,15 @@
 """Position of each replica in the stream, and where each resumes, also with another number of replicas.
 
-The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. At first it is the stream
-itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some replica
-had not consumed while another had consumed later ones, then the rest of the stream.
+The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. Where the micro-batches of
+a step are not divided evenly (``megasdc.data.deal``), whole micro-batches are dealt in this way. At first the order is
+the stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some
+replica had not consumed while another had consumed later ones, then the rest of the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megasdc.errors import CheckpointError
@@ -16,15 +17,44 @@ from megasdc.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which positions of a stream are distributed to replicas: ``left_over``, then those from ``start`` on."""
+    """Order in which positions of a stream are distributed to replicas: ``left_over``, then those from ``start`` on.
+
+    ``together``: elements in a row that one replica gets: 1, or the samples of a micro-batch.
+    """
 
     left_over: tuple[int, ...] = ()
     start: int = 0
+    together: int = 1
 
     def __getitem__(self, index: int) -> int:
         """Position in the stream of an element of the order."""
         beyond = index - len(self.left_over)
         return self.start + beyond if beyond >= 0 else self.left_over[index]
+
+    @property
+    def before(self) -> int:
+        """Samples that were consumed before there was this order."""
+        return self.start - len(self.left_over)
+
+    def index(self, sample: int, replica: int, replicas: int) -> int:
+        """The element that is a sample of a replica; both from 0 on."""
+        round_, place = divmod(sample, self.together)
+        return (round_ * replicas + replica) * self.together + place
+
+    def sample(self, index: int, replicas: int) -> tuple[int, int]:
+        """The replica that gets an element, and which of its samples that is."""
+        turn, place = divmod(index, self.together)
+        round_, replica = divmod(turn, replicas)
+        return replica, round_ * self.together + place
+
+    def to_json(self) -> dict[str, Any]:
+        """As in a checkpoint."""
+        return {"left_over": list(self.left_over), "start": self.start, "together": self.together}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Order:
+        """The order in a checkpoint; those of before have no ``together``."""
+        return cls(tuple(saved["left_over"]), saved["start"], saved.get("together", 1))
 
 
 @dataclass(frozen=True)
@@ -60,7 +90,7 @@ class Position:
         taken, consumed = [], self.consumed
         again = [position for position in self.again if not _in(skip, position)]
         for _ in range(count):
-            while _in(skip, position := self.order[consumed * dp_size + dp_rank]):
+            while _in(skip, position := self.order[self.order.index(consumed, dp_rank, dp_size)]):
                 consumed += 1
             if again and epoch is not None and position // epoch > again[0] // epoch:
                 taken.append(again.pop(0))
@@ -93,7 +123,8 @@ class Position:
 
     def end_after(self, count: int, dp_size: int) -> int:
         """Length of the stream with which every replica at this position can take ``count`` more samples."""
-        return self.order[(self.consumed + count) * dp_size - 1] + 1 if self.consumed + count else 0
+        samples = self.consumed + count
+        return self.order[self.order.index(samples - 1, dp_size - 1, dp_size)] + 1 if samples else 0
 
 
 def _in(ranges: Sequence[range], position: int) -> bool:
@@ -136,7 +167,9 @@ def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) 
     }
 
 
-def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: Any = None) -> Position:
+def position_for(
+    merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: Any = None, together: int = 1
+) -> Position:
     """Position from which a replica resumes, also with another number of replicas.
 
     With another number of replicas every unconsumed sample is used once, first those before another replica's position;
@@ -147,6 +180,7 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: 
         dp_rank: the replica that resumes.
         dp_size: number of replicas now.
         stream: if given, must be the stream of the positions.
+        together: of the order in which replicas get samples now.
 
     Raises:
         CheckpointError: the position is of another stream, or replicas are missing.
@@ -156,19 +190,21 @@ def position_for(merged: Mapping[str, Any], dp_rank: int, dp_size: int, stream: 
             f"the loader position is in stream {merged['stream']}, the data at {stream.path} are stream "
             f"{stream.identity}: other files, data.seed, data.sequence_length or data.blend; resume with the same"
         )
-    order = Order(tuple(merged["order"]["left_over"]), merged["order"]["start"])
+    order = Order.from_json(merged["order"])
     consumed, old_size = merged["consumed"], merged["dp_size"]
-    needed = [dp_rank] if dp_size == old_size else range(old_size)
+    goes_on = dp_size == old_size and together == order.together
+    needed = [dp_rank] if goes_on else range(old_size)
     missing = [rank for rank in needed if str(rank) not in consumed]
     if missing:
         raise CheckpointError(f"no loader position of replica(s) {missing}; there are those of {sorted(consumed)}")
-    if dp_size == old_size:
+    if goes_on:
         return Position(consumed[str(dp_rank)], order, tuple(merged["again"][str(dp_rank)]))
     rest = _rest(order, [consumed[str(rank)] for rank in range(old_size)])
     again = sorted(position for positions in merged["again"].values() for position in positions)
-    if not rest.left_over and rest.start % dp_size == 0:  # exactly the beginning of the stream is consumed
-        return Position(rest.start // dp_size, Order(), tuple(again[dp_rank::dp_size]))
-    return Position(0, rest, tuple(again[dp_rank::dp_size]))
+    own = tuple(again[dp_rank::dp_size])
+    if not rest.left_over and rest.start % (dp_size * together) == 0:  # exactly the beginning of the stream is consumed
+        return Position(rest.start // dp_size, Order(together=together), own)
+    return Position(0, replace(rest, together=together), own)
 
 
 def stream_end(merged: Mapping[str, Any]) -> int:
@@ -177,14 +213,15 @@ def stream_end(merged: Mapping[str, Any]) -> int:
     Args:
         merged: from `merge_positions`.
     """
-    order, size = Order(tuple(merged["order"]["left_over"]), merged["order"]["start"]), merged["dp_size"]
-    last = [order[(count - 1) * size + int(rank)] for rank, count in merged["consumed"].items() if count]
+    order, size = Order.from_json(merged["order"]), merged["dp_size"]
+    last = [order[order.index(count - 1, int(rank), size)] for rank, count in merged["consumed"].items() if count]
     return max(order.start, max(last, default=-1) + 1)
 
 
 def _rest(order: Order, consumed: Sequence[int]) -> Order:
     """The unconsumed rest of an order when replica r has consumed ``consumed[r]`` samples."""
     size = len(consumed)
-    end = max((count - 1) * size + rank + 1 if count else 0 for rank, count in enumerate(consumed))
-    passed = [order[index] for index in range(end) if index // size >= consumed[index % size]]
+    end = max(order.index(count - 1, rank, size) + 1 if count else 0 for rank, count in enumerate(consumed))
+    dealt = ((index, *order.sample(index, size)) for index in range(end))
+    passed = [order[index] for index, replica, sample in dealt if sample >= consumed[replica]]
     return Order((*passed, *order.left_over[end:]), order.start + max(0, end - len(order.left_over)))

@@ -20,6 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megasdc.data.deal import Deal
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
 from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime, StageReplay
 from megasdc.model.randomness import DropoutStreams
@@ -92,6 +93,8 @@ class TrainingEngine(PipelineEngine):
         self.is_replaying = False
         self.divides_by_used = False
         """Whether gradients are averaged over completed instead of planned micro-batches."""
+        self.deal: Deal | None = None
+        """Which micro-batches of a step this replica takes; None: as many as every other."""
         self._partial_sums = [
             parameter
             for parameter in self.module.parameters()
@@ -107,6 +110,16 @@ class TrainingEngine(PipelineEngine):
         self._completed = 0
         self._tokens: list[torch.Tensor] = []
         self._totals = torch.zeros(3, dtype=torch.float64)
+
+    def deal_out(self, deal: Deal) -> None:
+        """Take another number of micro-batches in each step; gradients are averaged over those that all have taken."""
+        self.deal, self.divides_by_used = deal, True
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a step as planned, over all replicas."""
+        dealt = None if self.deal is None else self.deal.micro_batches * self.micro_batch_size
+        return int(self.train_batch_size()) if dealt is None else dealt
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -133,6 +146,8 @@ class TrainingEngine(PipelineEngine):
         Sync: waits for the device.
         """
         step, self._skipped_before = self.step_number, self.skipped_steps
+        if self.deal is not None:
+            self.micro_batches = self.deal.count(step, self.dims.dp_rank)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
         for hook in self.hooks:
@@ -298,12 +313,16 @@ class TrainingEngine(PipelineEngine):
     def sample_places(self, micro_batch: int) -> tuple[int, ...]:
         """Indices of a micro-batch's samples in the global batch of the step, [b].
 
-        The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size. Where
-        ``shared_source`` is set, the first micro-batch is that replica's on all replicas.
+        The k-th sample that replica r takes in a step is number k * replicas + r, whatever the micro-batch size; where
+        micro-batches are dealt, those of one follow each other. Where ``shared_source`` is set, the first micro-batch
+        is that replica's on all replicas.
         """
         shared = micro_batch == 0 and self.shared_source is not None
-        replica = self.shared_source if shared else self.dims.dp_rank
+        replica = self.dims.dp_rank if self.shared_source is None or not shared else self.shared_source
         first = micro_batch * self.micro_batch_size
+        if self.deal is not None:
+            first = self.deal.place(self.step_number, replica, micro_batch) * self.micro_batch_size
+            return tuple(range(first, first + self.micro_batch_size))
         return tuple((first + i) * self.dims.data + replica for i in range(self.micro_batch_size))
 
     def _enter(self, micro_batch: int) -> None:

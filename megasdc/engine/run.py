@@ -74,6 +74,16 @@ class Run:
         self.engine.hooks = hooks
 
     @property
+    def stream_end(self) -> int:
+        """Position in the training stream after the samples that replicas as far as this one are past."""
+        deal, loader = self.engine.deal, self.loader
+        if deal is None:
+            return loader.stream_end
+        order, size = loader.position.order, loader.micro_batch_size
+        end = deal.end(self.step, loader.dp_rank, loader.position.consumed // size) * size
+        return max(order.start, order[end - 1] + 1 if end > 0 else 0)
+
+    @property
     def is_last_step(self) -> bool:
         """Whether no step follows the last finished one."""
         return self.step >= self.steps or self.stop_reason is not None

@@ -40,6 +40,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     from megasdc.data.dataset import build_datasets, verify_data
     from megasdc.data.loader import MicroBatchLoader, SampleStream
     from megasdc.data.memory_stream import MemoryStream
+    from megasdc.data.position import Order, Position
     from megasdc.determinism import set_deterministic
     from megasdc.parallel import groups
     from megasdc.sdc.trace_file import TraceWriter, trace_path
@@ -64,7 +65,8 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     engine = build_training_engine(config, layout, dims, vocab, StartClock(time.monotonic()))
     groups.set_all_timeouts(sections.parallel.timeout_s)
-    loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data)
+    begin = Position(order=Order(together=layout.dealt_together))
+    loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data, begin)
     messages.send(done=0)
     take = _observe(engine)
     writer = TraceWriter(trace_path(folder, dims.rank, 1), {})

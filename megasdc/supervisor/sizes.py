@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,8 +48,13 @@ def find_sizes(
     for hosts in range(min_hosts, num_hosts + 1):
         settings = [_OTHER_LAYOUT]
         if hosts < num_hosts and "gradient_accumulation_steps" in config.deepspeed:
-            micro_batches = whole.accumulation_steps * num_hosts
-            settings.append(f"gradient_accumulation_steps={micro_batches // hosts}")
+            size, micro = whole.train_batch_size, whole.micro_batch_size
+            replicas = max(1, hosts * ranks // (whole.tensor * whole.pipeline))
+            settings += [
+                f"train_batch_size={size}",
+                f"train_micro_batch_size_per_gpu={micro}",
+                f"gradient_accumulation_steps={math.ceil(size / (micro * replicas))}",
+            ]
         try:
             layout = check_layout(load_config(config_path, [*overrides, *settings]), hosts * ranks)
         except ConfigError as error:

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
+from megasdc.data.position import Order, Position
 from megasdc.data.step_batches import StepBatches
 from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
@@ -110,6 +111,7 @@ def build_run(
     part = place.part
     agree = None if bridge is None else partial(agree_on_checkpoint, bridge)
     hook_states = resume(run, config, agree, None if part is None else part.section)
+    _deal_from_here(run)
     if dims.rank == 0:  # only now: a refused resume must not change the run folder
         _write_resolved(run.folder, config)
         if part is not None and part.cut.launch_rank == 0:
@@ -256,6 +258,20 @@ def _assemble(
     return run, kept
 
 
+def _deal_from_here(run: Run) -> None:
+    """Where replicas take different numbers of micro-batches: begin with the first that this order of samples has."""
+    deal = run.engine.deal
+    if deal is None:
+        return
+    run.engine.deal = replace(deal, before=run.loader.position.order.before // run.loader.micro_batch_size)
+    if run.dims.rank == 0:
+        least, more = divmod(deal.micro_batches, deal.replicas)
+        logger.info(
+            "%d micro-batches of a step on %d replicas: %d take %d and the others %d, others in each step",
+            *(deal.micro_batches, deal.replicas, more, least + 1, least),
+        )
+
+
 def _build_loaders(
     config: RunConfig, layout: Layout, dims: ParallelDims, manifests: list[Manifest], events: EventLog
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
@@ -276,6 +292,7 @@ def _build_loaders(
         dims.dp_rank,
         dims.data,
         samples_per_epoch=epoch,
+        position=Position(order=Order(together=layout.dealt_together)),
         skip=[range(first, end) for first, end in sections.data.skip],
     )
     if sections.data.skip and dims.rank == 0:

@@ -16,6 +16,7 @@ from megasdc.checkpoint.views.logical import load_weights
 from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.config.sections.deepspeed import Bf16
+from megasdc.data.deal import Deal
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.errors import CheckpointError, ConfigError
@@ -74,6 +75,8 @@ def build_training_engine(
         streams=streams,
         masks_tokens=sections.data.mask_end_of_document,
     )
+    if layout.is_uneven:
+        engine.deal_out(Deal(layout.train_batch_size // layout.micro_batch_size, layout.data))
     clock.mark("engine")
     return engine
 
@@ -162,7 +165,8 @@ def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
     deepspeed = copy.deepcopy(config.deepspeed)
     for key in OWN_SINKS:
         deepspeed.pop(key, None)
-    deepspeed["train_batch_size"] = layout.train_batch_size
+    # DeepSpeed's own equation; where replicas take different numbers, the engine counts what they take.
+    deepspeed["train_batch_size"] = layout.micro_batch_size * layout.accumulation_steps * layout.data
     deepspeed["train_micro_batch_size_per_gpu"] = layout.micro_batch_size
     deepspeed["gradient_accumulation_steps"] = layout.accumulation_steps
     if config.precision == "bf16":  # DeepSpeed before 0.19.3 would not skip steps with non-finite gradients

@@ -299,7 +299,7 @@ def _say_sizes(parts: HookParts, sizes: ModelSizes) -> None:
             "%s parameters, %s, global batch %d samples of %d tokens, %s",
             f"{sizes.total:,}",
             parts.run.dims,
-            engine.train_batch_size(),
+            engine.samples_per_step,
             parts.config.megasdc.data.sequence_length,
             parts.config.precision,
         )

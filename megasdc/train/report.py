@@ -113,7 +113,7 @@ class Reporter(Hook):
             "train/param_norm": float(square.sqrt()),
             "train/tokens": run.tokens,
             "train/samples": run.samples,
-            "data/stream_end": run.loader.stream_end,
+            "data/stream_end": run.stream_end,
             "train/skipped_steps": run.skipped_steps,
             "speed/step_s": seconds / steps,
             "speed/tokens_per_s": timed_tokens / seconds,

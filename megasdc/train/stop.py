@@ -44,7 +44,7 @@ class SkipWatch(Hook):
             reason=result.skipped,
             place=place,
             loss_scale=result.loss_scale,
-            stream_end=run.loader.stream_end,
+            stream_end=run.stream_end,
         )
         if run.dims.rank == 0:
             logger.warning("step %d was skipped: %s; %s", result.step, result.skipped, place)

@@ -10,6 +10,7 @@ from megasdc.config import AuditSection, DropComputeSection, RunConfig, check_la
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
 from megasdc.data.step_positions import StepWork
 from megasdc.dropcompute.decisions import StepDecisions
+from megasdc.errors import DataError
 from megasdc.triage.history import Start
 
 _USED = (
@@ -70,6 +71,7 @@ def settings_of_starts(config: RunConfig, starts: Sequence[Start]) -> list[StepS
 
     Raises:
         ConfigError: the layout does not fit.
+        DataError: replicas took different numbers of micro-batches.
     """
     configs = configs_of_starts(config, starts, _USED)
     return [_settings(own, start) for own, start in zip(configs, starts, strict=True)]
@@ -95,6 +97,11 @@ def configs_of_starts(
 def _settings(config: RunConfig, start: Start) -> StepSettings:
     sections = config.megasdc
     layout = check_layout(config, start.data * sections.parallel.tensor * sections.parallel.pipeline)
+    if layout.is_uneven:
+        raise DataError(
+            f"from step {start.step + 1} on {layout.data} replicas took different numbers of micro-batches "
+            f"(train_batch_size {layout.train_batch_size}); samples are told only of steps in which all take as many"
+        )
     return StepSettings(
         start.step,
         start.data,

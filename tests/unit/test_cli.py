@@ -127,7 +127,7 @@ def test_check_config_as_json():
     assert len(json.loads(bad.stdout)["problems"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [["--set", "megasdc.training.steps=0"], ["--world-size", "3"]])
+@pytest.mark.parametrize("arguments", [["--set", "megasdc.training.steps=0"], ["--world-size", "99"]])
 def test_wrong_configuration_exits_with_70(arguments):
     """Through the real entry point: one message on stderr, nothing on stdout, exit code 70, no traceback."""
     command = [sys.executable, "-m", "megasdc", "check-config", str(SMOKE), *arguments]

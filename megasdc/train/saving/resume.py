@@ -14,7 +14,6 @@ from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
 from megasdc.config import RunConfig, StudySection
-from megasdc.data.position import position_for
 from megasdc.determinism import restore_rng
 from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
@@ -206,7 +205,7 @@ def _load(
     run.passed_over = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
     restore_counters(run, state)
-    run.loader.position = position_for(state["loader"], run.dims.dp_rank, run.dims.data, run.loader.dataset)
+    run.loader.move_to(state["loader"])
     prolong_stream(run)
     restore_rng(loaded.rank_state["rng"])
     changed.apply(run)

@@ -14,7 +14,6 @@ from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.universal import universal_folder
 from megasdc.config import RunConfig
 from megasdc.data.manifest import Manifest
-from megasdc.data.position import Position, position_for
 from megasdc.determinism import seed_generators
 from megasdc.durable import TEMPORARY_PREFIX
 from megasdc.engine.run import Run
@@ -91,10 +90,9 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, found.manifest.source_layout.data)
     raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed")
-    position = Position()
     try:
         if "loader" not in section.universal_without:
-            position = position_for(state["loader"], dims.dp_rank, dims.data, run.loader.dataset)
+            run.loader.move_to(state["loader"])
             check_skipped_samples(state, config)
     except CheckpointError as error:
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
@@ -108,7 +106,6 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     raise_together(problem, found.place, what)
     load_universal(run.engine, found)
     restore_counters(run, state)
-    run.loader.position = position
     prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
     changed.apply(run)
@@ -120,7 +117,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
     """Event and log lines of rank 0."""
     manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
-    batch, saved_batch = run.engine.train_batch_size(), found.shared_state["config"].get("train_batch_size")
+    batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
     run.events.emit(
         "resume",
         "universal",

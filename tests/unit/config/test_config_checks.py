@@ -304,11 +304,28 @@ class TestBatch:
         text = str(caught.value)
         assert "got 10" in text and "per_gpu 3" in text and "steps 2" in text and "size 2" in text and "to 12" in text
 
-    @pytest.mark.parametrize("sizes", [{"train_micro_batch_size_per_gpu": 3}, {"gradient_accumulation_steps": 3}])
-    def test_indivisible_batch(self, sizes):
+    @pytest.mark.parametrize(
+        ("sizes", "said"),
+        [
+            ({"train_micro_batch_size_per_gpu": 3}, "multiple of 3, from 6 on"),
+            ({"train_micro_batch_size_per_gpu": 10}, "multiple of 10, from 20 on"),
+            ({"gradient_accumulation_steps": 3}, "multiple of 6"),
+        ],
+    )
+    def test_indivisible_batch(self, sizes, said):
         """A batch that the derived size cannot make up is refused with the unit it must be a multiple of."""
-        with pytest.raises(ConfigError, match="multiple of 6"):
+        with pytest.raises(ConfigError, match=said):
             check_layout(build({"train_batch_size": 10, **sizes}), 2)
+
+    @pytest.mark.parametrize("accumulation", [{}, {"gradient_accumulation_steps": 3}])
+    def test_micro_batches_that_replicas_do_not_share_evenly(self, accumulation):
+        """Some replicas take one fewer; the accumulation is the largest number, also where it is given."""
+        sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, **accumulation}
+        layout = check_layout(build(sizes), 3)
+        assert (layout.train_batch_size, layout.micro_batch_size, layout.accumulation_steps) == (16, 2, 3)
+        assert layout.is_uneven and not check_layout(build({**sizes, "gradient_accumulation_steps": 2}), 4).is_uneven
+        with pytest.raises(ConfigError, match="enabled: got true, but the 8 micro-batches of a step"):
+            check_layout(build(sizes, drop_compute={"enabled": True, "threshold": 1.0}), 3)
 
     @pytest.mark.parametrize("world_size", [0, 1, 3, 6])
     def test_world_size_must_fit(self, world_size):

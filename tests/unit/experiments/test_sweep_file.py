@@ -65,7 +65,7 @@ def test_a_bad_grid_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatc
         ({"cells": [{"name": "a", "start": {"step": 800}}]}, "is not before the last step 800"),
         ({"decisive": {"cells": ["z"], "seeds": [1]}}, "there is no cell 'z'"),
         ({"set": {"megasdc.checkpoint.folder": "x"}}, "megasdc.checkpoint.folder"),
-        ({"ranks": 3}, "train_batch_size"),
+        ({"ranks": 5}, "train_batch_size"),
         ({"cells": [{"name": "a", "paper": "pei_table_1/none such"}]}, "none such"),
         (
             {

@@ -11,6 +11,7 @@ import pytest
 from megasdc.errors import ConfigError
 from megasdc.supervisor.sizes import find_sizes
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OTHER = "megasdc.checkpoint.other_layout=convert"
 
 
@@ -40,21 +41,21 @@ def hosts(count: int, slots: int = 1) -> dict[str, int]:
         ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1}, 1, 1, {1: (), 2: (), 3: (), 4: ()}, {}),
         (
             {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3},
-            *(1, 1, {1: (12,), 2: (6,), 3: (4,), 4: ()}, {}),
+            *(1, 1, {1: (12, 1, 12), 2: (12, 1, 6), 3: (12, 1, 4), 4: ()}, {}),
         ),
         (
             {"train_batch_size": 8, "gradient_accumulation_steps": 2},
-            *(1, 1, {1: (8,), 2: (4,), 4: ()}, {3: "train_batch_size"}),
+            *(1, 1, {1: (8, 1, 8), 2: (8, 1, 4), 3: (8, 1, 3), 4: ()}, {}),
         ),
         (
             {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1},
-            *(1, 1, {1: (4,), 2: (2,), 4: ()}, {3: "its 8 samples of a step cannot be divided among them"}),
+            *(1, 1, {1: (8, 2, 4), 2: (8, 2, 2), 3: (8, 2, 2), 4: ()}, {}),
         ),
         (
             {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1},
             *(2, 1, {2: (), 4: ()}, {1: "does not divide the world size 1", 3: "does not divide the world size 3"}),
         ),
-        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}, 2, 2, {1: (), 2: (), 4: ()}, {3: "train_batch"}),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}, 2, 2, {1: (), 2: (), 3: (), 4: ()}, {}),
     ],
 )
 def test_the_numbers_of_hosts_that_are_possible(
@@ -65,11 +66,11 @@ def test_the_numbers_of_hosts_that_are_possible(
     expected: dict[int, tuple[int, ...]],
     impossible: dict[int, str],
 ) -> None:
-    """Accumulation steps follow where the configuration gives them; micro-batches stay as large as they are."""
+    """Batch sizes follow where the configuration gives all; samples of a step and of a micro-batch stay as many."""
     config = config_of(tmp_path, batch, parallel={"pipeline": pipeline})
     sizes, problems = find_sizes(config, [], hosts(4, slots), 4, 1)
     settings = {
-        size: (OTHER, *(f"gradient_accumulation_steps={count}" for count in counts))
+        size: (OTHER, *(f"{name}={count}" for name, count in zip(BATCH, counts, strict=False)))
         for size, counts in expected.items()
     }
     assert sizes == settings
