@@ -110,7 +110,7 @@ def _matches(results: list[Any], code: int, message: str) -> None:
 
 CONFIG_PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ("positions", {"data__sequence_length": 65}, r"sequence_length.*65.*max_positions.*64"),
-    ("batch", {"deepspeed__train_batch_size": 5}, r"train_batch_size: got 5.*data-parallel size 2"),
+    ("batch", {"deepspeed__train_batch_size": 1}, r"train_batch_size: got 1.*data-parallel size 2"),
     ("layout", {"parallel__tensor": 3}, r"tensor"),
     ("layers", {"model__num_layers": 3, "parallel__pipeline": 2}, r"num_layers.*3.*2"),
     ("unknown_key", {"training__stepz": 5}, r"megasdc.training.stepz: unknown key.*megasdc.training.steps"),
