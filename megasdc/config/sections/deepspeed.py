@@ -290,7 +290,11 @@ class DeepSpeedPart(Section):
 
     train_batch_size: PositiveInt = setting(1, "Samples of one step over all ranks.", FLAG)
     train_micro_batch_size_per_gpu: PositiveInt = setting(1, "Samples of one micro-batch on one replica.", APPLIED)
-    gradient_accumulation_steps: PositiveInt = setting(1, "Micro-batches of one step on one replica.", APPLIED)
+    gradient_accumulation_steps: PositiveInt = setting(
+        1,
+        "Micro-batches of one step on one replica; where the step's cannot be divided among the replicas, the most.",
+        APPLIED,
+    )
     gradient_clipping: NonNegativeFloat = setting(1.0, "Largest gradient norm; 0: no clipping.", APPLIED)
     optimizer: Optimizer = section(Optimizer)
     scheduler: Scheduler = section(Scheduler)
