@@ -136,8 +136,10 @@ def batch_sizes(config: RunConfig, data: int) -> tuple[int, int, int]:
     else:
         if train % unit == 0:
             return train, micro or train // unit, accumulation or train // unit
-        least = "" if micro is None else f", from {micro * data} on"
-        remedy = f"make train_batch_size a multiple of {micro or unit}{least}, or change the number of ranks"
+        remedy = f"make train_batch_size a multiple of {micro or unit}"
+        if micro is not None and train < micro * data:
+            remedy = f"each replica needs a micro-batch: make train_batch_size at least {micro * data}"
+        remedy += ", or change the number of ranks"
     text = (
         f"train_batch_size: got {train}, which is not train_micro_batch_size_per_gpu {micro or '(derived)'} x "
         f"gradient_accumulation_steps {accumulation or '(derived)'} x data-parallel size {data}; {remedy}."
