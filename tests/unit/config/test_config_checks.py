@@ -308,7 +308,7 @@ class TestBatch:
         ("sizes", "said"),
         [
             ({"train_micro_batch_size_per_gpu": 3}, "make train_batch_size a multiple of 3, or"),
-            ({"train_micro_batch_size_per_gpu": 10}, "each replica needs a micro-batch: make train_batch_size at least 20"),
+            ({"train_micro_batch_size_per_gpu": 10}, "a micro-batch: make train_batch_size at least 20"),
             ({"gradient_accumulation_steps": 3}, "multiple of 6"),
         ],
     )
