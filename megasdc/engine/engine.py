@@ -118,8 +118,9 @@ class TrainingEngine(PipelineEngine):
     @property
     def samples_per_step(self) -> int:
         """Samples of a step as planned, over all replicas."""
-        dealt = None if self.deal is None else self.deal.micro_batches * self.micro_batch_size
-        return int(self.train_batch_size()) if dealt is None else dealt
+        if self.deal is None:
+            return int(self.train_batch_size())
+        return int(self.deal.micro_batches * self.micro_batch_size)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -317,8 +318,8 @@ class TrainingEngine(PipelineEngine):
         micro-batches are dealt, those of one follow each other. Where ``shared_source`` is set, the first micro-batch
         is that replica's on all replicas.
         """
-        shared = micro_batch == 0 and self.shared_source is not None
-        replica = self.dims.dp_rank if self.shared_source is None or not shared else self.shared_source
+        source = self.shared_source if micro_batch == 0 else None
+        replica = self.dims.dp_rank if source is None else source
         first = micro_batch * self.micro_batch_size
         if self.deal is not None:
             first = self.deal.place(self.step_number, replica, micro_batch) * self.micro_batch_size

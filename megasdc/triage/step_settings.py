@@ -100,7 +100,7 @@ def _settings(config: RunConfig, start: Start) -> StepSettings:
     if layout.is_uneven:
         raise DataError(
             f"from step {start.step + 1} on {layout.data} replicas took different numbers of micro-batches "
-            f"(train_batch_size {layout.train_batch_size}); samples are told only of steps in which all take as many"
+            f"(train_batch_size {layout.train_batch_size}); only steps in which all take as many can be shown"
         )
     return StepSettings(
         start.step,

@@ -10,7 +10,7 @@ import pytest
 from megasdc.config import load_config
 from megasdc.errors import DataError
 from megasdc.events import EventLog
-from megasdc.triage.history import read_history
+from megasdc.triage.history import Start, read_history
 from megasdc.triage.step_settings import settings_of_starts
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
@@ -98,3 +98,12 @@ def test_settings_are_those_of_each_start(tmp_path: Path) -> None:
     first, second = settings_of_starts(config, read_history(tmp_path).starts)
     assert (first.start, first.micro_batch_size, first.micro_batches, first.audit.enabled) == (0, 1, 4, False)
     assert (second.start, second.micro_batch_size, second.micro_batches, second.audit.enabled) == (10, 2, 2, True)
+
+
+def test_steps_whose_micro_batches_are_not_divided_evenly_are_refused() -> None:
+    """Which samples they took is not followed; the number of replicas and the batch are said."""
+    config = load_config(SMOKE, ["train_batch_size=16", "train_micro_batch_size_per_gpu=1"])
+    (even,) = settings_of_starts(config, [Start(0, 4)])
+    assert even.micro_batches == 4
+    with pytest.raises(DataError, match=r"on 3 replicas took different numbers .train_batch_size 16."):
+        settings_of_starts(config, [Start(0, 3)])
