@@ -102,8 +102,9 @@ def test_settings_are_those_of_each_start(tmp_path: Path) -> None:
 
 def test_steps_whose_micro_batches_are_not_divided_evenly_are_refused() -> None:
     """Which samples they took is not followed; the number of replicas and the batch are said."""
-    config = load_config(SMOKE, ["train_batch_size=16", "train_micro_batch_size_per_gpu=1"])
-    (even,) = settings_of_starts(config, [Start(0, 4)])
+    batch = ["train_batch_size=16", "train_micro_batch_size_per_gpu=1"]
+    (even,) = settings_of_starts(load_config(SMOKE, [*batch, "gradient_accumulation_steps=4"]), [Start(0, 4)])
     assert even.micro_batches == 4
-    with pytest.raises(DataError, match=r"on 3 replicas took different numbers .train_batch_size 16."):
+    config = load_config(SMOKE, [*batch, "gradient_accumulation_steps=6"])
+    with pytest.raises(DataError, match=r"on 3 replicas took different numbers .*train_batch_size 16"):
         settings_of_starts(config, [Start(0, 3)])
