@@ -3,6 +3,7 @@
 from megasdc.config.checks import Layout, check_layout, find_warnings, resolve_batch
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
+from megasdc.config.fewer import settings_for, with_replicas
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.presets import PRESETS
 from megasdc.config.replica import replica_config, replica_folder
@@ -69,4 +70,6 @@ __all__ = [
     "replica_config",
     "replica_folder",
     "resolve_batch",
+    "settings_for",
+    "with_replicas",
 ]

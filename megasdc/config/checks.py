@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megasdc.config.fields import LARGEST_INTEGER
-from megasdc.config.problems.detection import MOST_SAMPLES_LOST, golden_warnings, samples_lost
+from megasdc.config.problems.detection import (
+    MOST_SAMPLES_LOST,
+    golden_warnings,
+    isolation_layout_problems,
+    samples_lost,
+)
 from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warnings
 from megasdc.config.problems.faults import fault_place_problems
 from megasdc.config.problems.health import health_warnings
@@ -52,8 +57,11 @@ class Layout:
         return self.micro_batch_size if self.is_uneven else 1
 
 
-def check_layout(config: RunConfig, world_size: int) -> Layout:
+def check_layout(config: RunConfig, world_size: int, launch_size: int | None = None) -> Layout:
     """Check that the layout and the batch sizes fit a number of ranks, all those of the run.
+
+    Args:
+        launch_size: ranks with which the launch began, in whose numbers faults are placed; None: as many.
 
     Raises:
         ConfigError: the ranks do not fit the layout or the enabled features, a fault names a rank that does not exist,
@@ -76,7 +84,10 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         raise ConfigError(text, config.source)
     world_size //= replicas
     data = world_size // ranks
-    if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, data):
+    began_with = data if launch_size is None else launch_size // ranks
+    if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, began_with):
+        raise ConfigError(wrong, config.source)
+    if wrong := list(isolation_layout_problems(config.megasdc, data)):
         raise ConfigError(wrong, config.source)
     if config.megasdc.audit.enabled and data == 1 and not config.megasdc.audit.permuted:
         text = (

@@ -15,7 +15,7 @@ class Hook:
 
     Hooks are called on every rank, in the order of the engine's list, which is the one of
     ``megasdc.train.build_hooks``. They may call collectives, except in ``close``. A hook calls no other hook. On a rank
-    that fails, no further hook is called but for ``close``.
+    that fails, no further hook is called but for ``close``; where all ranks leave replicas out, ``before_isolation``.
     """
 
     fields: Sequence[Field] = ()
@@ -36,6 +36,9 @@ class Hook:
 
     def on_end(self, run: Run) -> None:
         """The last step has ended without an error."""
+
+    def before_isolation(self, run: Run) -> None:
+        """The run is about to go on in these processes without some of its replicas; only ``close`` follows."""
 
     def state_dict(self) -> dict[str, Any]:
         """State to restore after a resume, in plain values, the same on all ranks; empty: nothing is saved."""

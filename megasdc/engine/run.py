@@ -34,11 +34,13 @@ class Run:
         skipped_steps: steps that the optimizer skipped so far.
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
         stop_reason: None, or why the run ends after this step; the same on all ranks.
+        stop_error: raised after that as the run's end, once it is saved; None: it has ended well.
         is_hurried: whether that is a signal or a time limit, after which processes may be killed.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
         results: fields of the end event.
         enter: called with the name of a phase (``megasdc.health.phases``) that begins between steps.
         passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
+        began_as: place of this rank when the launch began; None: as now, no replica was left out since.
     """
 
     folder: Path
@@ -55,11 +57,13 @@ class Run:
     skipped_steps: int = 0
     skip_place: str | None = None
     stop_reason: str | None = None
+    stop_error: Exception | None = None
     is_hurried: bool = False
     paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
     enter: Callable[[str], None] = _nothing
     passed_over: set[int] = field(default_factory=set)
+    began_as: ParallelDims | None = None
 
     def __post_init__(self) -> None:
         self.engine.agreement = StepAgreement(self.host_group)
@@ -72,6 +76,11 @@ class Run:
     @hooks.setter
     def hooks(self, hooks: list[Any]) -> None:
         self.engine.hooks = hooks
+
+    @property
+    def launch_dims(self) -> ParallelDims:
+        """Place of this rank when the launch began."""
+        return self.began_as or self.dims
 
     @property
     def stream_end(self) -> int:

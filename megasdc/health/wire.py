@@ -50,8 +50,17 @@ def front_path(health: Path, launch_id: str) -> Path:
     return health / f"front_{launch_id}.json"
 
 
+_fronts: dict[str, FrontAddress] = {}
+"""Fronts that this process knows, by launch: there is no file any more when its ranks begin again."""
+
+
+def keep_front(front: FrontAddress) -> None:
+    """Remember a front for when the ranks of its launch begin again in these processes."""
+    _fronts[front.launch_id] = front
+
+
 def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
-    """The front of this launch, by its file in the run folder, which is then removed; None: there is none.
+    """The front of this launch, by its file in the run folder, which is then removed, or as kept; None: there is none.
 
     Args:
         health: folder of the run.
@@ -59,6 +68,8 @@ def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
     """
     if launch_id is None:
         return None
+    if launch_id in _fronts:
+        return _fronts[launch_id]
     path = front_path(health, launch_id)
     try:
         front = FrontAddress(**json.loads(path.read_text(encoding="utf-8")))

@@ -132,7 +132,8 @@ class Incident:
         tier: the check that detected it.
         verdict: of the incident; of several flagged ranks the worst.
         basis: how the correct value is known.
-        done: what was done; repaired: the step was rerun, ranks agreed, and the result was used; committed: nothing.
+        done: what was done; isolated: the others went on without the replicas of the flagged ranks; repaired: the step
+            was rerun, ranks agreed, and the result was used; committed: nothing.
         flagged: ranks named as wrong.
         disputed: ranks that differ without being named.
         opinions: the referee's, of results that ranks disagree on.
@@ -167,8 +168,8 @@ class Incident:
         "own copy",
         "mean of the replicas' gradients",
     ]
-    policy: Literal["halt", "repair", "warn"]
-    done: Literal["halted", "repaired", "committed"]
+    policy: Literal["halt", "isolate", "repair", "warn"]
+    done: Literal["halted", "isolated", "repaired", "committed"]
     flagged: tuple[FlaggedRank, ...]
     disputed: tuple[DisputedRank, ...]
     ranks: tuple[RankPlace, ...]

@@ -50,12 +50,15 @@ _BASES = {
 }
 _DONE = {
     "halted": "training was halted",
+    "isolated": "training continues without its replica",
     "repaired": "the work was redone and training continues",
     "committed": "training continues with it",
 }
 _OUTCOMES = {
     "halted": f"Training was halted: nothing more was committed or saved, all ranks end with exit code "
     f"{CorruptionError.exit_code}.",
+    "isolated": "Nothing of the step was committed. The other replicas go on in the same processes, with the same "
+    "samples a step, from the newest step in memory or on the disk that may be used; its ranks have ended.",
     "repaired": "The work was redone, all ranks agreed, and that result was used; training continues.",
     "committed": "The step was committed as it was, with what is wrong in it; training continues, and no checkpoint "
     "saved from then on will be verified.",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megasdc.config import check_layout, load_config
+from megasdc.config import check_layout, load_config, settings_for
 from megasdc.errors import ConfigError
 
 _OTHER_LAYOUT = "megasdc.checkpoint.other_layout=convert"
@@ -46,15 +45,8 @@ def find_sizes(
     whole = check_layout(config, num_hosts * ranks)
     sizes, problems = dict[int, tuple[str, ...]](), dict[int, str]()
     for hosts in range(min_hosts, num_hosts + 1):
-        settings = [_OTHER_LAYOUT]
-        if hosts < num_hosts and "gradient_accumulation_steps" in config.deepspeed:
-            size, micro = whole.train_batch_size, whole.micro_batch_size
-            replicas = max(1, hosts * ranks // (whole.tensor * whole.pipeline))
-            settings += [
-                f"train_batch_size={size}",
-                f"train_micro_batch_size_per_gpu={micro}",
-                f"gradient_accumulation_steps={math.ceil(size / (micro * replicas))}",
-            ]
+        replicas = max(1, hosts * ranks // (whole.tensor * whole.pipeline))
+        settings = [_OTHER_LAYOUT, *settings_for(config, whole, replicas)]
         try:
             layout = check_layout(load_config(config_path, [*overrides, *settings]), hosts * ranks)
         except ConfigError as error:

@@ -46,6 +46,7 @@ from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
+from megasdc.train.isolation import Remaining
 from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.hold_folder import hold_folders
 from megasdc.train.process.signals import StopSignals
@@ -60,7 +61,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_run(
-    config: RunConfig, clock: StartClock, signals: StopSignals, held: HeldFolders, cut: Cut | None = None
+    config: RunConfig,
+    clock: StartClock,
+    signals: StopSignals,
+    held: HeldFolders,
+    cut: Cut | None = None,
+    remaining: Remaining | None = None,
 ) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
@@ -69,6 +75,7 @@ def build_run(
         signals: received by this rank since it started.
         held: gets the folders that this rank locks; they are released when the run has ended.
         cut: place of this rank in a launch of several replicas; None without a study.
+        remaining: the ranks that are left of the launch; None: all.
 
     Returns:
         The run with its hooks, at the step from which it continues.
@@ -81,7 +88,7 @@ def build_run(
     clock.mark("imports")
     place = _place(config, cut)
     config, sections = place.config, place.config.megasdc
-    layout, manifests = _check_host(config)
+    layout, manifests = _check_host(config, None if remaining is None else remaining.launch_size)
     clock.mark("checks")
     bridge = _meet(place, signals)
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
@@ -98,11 +105,17 @@ def build_run(
         events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
         _tell_untested(events, speaks=launch[0] == 0)
         _tell_unchecked(sections.data, manifests, events)
+        if remaining is not None:
+            remaining.tell(events, dims.data)
     engine = build_training_engine(config, layout, dims, manifests[0].tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, engine, loader, events, split)
+    if remaining is not None:
+        run.began_as = ParallelDims.from_world(
+            dims.tensor, dims.pipeline, remaining.launch_size, remaining.ranks[dims.rank]
+        )
     drills = Drills(
         build_injector(sections, run),
         build_process_faults(sections, run),
@@ -121,7 +134,10 @@ def build_run(
     if part is not None and bridge is not None:
         study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
     run.hooks = build_hooks(
-        HookParts(config, run, manifests[0], eval_loader, kept, split, clock, signals, study, drills, locks, fence)
+        HookParts(
+            *(config, run, manifests[0], eval_loader, kept, split, clock),
+            *(signals, study, drills, locks, fence, remaining),
+        )
     )
     _load_hooks(run, hook_states)
     return run
@@ -145,10 +161,10 @@ def _place(whole: RunConfig, cut: Cut | None) -> _Place:
     return _Place(replica_config(whole, cut.replica), whole, part)
 
 
-def _check_host(config: RunConfig) -> tuple[Layout, list[Manifest]]:
+def _check_host(config: RunConfig, launch_size: int | None) -> tuple[Layout, list[Manifest]]:
     """Check layout, data, memory and folders, and prepare this process; the manifests are of the training data."""
     sections = config.megasdc
-    layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")), launch_size)
     manifests = verify_data(sections.data)
     check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
     prepare_run_folder(Path(sections.logging.run_dir))

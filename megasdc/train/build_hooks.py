@@ -40,6 +40,7 @@ from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.health.links import LinkPings
 from megasdc.train.health.progress import Health
 from megasdc.train.health.stragglers import StragglerWatch
+from megasdc.train.isolation import IsolationLimit, Remaining
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.signals import StopSignals
@@ -86,7 +87,7 @@ class HookParts:
     """Inputs for building hooks: a run at the step from which it continues, still without hooks, and objects for it.
 
     ``kept`` keeps the batches of a step where a check may read them again, else None; ``split`` is on rank 0 only;
-    ``eval_loader`` is None without evaluation.
+    ``eval_loader`` is None without evaluation, ``remaining`` where all ranks of the launch train.
     """
 
     config: RunConfig
@@ -101,6 +102,7 @@ class HookParts:
     drills: Drills
     locks: Sequence[RunLock]
     fence: Fence
+    remaining: Remaining | None
 
 
 def build_hooks(parts: HookParts) -> list[Hook]:
@@ -151,6 +153,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         # Whether to stop: this run, then a study's replicas.
         SkipWatch(training.max_skipped_steps),
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
+        _isolation_limit(parts),
         study,
         # What is measured, then what is kept.
         _evaluator(parts, writer),
@@ -165,6 +168,11 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         _archiver(parts, writer),
     ]
     return [hook for hook in order if hook is not None]
+
+
+def _isolation_limit(parts: HookParts) -> IsolationLimit | None:
+    steps = parts.config.megasdc.sdc.isolation.max_steps
+    return None if parts.remaining is None or steps is None else IsolationLimit(parts.remaining, steps)
 
 
 def _is_watched(parts: HookParts) -> bool:

@@ -35,7 +35,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
         return None
     injector = Injector(
         expand_faults(sections.faults),
-        run.dims,
+        run.launch_dims,
         sections.model.hidden_size,
         lambda firing: _tell(run.events, firing),
         vocab_size=run.loader.dataset.vocab_size,
@@ -52,7 +52,7 @@ def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | 
     names = dict(enumerate(spec.model_dump_json() for spec in sections.process_faults))
     told = {
         event.fields["spec"]
-        for event in read_events(run.folder, kind=EVENT_KIND, name="process", rank=run.dims.rank)
+        for event in read_events(run.folder, kind=EVENT_KIND, name="process", rank=run.launch_dims.rank)
         if event.fields["as_configured"] == names.get(event.fields["spec"])
     }
 
@@ -60,7 +60,7 @@ def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | 
         said = {"spec": index, "fault": spec.kind, "phase": spec.phase, "as_configured": names[index]}
         run.events.emit(EVENT_KIND, "process", step=step, micro_batch=micro_batch, **said)
 
-    return ProcessFaults(sections.process_faults, run.dims, tell, fired_before=told)
+    return ProcessFaults(sections.process_faults, run.launch_dims, tell, fired_before=told)
 
 
 def _tell(events: EventLog, firing: Firing) -> None:
@@ -108,8 +108,8 @@ class FaultDrill(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """How often each fault has changed bits on each rank, so that one with ``once`` does not fire again."""
-        mine = self._injector.state_dict() if self._injector is not None else {}
-        return {"changed": {str(rank): state for rank, state in enumerate(gather_objects(mine, self._group)) if state}}
+        mine = ("", {}) if self._injector is None else (str(self._injector.rank), self._injector.state_dict())
+        return {"changed": {rank: state for rank, state in gather_objects(mine, self._group) if state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore this rank's part of ``state_dict``."""

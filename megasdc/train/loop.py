@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from megasdc.engine.run import Run
+from megasdc.train.isolation import IsolationError
 
 
 def train(run: Run) -> None:
     """Run steps until the run is complete or has a reason to stop, from the step from which it continues.
+
+    Raises:
+        IsolationError: replicas are wrong, without which the others can go on; on all ranks.
 
     Collective: all ranks of the world.
     """
@@ -18,6 +22,10 @@ def train(run: Run) -> None:
             take_step(run)
         for hook in hooks:
             hook.on_end(run)
+    except IsolationError:
+        for hook in hooks:
+            hook.before_isolation(run)
+        raise
     finally:
         for hook in hooks:
             hook.close()

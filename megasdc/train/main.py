@@ -8,10 +8,19 @@ import signal
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasdc.config import RunConfig, StudySection, check_layout, find_warnings, load_config, replica_config
+from megasdc.config import (
+    RunConfig,
+    StudySection,
+    check_layout,
+    find_warnings,
+    load_config,
+    replica_config,
+    with_replicas,
+)
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.errors import LaunchError
 from megasdc.events import EventLog
@@ -29,6 +38,8 @@ from megasdc.versions.private_names import names_checked
 
 if TYPE_CHECKING:
     from megasdc.engine.run import Run
+    from megasdc.train.isolation import Remaining
+    from megasdc.train.process.startup import StartClock
 
 logger = logging.getLogger("megasdc")
 
@@ -149,30 +160,76 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
     return cut
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A start of training in this process.
+
+    Args:
+        began_at: on the clock of ``time.monotonic``.
+        remaining: the ranks that are left of the launch; None: all.
+    """
+
+    config: RunConfig
+    clock: StartClock
+    began_at: float
+    remaining: Remaining | None = None
+
+
 def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> None:
+    """Train to the end; where replicas are left out, this rank starts once more or ends."""
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
-        from megasdc.parallel import groups
-        from megasdc.train.build import build_run
-        from megasdc.train.loop import train
+        from megasdc.train import build, loop  # noqa: F401 - all of PyTorch and DeepSpeed
+        from megasdc.train.isolation import free_memory
         from megasdc.train.process.startup import StartClock
 
+    start = _Start(config, StartClock(started_at), started_at)
+    while (remaining := _train_from(start, cut, signals, held, library)) is not None:
+        began_at = time.monotonic()
+        free_memory()
+        whole = check_layout(config, remaining.launch_size)
+        fewer = with_replicas(config, whole, remaining.replicas(whole))
+        start = _Start(fewer, StartClock(started_at, again=True), began_at, remaining)
+
+
+def _train_from(
+    start: _Start, cut: Cut | None, signals: StopSignals, held: HeldFolders, library: LibraryLines
+) -> Remaining | None:
+    """Train until all is done, None, or until replicas are left out: then the ranks that go on, this one among them."""
+    from megasdc.parallel import groups
+    from megasdc.train.build import build_run
+    from megasdc.train.isolation import IsolationError, leave_out
+    from megasdc.train.loop import train
+
     try:
-        run = build_run(config, StartClock(started_at), signals, held, cut)
+        run = build_run(start.config, start.clock, signals, held, cut, start.remaining)
     except BaseException:
         library.keep_on_console()
         raise
     library.keep_in(run.folder, run.dims.rank)
     if run.dims.rank == 0:
-        logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - started_at, run.step, run.steps)
+        logger.info("ready after %.1f s, at step %d of %d", time.monotonic() - start.began_at, run.step, run.steps)
     if signals.start is not None:
         signals.start.close()
     first = run.step
-    train(run)
-    if run.dims.rank == 0:
-        tell_end(run, first)
-    run.events.close()
-    groups.shutdown()
+    try:
+        train(run)
+    except IsolationError as error:
+        step, replicas = error.step, error.replicas
+    else:
+        if run.dims.rank == 0:
+            tell_end(run, first)
+        run.events.close()
+        groups.shutdown()
+        if run.stop_error is not None:
+            raise run.stop_error
+        return None
+    remaining = leave_out(run, step, replicas, start.remaining, held)
+    if run.launch_dims.rank in remaining.ranks:
+        set_up_logging(int(os.environ["RANK"]))
+        return remaining
+    logger.warning("this rank is left out: it was found wrong in step %d, and ends", step)
+    return None
 
 
 def tell_end(run: Run, first: int) -> None:

@@ -26,7 +26,7 @@ from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE,
 from megasdc.checkpoint.snapshots.messages import Answer, Join, Listen, Store
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
-from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+from megasdc.checkpoint.snapshots.writer_process import POLL_S, WriterProcess
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import MIN, Field
 
@@ -217,6 +217,18 @@ class MemorySaver:
             else:
                 self._newest = slot.step
         return float(self._newest)
+
+    def finish(self) -> None:
+        """Wait until all snapshots are whole that this rank and the others have begun, or have failed.
+
+        Collective: all ranks of the world.
+        """
+        self.wait_for_copy()
+        self._writer.hurry()
+        while self._sent:
+            self._own_newest()
+            time.sleep(POLL_S)
+        self._place.gather(None)  # a writer that ends no longer receives what others send it
 
     def advance(self) -> str | None:
         """After a step: where a rank has failed, give up what is in the making; returns what happened.

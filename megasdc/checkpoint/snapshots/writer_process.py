@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store
 
 Task = Store | Act | Listen | Join
-_POLL_S = 0.01
+POLL_S = 0.01
 _MODULE = "megasdc.checkpoint.snapshots.writer_main"
 
 
@@ -87,7 +87,7 @@ class WriterProcess:
         """
         self.send(task)
         while (found := self.answer()) is None:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return found
 
     def answer(self) -> Answer | None:

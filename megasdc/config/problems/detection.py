@@ -30,6 +30,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
                 'set the backend to "torch".',
             )
     yield from _golden_problems(file)
+    yield from _isolation_problems(file)
     recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
     always_on = file.sdc.always_on
     if always_on.enabled and always_on.recompute and not recomputes:
@@ -59,6 +60,37 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
                 (f"megasdc.sdc.always_on.{name}", "optimizer.params.torch_adam"),
                 f"got {json.dumps(asked)} with optimizer.params.torch_adam false; the update is recomputed as "
                 f"PyTorch's optimizer does it; set torch_adam true, or {name} to {off}.",
+            )
+
+
+def _isolation_problems(file: MegasdcSection) -> Iterator[Problem]:
+    """What the replicas need that go on: the state of the others, from memory, in a layout that is not theirs."""
+    memory = file.checkpoint.memory
+    needed = {
+        "checkpoint.memory.interval": (memory.interval, bool(memory.interval), "1"),
+        "checkpoint.memory.partners": (memory.partners, memory.partners, "true"),
+        "checkpoint.other_layout": (file.checkpoint.other_layout, file.checkpoint.other_layout == "convert", "convert"),
+        "study.replicas": (file.study.replicas, file.study.replicas is None, "null"),
+    }
+    for name in file.sdc.policy.isolating:
+        for field, (got, fits, wanted) in needed.items():
+            if not fits:
+                yield Problem(
+                    (f"megasdc.sdc.policy.{name}", f"megasdc.{field}"),
+                    f'got "isolate" with megasdc.{field} {json.dumps(got)}; the replicas that go on take over what the '
+                    f"isolated one had in the optimizer from memory; set megasdc.{field} to {wanted}, or the policy to "
+                    '"halt".',
+                )
+
+
+def isolation_layout_problems(file: MegasdcSection, replicas: int) -> Iterator[str]:
+    """Yield policies that isolate a replica where too few others would be left."""
+    needed = file.sdc.isolation.min_replicas + 1
+    if replicas < needed:
+        for name in file.sdc.policy.isolating:
+            yield (
+                f'megasdc.sdc.policy.{name}: got "isolate" with {replicas} replicas; {needed} are needed, of which '
+                f'megasdc.sdc.isolation.min_replicas go on; start more ranks, or set the policy to "halt".'
             )
 
 

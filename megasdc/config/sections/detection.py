@@ -6,7 +6,8 @@ from typing import Literal
 
 from megasdc.config.fields import PositiveInt, Section, section, setting
 
-Policy = Literal["halt", "repair", "warn"]
+Policy = Literal["halt", "isolate", "repair", "warn"]
+UnnamedPolicy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
 
 
@@ -14,6 +15,7 @@ class PolicySection(Section):
     """What happens after an exact finding, by verdict.
 
     halt: nothing is committed or saved, an incident report is written, and every rank exits with the corruption code.
+    isolate: likewise, but the other replicas go on in the same processes, without the one that is wrong; `isolation`.
     repair: all micro-batches of the step are recomputed, checked again, and used; halt if they are wrong again.
     warn: the step is committed as it is.
     """
@@ -23,7 +25,23 @@ class PolicySection(Section):
     persistent: Policy = setting("halt", "The rank computes the same wrong value each time.")
     intermittent: Policy = setting("halt", "The rank is wrong again, but not always or not equally.")
     not_reproduced: Policy = setting("repair", "The rank was right in all repeats.")
-    inconclusive: Policy = setting("halt", "Ranks differ, but none can be named.")
+    inconclusive: UnnamedPolicy = setting("halt", "Ranks differ, but none can be named.")
+
+    @property
+    def isolating(self) -> list[str]:
+        """Verdicts after which the replica is isolated."""
+        return [name for name, policy in self if policy == "isolate"]
+
+
+class IsolationSection(Section):
+    """How far a run goes on without replicas that were found wrong, where `policy` is to isolate them."""
+
+    at_resume = "applied"
+
+    min_replicas: int = setting(2, "Fewest replicas that go on; where fewer would be left the run is halted.", ge=2)
+    max_steps: PositiveInt | None = setting(
+        None, "Save, and end with the corruption code, after so many steps without a replica; null: no limit."
+    )
 
 
 class AlwaysOnSection(Section):
@@ -99,6 +117,7 @@ class SdcSection(Section):
         "kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
     )
     policy: PolicySection = section(PolicySection)
+    isolation: IsolationSection = section(IsolationSection)
 
     def budget_of(self, replicas: int) -> float:
         """``budget``, or its default for a number of replicas."""

@@ -31,10 +31,11 @@ from megasdc.train.detection.incidents import Incidents, Settled, describe, say
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.suspects import Suspects
+from megasdc.train.isolation import IsolationError
 
 logger = logging.getLogger(__name__)
 
-SEVERITY = ("warn", "repair", "halt")
+SEVERITY = ("warn", "repair", "isolate", "halt")
 STATE_TIERS = ("parameters", "copies")
 """Checks of the state at the start of a step, that is, of the step before."""
 SLICE_TIERS = ("reduction", "state", "update")
@@ -248,7 +249,11 @@ class Disputes:
         lasts = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
         if action == "repair" and (repaired or (lasts and not in_step)):
             action = "halt"
-        if action == "halt":  # first, so that the next start knows even if a report fails
+        wrong = {self._dims.at(ruling.rank).dp_rank for ruling in found.rulings if ruling.rank is not None}
+        if action == "isolate" and self._dims.data - len(wrong) < self._section.isolation.min_replicas:
+            action = "halt"
+        ends_here = action in ("halt", "isolate")
+        if ends_here:  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:
             self._findings.tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
@@ -257,13 +262,17 @@ class Disputes:
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
         text = say(found.rulings)
         page = self._incidents.report(step, found, action)
-        if action == "halt":
+        if ends_here:
             again = " after the step was recomputed" if repaired else ""
             ends = "is the last, and is not saved" if found.tier in SLICE_TIERS else "is not committed"
-            raise CorruptionError(
-                f"step {step} {ends}: the {found.tier} check found silent data corruption{again}: {text}. "
-                + (f"What to do: {page}" if page else "The incident report could not be written")
+            message = f"step {step} {ends}: the {found.tier} check found silent data corruption{again}: {text}. " + (
+                f"What to do: {page}" if page else "The incident report could not be written"
             )
+            if action == "halt":
+                raise CorruptionError(message)
+            if self._dims.rank == 0:
+                logger.error("%s", message)
+            raise IsolationError(message, step, wrong)
         logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
         return action == "repair"
 

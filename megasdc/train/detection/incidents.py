@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe is the incident's."""
-DONE = {"halt": "halted", "repair": "repaired", "warn": "committed"}
+DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
 SHOWN_EVENTS = 20
 SHOWN_GAPS = 5
 
@@ -126,7 +126,7 @@ class Incidents:
             except Exception:  # any error in the evidence: the other ranks wait in the gather below
                 logger.exception("the incident of step %d cannot be reported", step)
         path = gather_objects(path, self._run.host_group)[0]
-        if action == "halt" and path is not None:
+        if action in ("halt", "isolate") and path is not None:
             self.mark(step, path)
         return path
 

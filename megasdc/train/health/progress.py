@@ -31,7 +31,7 @@ from megasdc.health.process_state import process_state, started_at
 from megasdc.health.rank_state import GONE
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordReader, RecordWriter
-from megasdc.health.wire import FrontAddress, take_front
+from megasdc.health.wire import FrontAddress, keep_front, take_front
 from megasdc.parallel.collectives import gather_objects
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 from megasdc.shared_memory import own_prefix, shared_folder
@@ -171,6 +171,8 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     everyone: list[Any] = [None] * dims.world_size
     dist.all_gather_object(everyone, own, group=run.host_group)
     _, name, front = everyone[0]
+    if front is not None:
+        keep_front(front)
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
     folder = shared_folder() / f"{own_prefix()}{name}-{nodes.index(host)}"

@@ -16,13 +16,14 @@ class StartClock:
 
     Args:
         started_at: when training's own code began, on the clock of ``time.monotonic``.
+        again: the process has trained before; the first part begins now, not with the process.
     """
 
-    def __init__(self, started_at: float) -> None:
+    def __init__(self, started_at: float, *, again: bool = False) -> None:
         self.started_at = started_at
         self.process_started_boot_s = process_state.started_at(os.getpid())
         self.phases: dict[str, float] = {}
-        self._last_boot_s = self.process_started_boot_s
+        self._last_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) if again else self.process_started_boot_s
 
     def mark(self, phase: str) -> None:
         """Record the end of a part; it began at the end of the part before, the first one with the process."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import os
 import shutil
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 from megasdc.checkpoint.marks import find_corruption
@@ -30,9 +26,8 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ConfigError
-from megasdc.health.own_address import own_address_towards
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.parallel.collectives import gather_objects
+from megasdc.train.process.own_address import own_address
 from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
 
 logger = logging.getLogger(__name__)
@@ -91,7 +86,7 @@ class MemoryCheckpoints(Hook):
             logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
 
     def _join_partners(self, run: Run) -> None:
-        problem = self._saver.join_partners(_own_address(run))
+        problem = self._saver.join_partners(own_address(run))
         if problem is not None and run.dims.rank == 0:
             logger.warning("memory: no host keeps copies for another: %s", problem)
             run.events.emit("warning", "memory_without_partners", step=run.step, message=problem)
@@ -159,31 +154,13 @@ class MemoryCheckpoints(Hook):
         if self._place.leader:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def before_isolation(self, run: Run) -> None:
+        """Wait until the last snapshot is whole, here and at the partner: the run goes on from it."""
+        self._saver.finish()
+
     def close(self) -> None:
         """End the writer; what is held stays after an error."""
         self._saver.close()
-
-
-def _own_address(run: Run) -> str:
-    """This host's address towards the first one; of the first one, whose name may mean itself alone, towards another.
-
-    Where no other's name is known, its own name for itself stays. Empty where there is no way to the first: then this
-    rank cannot listen, and all ranks report that.
-
-    Collective: all ranks of the world.
-    """
-    names = gather_objects(socket.gethostname(), run.host_group)
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        own = own_address_towards(first)
-    except OSError as error:
-        logger.warning("memory: this host's address is not known: %s", error)
-        return ""
-    if ipaddress.ip_address(own).is_loopback:
-        for other in (name for name in names if name != names[run.dims.rank]):
-            with suppress(OSError):  # that name is not known here
-                return own_address_towards(other)
-    return own
 
 
 def _number_of_start(run: Run) -> int:

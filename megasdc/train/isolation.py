@@ -1,0 +1,145 @@
+"""Going on without replicas that were found wrong: the other ranks begin again, in the same processes.
+
+A step and its checks know nothing of it. Where a finding names replicas and the policy is to isolate them, every rank
+raises the same ``IsolationError``; snapshots in memory are made whole, and all process groups end. The ranks of other
+replicas meet anew, as a smaller launch with groups of its own, so that nothing passes through those that are left out,
+and go on from memory with the same samples a step (``megasdc.config.fewer``). The ranks that are left out end.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megasdc.config import Layout
+from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.errors import CorruptionError, LaunchError
+from megasdc.events import EventLog
+from megasdc.parallel import groups
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.identity import AGENT_STORE_VARIABLE
+from megasdc.parallel.local_ranks import free_port
+from megasdc.run_lock import HeldFolders
+from megasdc.train.process.own_address import own_address
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "isolation"
+
+
+class IsolationError(CorruptionError):
+    """Silent data corruption of replicas without which the others can go on.
+
+    Args:
+        step: in which it was found.
+        replicas: that are wrong.
+    """
+
+    def __init__(self, message: str, step: int, replicas: Collection[int]) -> None:
+        super().__init__(message)
+        self.step, self.replicas = step, frozenset(replicas)
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """The ranks of a launch that go on.
+
+    Args:
+        ranks: their numbers when the launch began, by rank.
+        launch_size: ranks with which it began.
+        since: step in which the first replica was found wrong.
+        found: step in which the last was.
+    """
+
+    ranks: tuple[int, ...]
+    launch_size: int
+    since: int
+    found: int
+
+    @property
+    def left_out(self) -> list[int]:
+        """Ranks that no longer train, as numbered when the launch began."""
+        return sorted(set(range(self.launch_size)) - set(self.ranks))
+
+    def replicas(self, whole: Layout) -> int:
+        """Replicas that go on; ``whole``: layout with which the launch began."""
+        return len(self.ranks) // (whole.tensor * whole.pipeline)
+
+    def tell(self, events: EventLog, replicas: int) -> None:
+        """Report that the run goes on without some ranks; ``replicas``: that are left."""
+        logger.warning("the run goes on with %d replicas, without ranks %s of the launch", replicas, self.left_out)
+        said: dict[str, Any] = {"since": self.since, "left_out": self.left_out, "launch_ranks": self.ranks}
+        events.emit(EVENT_KIND, "begun", step=self.found, replicas=replicas, **said)
+
+
+class IsolationLimit(Hook):
+    """Ends a run that has gone on for so many steps without replicas.
+
+    Args:
+        remaining: of the launch.
+        max_steps: without a replica.
+    """
+
+    def __init__(self, remaining: Remaining, max_steps: int) -> None:
+        self._last = remaining.since + max_steps - 1
+        self._remaining = remaining
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Stop after the last step that may be done so."""
+        if run.step >= self._last and not run.is_last_step:
+            run.stop_reason = f"sdc.isolation.max_steps without ranks {self._remaining.left_out} of the launch"
+            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+            run.stop_error = CorruptionError(
+                f"step {run.step} is saved; since step {self._remaining.since} ranks {self._remaining.left_out} of the "
+                f"launch are left out, which were wrong: see the incident in {run.folder / 'reports'}, replace their "
+                "hosts, and start again"
+            )
+
+
+def leave_out(run: Run, step: int, replicas: Collection[int], before: Remaining | None, held: HeldFolders) -> Remaining:
+    """End the process groups of a run whose hooks are closed, and let the ranks of other replicas meet anew.
+
+    Args:
+        step: in which the replicas were found wrong.
+        replicas: that are left out.
+        before: which ranks had remained until now; None: all.
+        held: folders of the launch, which are released: another rank may hold them from now on.
+
+    Returns:
+        Which ranks go on; this one may not be among them. The launcher's variables of those that do are changed.
+
+    Raises:
+        LaunchError: there is no address at which the others could meet; on all ranks.
+
+    Collective: all ranks of the run.
+    """
+    dims, launch = run.dims, run.launch_dims
+    ranks: Sequence[int] = range(dims.world_size) if before is None else before.ranks
+    stay = [rank for rank in range(dims.world_size) if dims.at(rank).dp_rank not in replicas]
+    held.release()  # before the gather, so that no rank takes them earlier
+    host, port = gather_objects((own_address(run), free_port()), run.host_group)[stay[0]]
+    run.events.close()
+    if not host:
+        raise LaunchError("no replica can be left out: the address of the host where the others meet is not known")
+    gather_objects(None, run.host_group)  # all have read it: a rank may end now
+    groups.shutdown()
+    if dims.rank in stay:
+        place = {"RANK": str(stay.index(dims.rank)), "WORLD_SIZE": str(len(stay))}
+        os.environ.update({**place, "MASTER_ADDR": host, "MASTER_PORT": str(port), AGENT_STORE_VARIABLE: "False"})
+    since = step if before is None else before.since
+    return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, since, step)
+
+
+def free_memory() -> None:
+    """Free what the run before has held, once nothing refers to it: its modules and hooks are in cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
