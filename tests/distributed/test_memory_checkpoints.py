@@ -96,7 +96,7 @@ def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str,
     verified_only = what == "verified"
     found = find_in_memory(folder, RUN, again.dims, ranks, verified_only=verified_only)
     assert found is not None
-    chosen = restore(found, folder, again.dims, ranks)
+    chosen = restore(found, folder, again.dims, ranks, [])
     assert len([*chosen.path.glob("*optim_states.pt")]) == 1, "no other rank's is sent here"
     loaded = load_checkpoint(again.engine, chosen, again.dims, ranks)
     restore_rng(loaded.rank_state["rng"])

@@ -2,8 +2,8 @@
 
 Files of a rank that now runs on another host are sent there. Each host puts the files that its ranks need together in
 a folder, as a checkpoint of node-local storage, which is loaded as any other. Wherever the files come from, their
-digests are those that were taken when the snapshot was made. Files of another layout are put together on rank 0's host
-alone, where they can be converted.
+digests are those that were taken when the snapshot was made. Of another layout a host gets the shards of which its
+ranks read a part (``views/load_states.py``), in a folder as of shared storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.files import hash_file, step_folder
-from megasdc.checkpoint.formats.deepspeed_names import layer_of, stage_file, stage_number
+from megasdc.checkpoint.formats.deepspeed_names import kind_of_file, layer_of, stage_file, stage_number
+from megasdc.checkpoint.formats.shard_sizes import shards_of
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -190,11 +191,12 @@ class _Plan:
     sent: dict[str, Source] = field(default_factory=dict)
 
 
-def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Chosen:
-    """Put the files of a step together on every host, as a checkpoint to load; of another layout on rank 0's alone.
+def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals: Sequence[int]) -> Chosen:
+    """Put together on every host what its ranks need of a step, as a checkpoint to load.
 
     Args:
         folder: of the run in this host's memory.
+        totals: elements of each group of this rank's optimizer, of all replicas together.
 
     Raises:
         StorageError: memory is full, or something cannot be read; on all ranks.
@@ -213,13 +215,16 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Cho
     what = f"step {found.step} cannot be restored from memory"
     raise_together(problem, place, what)
     is_other = found.layout != Layout.of(dims)
-    all_ranks = list(range(found.layout.world_size))
-    needed = {node: all_ranks for node, nodes in place.nodes.items() if 0 in nodes} if is_other else place.nodes
-    plans = {node: _plan(found, of_node) for node, of_node in needed.items()}
-    manifest = _manifest(found, plans.get(place.node, _Plan()), needed, None if is_other else place.node)
+    everyone = place.gather(tuple(totals))
+    plans = {}
+    for node, here in place.nodes.items():
+        needed = _needed_of_other(found, here, dims, everyone) if is_other else _needed(found, here)
+        plans[node] = _plan(here[0], needed)
+    nodes = {place.node: list(range(found.layout.world_size))} if is_other else place.nodes
+    manifest = _manifest(found, plans[place.node], nodes, None if is_other else place.node)
     try:
         _move(plans, target, place)
-        if place.leader and place.node in plans:
+        if place.leader:
             write_manifest(target, manifest)
             write_marker(target, manifest)
     except OSError as error:
@@ -228,11 +233,11 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks) -> Cho
     return Chosen(target, found.step, manifest, {}, [], False)
 
 
-def _plan(found: Found, ranks: Sequence[int]) -> _Plan:
-    """Where the files come from that a host's ranks need; of several sources one on that host is taken."""
+def _plan(leader: int, needed: Iterable[tuple[Source, list[str]]]) -> _Plan:
+    """Where the files come from that the ranks of a leader's host need; of several sources one on it is taken."""
     plan = _Plan()
-    for source, names in _needed(found, ranks):
-        known = plan.links if source.leader == ranks[0] else plan.sent
+    for source, names in needed:
+        known = plan.links if source.leader == leader else plan.sent
         for name in names:
             if name not in plan.links and name not in plan.sent:
                 known[name] = source
@@ -241,19 +246,49 @@ def _plan(found: Found, ranks: Sequence[int]) -> _Plan:
 
 def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[str]]]:
     """Files that these ranks need: their own, the weights and the file of their stages, the shared state."""
-    names = {rank: [one.name for one in source.held.record.files] for rank, source in found.sources.items()}
-
-    def holder(name: str) -> int:
-        holders = [rank for rank in names if name in names[rank]]
-        return min(holders, key=lambda rank: (found.sources[rank].leader != ranks[0], rank))
-
+    names = _names(found)
     for rank in ranks:
         yield found.sources[rank], names[rank]
     for rank in ranks:
         of_stage = stage_file(stage_number(found.layout.dims(rank)))
-        other = holder(of_stage)
+        other = _holder(found, of_stage, ranks[0])
         yield found.sources[other], [of_stage, *(name for name in names[other] if layer_of(name) is not None)]
-    yield found.sources[holder(SHARED_STATE_FILE)], [SHARED_STATE_FILE]
+    yield found.sources[_holder(found, SHARED_STATE_FILE, ranks[0])], [SHARED_STATE_FILE]
+
+
+def _needed_of_other(
+    found: Found, ranks: Sequence[int], dims: ParallelDims, totals: Sequence[Sequence[int]]
+) -> Iterator[tuple[Source, list[str]]]:
+    """Files of another layout that these ranks need: shards, all of them where stages or tensor ranks are others.
+
+    Besides, the files of all stages and the shared state; ``totals``: of each rank.
+    """
+    names, saved = _names(found), found.layout
+    shards: set[int] = set()
+    for rank in ranks:
+        own = dims.at(rank)
+        if (saved.tensor, saved.pipeline) != (dims.tensor, dims.pipeline):
+            shards |= set(names)
+            break
+        first = own.pp_rank * saved.data * saved.tensor + own.tp_rank
+        of_rank = shards_of(totals[rank], saved.data, dims.data, own.dp_rank)
+        shards |= {first + dp_rank * saved.tensor for dp_rank in of_rank}
+    for rank in sorted(shards):
+        yield found.sources[rank], [name for name in names[rank] if kind_of_file(name) == "optimizer"]
+    stages = {name for of_rank in names.values() for name in of_rank if kind_of_file(name) == "stages"}
+    for name in (*sorted(stages), SHARED_STATE_FILE):
+        yield found.sources[_holder(found, name, ranks[0])], [name]
+
+
+def _names(found: Found) -> dict[int, list[str]]:
+    """Names of each rank's files."""
+    return {rank: [one.name for one in source.held.record.files] for rank, source in found.sources.items()}
+
+
+def _holder(found: Found, name: str, leader: int) -> int:
+    """The first rank that has a file, one whose files are on a leader's host before others."""
+    holders = [rank for rank, names in _names(found).items() if name in names]
+    return min(holders, key=lambda rank: (found.sources[rank].leader != leader, rank))
 
 
 def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:

@@ -5,6 +5,8 @@ Weights: one file per pipeline layer and tensor rank. Master weights and moments
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -38,6 +40,34 @@ def open_deepspeed(path: Path) -> View:
     missing, or the layout of parameters is not supported.
     """
     return _Opening(path).view()
+
+
+@dataclass(frozen=True)
+class States:
+    """Where the optimizer's states of a checkpoint are.
+
+    Attributes:
+        copies: of a parameter's state, by name of the pipeline with backend ``torch`` and slot.
+        shapes: unsharded shape of every parameter of the model, by its name in the pipeline.
+        stage: content of the file of the first stage.
+        files: through which all of it is read.
+    """
+
+    copies: dict[tuple[str, Slot], list[Copy]]
+    shapes: dict[str, list[int]]
+    stage: dict[str, Any]
+    files: StateFiles
+
+
+def locate_states(path: Path, names: Collection[str]) -> States:
+    """Locate master weights and moments of some parameters, whichever of the checkpoint's other files are there.
+
+    Args:
+        names: of the parameters in the pipeline.
+
+    CheckpointError as of ``open_deepspeed``.
+    """
+    return _Opening(path).states(names)
 
 
 def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
@@ -95,6 +125,26 @@ class _Opening:
             records={self.path / name: record for name, record in self.records.items()},
             save_id=self.manifest.save_id,
         )
+
+    def states(self, names: Collection[str]) -> States:
+        """Where the states of some parameters are."""
+        shapes: dict[str, list[int]] = {}
+        first: dict[str, Any] = {}
+        for pp_rank in range(self.layout.pipeline):
+            stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
+            first = first or stages[0]
+            for group, of_group in enumerate(stages[0]["param_shapes"]):
+                for name, local in of_group.items():
+                    shapes[name] = list(whole_shape(tuple(local), self._split(name), self.layout.tensor))
+                if not of_group.keys().isdisjoint(names):
+                    self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
+        return States(self.copies, shapes, first, self.files)
+
+    def _split(self, name: str) -> Split:
+        fqn = torch_name(name)
+        if fqn not in self.splits:
+            raise CheckpointError(f"{self.path} has a parameter {name}, which its model has not")
+        return self.splits[fqn]
 
     def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> Owner:
         rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank  # tensor ranks vary fastest
@@ -169,11 +219,8 @@ class _Opening:
                 self.scalars[f"rank {record.rank:05d}/{name}"] = Scalar(value, self.path / name, self._writer(name))
 
     def _add(self, name: str, slot: Slot, local: tuple[int, ...], shards: list[tuple[Piece, ...]]) -> None:
-        fqn = torch_name(name)
-        if fqn not in self.splits:
-            raise CheckpointError(f"{self.path} has a parameter {name}, which its model has not")
-        split, tensor = self.splits[fqn], self.layout.tensor
-        copies = self.copies.setdefault((fqn, slot), [])
+        split, tensor = self._split(name), self.layout.tensor
+        copies = self.copies.setdefault((torch_name(name), slot), [])
         if split is Split.REPLICATED:
             copies += [Copy(local, (shard,)) for shard in shards]
         else:

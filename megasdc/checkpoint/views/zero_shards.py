@@ -1,7 +1,7 @@
 """ZeRO-1 shards of master weights and moments, and the other values in DeepSpeed's files of stages and ranks.
 
-The parameters of a stage are concatenated into one flat tensor per group, padded to a multiple of 2 x replicas
-(DeepSpeed 0.19.8, ``nccl_start_alignment_factor``); each rank has one contiguous shard. Offsets are computed from the
+The parameters of a stage are concatenated into one flat tensor per group, padded (``formats.shard_sizes``); each rank
+has one contiguous shard. Offsets are computed from the
 shapes, as in DeepSpeed's own load; the map in each file (``param_slice_mappings``) must agree, or it is another rank's
 file. ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` differ in that the second saves the last rank's master weights
 without the padding.
@@ -20,11 +20,11 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.formats.pieces import Owner, Piece
+from megasdc.checkpoint.formats.shard_sizes import shard_elements
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.views.view import Scalar, Slot, flatten
 from megasdc.errors import CheckpointError
 
-_ALIGNMENT = 2
 _STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 Fragments = dict[str, tuple[int, int]]
 """For each parameter in a shard: offset in the shard, and number of elements."""
@@ -36,7 +36,7 @@ def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fra
     ``shapes``: of one stage and tensor rank, in order.
     """
     total = sum(prod(shape) for shape in shapes.values())
-    length = -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
+    length = shard_elements(total, replicas)
     found: list[Fragments] = [{} for _ in range(replicas)]
     offset = 0
     for name, shape in shapes.items():

@@ -18,6 +18,7 @@ from megasdc.determinism import restore_rng
 from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
+from megasdc.optim.zero1 import grouped_parameters
 from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.carried import (
     check_skipped_samples,
@@ -27,8 +28,8 @@ from megasdc.train.saving.carried import (
     tell_quantized,
 )
 from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
+from megasdc.train.saving.other_layout import load_other_layout, start_from_universal
 from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
-from megasdc.train.saving.universal import load_other_layout, start_from_universal
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,9 @@ def _put_together(run: Run, held: Found) -> Chosen | None:
     """What the hosts hold of a step, as a checkpoint; None: that is not possible, which is reported."""
     local = Ranks("node_local", run.host_group, run.events)
     try:
-        return restore(held, memory_folder(run.events.origin.run), run.dims, local)
+        groups = grouped_parameters(run.engine.optimizer)
+        totals = [sum(parameter.numel() for parameter in group) for group in groups]
+        return restore(held, memory_folder(run.events.origin.run), run.dims, local, totals)
     except StorageError as error:
         if run.dims.rank == 0:
             logger.warning("%s; the checkpoint on the disk is taken", error)

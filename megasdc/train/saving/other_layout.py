@@ -1,64 +1,80 @@
-"""Going on from a universal checkpoint, which the configuration names, or which is made of another layout's."""
+"""Going on from a checkpoint of another layout: a universal one that the configuration names, or the run's own."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
-from megasdc.checkpoint.places import Problem, Ranks, find_place, raise_together
+from megasdc.checkpoint.manifest import Layout
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
-from megasdc.checkpoint.universal import universal_folder
-from megasdc.config import RunConfig
+from megasdc.checkpoint.views.load_states import load_states
+from megasdc.config import RunConfig, precision_of
 from megasdc.data.manifest import Manifest
 from megasdc.determinism import seed_generators
-from megasdc.durable import TEMPORARY_PREFIX
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError, StorageError
-from megasdc.interchange.convert import convert_to_universal
+from megasdc.errors import CheckpointError
 from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.carried import check_skipped_samples, prolong_stream, restore_counters, tell_quantized
-from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run goes on from.
+
+    Args:
+        state: shared state of the checkpoint.
+        load: loads weights, moments, learning rate schedule and counters into the engine.
+    """
+
+    path: Path
+    layout: Layout
+    state: dict[str, Any]
+    place: Place
+    load: Callable[[], None]
 
 
 def load_other_layout(run: Run, config: RunConfig, found: Chosen, leave: Callable[[], object]) -> dict[str, Any]:
     """Go on from a checkpoint of another layout; returns states of the hooks by class name.
 
-    Rank 0 makes it universal, in the checkpoint folder and under a name that the next start removes; it is removed
-    again once it is loaded. What is carried over is what ``start_from_universal`` does.
+    Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
 
     Args:
-        found: its files are on rank 0's host, all of them.
+        found: the files that this rank needs are on its host.
         leave: called once it is loaded.
 
     Raises:
-        CheckpointError: it cannot be converted, or its universal form not be loaded; on all ranks.
-        StorageError: the universal form cannot be written; on all ranks.
+        CheckpointError: it is of another model, or cannot be read; on all ranks.
 
     Collective: all ranks of the world.
     """
     place, started = find_place(Ranks("shared", run.host_group)), time.monotonic()
-    made = checkpoint_folder(config) / f"{TEMPORARY_PREFIX}other_layout" / universal_folder(found.step)
+    state: dict[str, Any] = {}
     problem: Problem | None = None
-    if place.rank == 0:
-        logger.info(
-            "%s was saved with %s, this run has %s: it is converted", found.path, found.manifest.layout, run.dims
-        )
-        try:
-            convert_to_universal(found.path, made)
-        except (CheckpointError, StorageError) as error:
-            problem = Problem(str(error), storage=isinstance(error, StorageError))
-    raise_together(problem, place, f"{found.path} has another layout, and cannot be converted")
-    seconds = time.monotonic() - started
-    hooks = start_from_universal(run, config, str(made))
+    try:
+        state = read_shared_state(found.path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problem = describe_error(error, f"read {found.path}")
+    raise_together(problem, place, f"{found.path} has another layout, and cannot be used")
+    precision = precision_of(state["config"])
+
+    def load() -> None:
+        load_states(run.engine, found.path, found.manifest, precision, place)
+
+    hooks = _go_on(run, config, _Source(found.path, found.manifest.layout, state, place, load))
     leave()
     if place.rank == 0:
-        shutil.rmtree(made.parent, ignore_errors=True)
+        seconds = time.monotonic() - started
+        logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
+        tell_quantized(run, found.manifest.quantized_moments_bits)
         run.events.emit(
             "resume",
             "other_layout",
@@ -84,14 +100,27 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
 
     Collective: all ranks of the world.
     """
-    section, dims = config.megasdc.checkpoint, run.dims
+    section = config.megasdc.checkpoint
     found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
-    state = found.shared_state
+
+    def load() -> None:
+        load_universal(run.engine, found)
+
+    source = _Source(found.path, found.manifest.source_layout, found.shared_state, found.place, load)
+    hooks = _go_on(run, config, source, section.universal_without)
+    if run.dims.rank == 0:
+        _tell_universal(run, config, found)
+    return {} if "hooks" in section.universal_without else hooks
+
+
+def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
+    """Carry over everything, except what is named in ``without``; returns states of the hooks by class name."""
+    dims, state = run.dims, source.state
     changed = ChangedSettings(run.engine, config, None)
-    problem = changed.problem_of(state, found.manifest.source_layout.data)
-    raise_together(problem, found.place, f"{found.path} cannot be used, nothing was changed")
+    problem = changed.problem_of(state, source.layout.data)
+    raise_together(problem, source.place, f"{source.path} cannot be used, nothing was changed")
     try:
-        if "loader" not in section.universal_without:
+        if "loader" not in without:
             run.loader.move_to(state["loader"])
             check_skipped_samples(state, config)
     except CheckpointError as error:
@@ -102,16 +131,14 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     if saved not in (None, now):
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
         problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
-    what = f"{found.path} cannot continue with this data, nothing was changed"
-    raise_together(problem, found.place, what)
-    load_universal(run.engine, found)
+    what = f"{source.path} cannot continue with this data, nothing was changed"
+    raise_together(problem, source.place, what)
+    source.load()
     restore_counters(run, state)
     prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
     changed.apply(run)
-    if dims.rank == 0:
-        _tell_universal(run, config, found)
-    return {} if "hooks" in section.universal_without else changed.hook_states(state["hooks"])
+    return changed.hook_states(state["hooks"])
 
 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
