@@ -1,4 +1,4 @@
-"""Does a run move to another layout with every bit of its weights and moments, through the real commands?"""
+"""Does a run move to another layout with every bit of its weights and moments, converted or in place?"""
 
 from __future__ import annotations
 
@@ -97,10 +97,19 @@ class _Leg:
     """One part of a run at one layout: its folder, its losses and its state when looked at."""
 
     def __init__(
-        self, folder: Path, data: Path, model: dict[str, Any], layout: tuple[int, int, int], **changes: Any
+        self,
+        folder: Path,
+        data: Path,
+        model: dict[str, Any],
+        layout: tuple[int, int, int],
+        begin: Path | None = None,
+        **changes: Any,
     ) -> None:
         tensor, pipeline, replicas = layout
         self.run_dir = folder
+        if begin is not None:
+            shutil.copytree(begin, folder / "checkpoints" / begin.name)
+            changes["checkpoint__other_layout"] = "convert"
         config = write_config(
             folder.with_suffix(".json"),
             data,
@@ -113,7 +122,7 @@ class _Leg:
             checkpoint__interval=3,
             **changes,
         )
-        self.at = 6 if "checkpoint__universal" in changes else 3
+        self.at = 6 if begin is not None or "checkpoint__universal" in changes else 3
         arguments = (str(config), [], str(folder.with_suffix(".state")), self.at)
         world = tensor * pipeline * replicas
         self.results = run_distributed(_pretrain_and_look, world, *arguments, init=False)
@@ -144,7 +153,10 @@ def _differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _move(folder: Path, data: Path, model: dict[str, Any], layouts: list[tuple[int, int, int]], **changes: Any) -> None:
-    """Train at the first layout, move to each next one, and compare state and losses at every move."""
+    """Train at the first layout, move to each next one in both ways, and compare state and losses at every move.
+
+    The ways: through a universal checkpoint, which DeepSpeed makes; and in place, where each rank reads what it owns.
+    """
     tolerance = 1e-2 if "deepspeed__bf16" in changes else 1e-5
     before = _Leg(folder / "leg_0", data, model, layouts[0], **changes)
     for index, layout in enumerate(layouts[1:], 1):
@@ -156,6 +168,10 @@ def _move(folder: Path, data: Path, model: dict[str, Any], layouts: list[tuple[i
         assert after.losses(before.at + 1) == pytest.approx(before.losses(before.at + 1), rel=tolerance)
         (event,) = events_of(after.run_dir, "resume", "universal")
         assert (event["step"], event["without"]) == (before.at, [])
+        in_place = _Leg(folder / f"in_place_{index}", data, model, layout, before.checkpoint(), **changes)
+        assert _differing(before.state("at"), in_place.state("start")) == []
+        assert in_place.losses(before.at + 1) == pytest.approx(before.losses(before.at + 1), rel=tolerance)
+        assert len(events_of(in_place.run_dir, "resume", "other_layout")) == 1
         before = after
 
 
