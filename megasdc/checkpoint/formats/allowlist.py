@@ -14,6 +14,7 @@ import pickle
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -127,12 +128,68 @@ def _check(path: Path | str, content: BinaryIO | None, members: bool) -> None:
         raise refuse_classes(path, unsafe)
 
 
-def _load(path: Path | str, content: str | BinaryIO, map_location: Any, *, mmap: bool, members: bool) -> Any:
+def _load(path: Path | str, content: Any, map_location: Any, *, mmap: bool, members: bool) -> Any:
     try:
-        with _allowed_classes(members), _places_noted(map_location):
+        with ExitStack() as open_files, _allowed_classes(members), _places_noted(map_location):
+            if map_location == "meta" and isinstance(content, str):
+                content = open_files.enter_context(_WithoutPromise(content))
             return torch.load(content, map_location=map_location, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
+
+
+class _WithoutPromise(io.RawIOBase):
+    """A file of ``torch.save`` in which torch looks up where each tensor begins, instead of calculating it.
+
+    It calculates where the archive has a member ``.format_version``, as if each member were followed by a descriptor
+    of it, as torch's own writer leaves one (2.13, ``torch.serialization._load``). Other writers do not, and then
+    offsets would be those of other bytes. So that member has another name here.
+    """
+
+    _NAME, _OTHER = b"/.format_version", b"/.format_unknown"
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = open(path, "rb")  # noqa: SIM115 - closed with this
+        self._at = self._find()
+
+    def _find(self) -> int:
+        """Byte at which the archive's directory names the member; -1: it does not."""
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                directory = archive.start_dir
+        except zipfile.BadZipFile:  # torch will say so
+            return -1
+        self._file.seek(directory)
+        found = self._file.read().find(self._NAME)
+        self._file.seek(0)
+        return -1 if found < 0 else directory + found
+
+    def readable(self) -> bool:
+        """It can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """It has places."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as the file does, but for the name."""
+        start = self._file.tell()
+        count = self._file.readinto(buffer)
+        first, end = max(start, self._at), min(start + count, self._at + len(self._NAME))
+        if self._at >= 0 and first < end:
+            memoryview(buffer).cast("B")[first - start : end - start] = self._OTHER[first - self._at : end - self._at]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
 
 
 @contextlib.contextmanager

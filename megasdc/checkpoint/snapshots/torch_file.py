@@ -94,7 +94,6 @@ def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> Layout
     """
     contents: list[tuple[str, bytes | int]] = [
         ("data.pkl", pickled),
-        (".format_version", b"1"),
         (".storage_alignment", str(_ALIGNMENT).encode()),
         ("byteorder", b"little"),
         *((f"data/{index}", size) for index, size in enumerate(tensor_bytes)),

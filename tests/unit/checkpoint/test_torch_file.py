@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megasdc.checkpoint.formats.digest_file import digest_file
+from megasdc.checkpoint.formats.extents import Extent, read_whole
+from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.snapshots import torch_file, writer_main
 from megasdc.checkpoint.snapshots.capture import capture
 from megasdc.checkpoint.snapshots.messages import Act, Store
@@ -68,14 +70,15 @@ def test_torch_loads_what_was_captured(tmp_path: Path, mapped: bool) -> None:
 
 
 def test_the_archive_is_whole(tmp_path: Path) -> None:
-    """All members have right checksums, the members of torch.save, and begin at multiples of 64."""
+    """All members have right checksums, and are those of torch.save but for the one that promises torch's places."""
     write(STATE, tmp_path / "state.pt")
     torch.save(STATE, tmp_path / "torch" / "state.pt") if (tmp_path / "torch").mkdir() else None
     torch.save(STATE, tmp_path / "torch" / "state.pt")
     with zipfile.ZipFile(tmp_path / "state.pt") as ours, zipfile.ZipFile(tmp_path / "torch" / "state.pt") as theirs:
         assert ours.testzip() is None
         own = {name for name in ours.namelist() if "/data/" not in name}
-        assert own == {name for name in theirs.namelist() if "/data/" not in name} - {"state/.data/serialization_id"}
+        not_ours = {"state/.data/serialization_id", "state/.format_version"}
+        assert own == {name for name in theirs.namelist() if "/data/" not in name} - not_ours
 
 
 def test_structure_is_that_of_a_file_of_torch(tmp_path: Path) -> None:
@@ -178,3 +181,26 @@ def test_names_change_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "old").exists()
     assert len(answer.failed) == 1
     assert "gone cannot be deleted" in answer.failed[0]
+
+
+def located(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a state as they are read in place."""
+    files = StateFiles()
+    found = {}
+    for name in files.load(path):
+        place = files.tensor(path, name)
+        found[name] = read_whole(place) if isinstance(place, Extent) else place
+    return found
+
+
+def test_large_tensors_are_found_behind_small_ones(tmp_path: Path) -> None:
+    """Read in place, whoever wrote the file: a snapshot, torch, or one that promises torch's order and breaks it."""
+    state = {f"{name}_{size}": torch.randn(size) for size in (1, 300, 5000) for name in ("a", "b")}
+    write(state, tmp_path / "snapshot.pt")
+    torch.save(state, tmp_path / "torch.pt")
+    with zipfile.ZipFile(tmp_path / "torch.pt") as whole, zipfile.ZipFile(tmp_path / "packed.pt", "w") as packed:
+        assert any(name.endswith("/.format_version") for name in whole.namelist()), "torch calculates places"
+        for one in whole.infolist():
+            packed.writestr(one.filename.replace("torch/", "packed/"), whole.read(one))
+    for name in ("snapshot", "torch", "packed"):
+        assert same(located(tmp_path / f"{name}.pt"), state), name
