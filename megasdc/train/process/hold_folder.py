@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import logging
 import os
@@ -30,8 +29,6 @@ from megasdc.run_lock import (
 
 logger = logging.getLogger(__name__)
 
-_calls = itertools.count()
-
 
 def hold_folders(
     folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: HeldFolders
@@ -50,7 +47,8 @@ def hold_folders(
 
     Collective: all ranks of the launch.
     """
-    store = dist.PrefixStore(f"run_lock/{next(_calls)}", store)
+    call = store.add(f"run_lock/calls of {rank}", 1)  # in one process there may be several with one store
+    store = dist.PrefixStore(f"run_lock/{call}", store)
     wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
     if rank == 0:
         held.token = token = secrets.token_hex(8)

@@ -9,6 +9,7 @@ import typer
 
 from megasdc.cli.app import output_option
 from tools.bench.commands.app import app
+from tools.bench.detection.isolation_options import IsolationOptions
 from tools.bench.detection.options import (
     BubblesOptions,
     CampaignOptions,
@@ -52,6 +53,18 @@ def bench_refereeing(on_progress: Any, options: RefereeOptions) -> Any:
     from tools.bench.detection.referee import bench_referee
 
     return bench_referee(options, on_progress)
+
+
+@add_command(app, "isolation", "--drills 20 --layouts 1x1x3 --out isolation.json")
+def bench_isolating(on_progress: Any, options: IsolationOptions) -> Any:
+    """Leave replicas out of runs whose faults go on; exit code 1 if one does not end with the right bits.
+
+    Exactly the wrong replicas must be left out, and every loss and the last checkpoint must be those of a run without
+    faults whose replicas end at the same steps; clean runs leave nobody out.
+    """
+    from tools.bench.detection.isolation import bench_isolation
+
+    return bench_isolation(options, on_progress)
 
 
 @add_command(app, "trace", "--blocks 10 --tflops 400 --bandwidth 2680")

@@ -1,0 +1,263 @@
+"""Isolation, ``python -m tools.bench isolation``: do runs go on right without replicas whose faults go on?
+
+Real ranks of this machine train a tiny model with all checks, and one or two replicas become wrong for good: in what
+they compute, in memory of the optimizer or of the weights, in what they give to collectives. Exactly these must be left
+out, and the run must end with every loss and every bit of its last checkpoint as a run without faults whose replicas
+end at the same steps. Clean runs must leave nobody out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.events import Event, read_events
+from megasdc.sdc.incident import load_incidents
+from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
+from tools.bench.detection.isolation_kinds import AGAIN, CLEAN, KINDS, STEPS, Harm, draw_harm
+from tools.bench.detection.isolation_options import MORE, IsolationOptions
+from tools.bench.detection.isolation_rank import run_launches
+from tools.bench.drills import Layout, layout_text, tables
+from tools.bench.health.hangs import prepare_texts
+from tools.bench.machine import describe_machine
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result
+
+BATCH = 12
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """One time that replicas were left out.
+
+    Args:
+        found: step in which they were found wrong.
+        resumed: step that the others went on from.
+        replicas: that are left.
+        seconds: from the verdict to the begin of the next step.
+    """
+
+    found: int
+    resumed: int
+    replicas: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Drill:
+    """What came of a run with faults; ``problems``: what was not right, a line each."""
+
+    layout: Layout
+    harm: Harm
+    isolated: tuple[Isolated, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class IsolationResult(Result):
+    """All drills."""
+
+    also = ("passed", "lost_steps", "seconds")
+
+    drills: Sequence[Drill] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was right in all drills, and some replica was left out."""
+        return not any(one.problems for one in self.drills) and any(one.isolated for one in self.drills)
+
+    @property
+    def lost_steps(self) -> list[int]:
+        """Steps that were computed again, beside the one in which a replica was found wrong."""
+        return sorted(one.found - 1 - one.resumed for drill in self.drills for one in drill.isolated)
+
+    @property
+    def seconds(self) -> list[float]:
+        """From a verdict to the begin of the next step."""
+        return sorted(one.seconds for drill in self.drills for one in drill.isolated)
+
+    def report(self) -> Report:
+        """Counts by kind and by layout, and what was not right."""
+        columns = ("drills", "right", "left out", "steps lost, median and most", "s to go on, median and most")
+        yield from tables("isolation", self.drills, lambda one: KINDS[one.harm.kind].title, _row, columns)
+        for one in self.drills:
+            for problem in one.problems:
+                yield f"{layout_text(one)} {one.harm}: {problem}"
+
+
+def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+    found = [one for drill in drills for one in drill.isolated]
+    lost, seconds = sorted(one.found - 1 - one.resumed for one in found), sorted(one.seconds for one in found)
+    right = sum(not one.problems for one in drills)
+    told = [f"{some[len(some) // 2]:.3g}, {some[-1]:.3g}" if some else "-" for some in (lost, seconds)]
+    return (name, str(len(drills)), str(right), str(len(found)), *told)
+
+
+def bench_isolation(
+    options: IsolationOptions, on_progress: Progress = lambda what, done, total: None
+) -> IsolationResult:
+    """Run all drills with all ranks on this machine.
+
+    Raises:
+        MegasdcError: a rank failed in another way than by ending its training.
+    """
+    machine, chance, drills = describe_machine(), random.Random(options.seed), list[Drill]()
+    planned: dict[Layout, list[Harm]] = {}
+    for number in range(options.drills):
+        kind = options.drawn[number % len(options.drawn)]
+        turn = number // len(options.drawn)
+        fit = [one for one in options.sizes if one[2] > MORE + (kind == AGAIN)]
+        layout = fit[turn % len(fit)]
+        planned.setdefault(layout, []).append(draw_harm(kind, layout, ("fp32", "bf16")[turn % 2], chance))
+    for layout, harms in planned.items():
+        with scratch_folder() as folder:
+            data = prepare_texts(folder)
+            drills += _Campaign(folder, data, layout, options.drills, on_progress).run(harms, len(drills))
+    return IsolationResult(machine, options, drills)
+
+
+class _Campaign:
+    """The drills of one layout."""
+
+    def __init__(self, folder: Path, data: Path, layout: Layout, total: int, on_progress: Progress) -> None:
+        self._folder, self._data, self._layout = folder, data, layout
+        self._ranks, self._per_replica = math.prod(layout), layout[0] * layout[1]
+        self._total, self._on_progress = total, on_progress
+
+    def run(self, harms: Sequence[Harm], done: int) -> list[Drill]:
+        """Run the drills, then the runs without faults that they are compared with."""
+        runs = [self._config(f"drill_{number}", harm, list(harm.specs)) for number, harm in enumerate(harms)]
+        codes = self._launch([(run, [], self._ranks) for run in runs], done)
+        found = [_isolated(run.parent) for run in runs]
+        right: dict[tuple[Any, ...], Path] = {}
+        launches = []
+        for harm, isolated in zip(harms, found, strict=True):
+            key = (harm.precision, *((one.resumed, one.replicas) for one in isolated))
+            if key not in right:
+                right[key] = self._config(f"right_{len(right)}", harm, [])
+                launches += list(self._without(right[key], isolated))
+        self._launch(launches, None)
+        ends: dict[Path, End] = {}
+        drills = []
+        for number, (harm, isolated) in enumerate(zip(harms, found, strict=True)):
+            run = right[harm.precision, *((one.resumed, one.replicas) for one in isolated)]
+            if run not in ends:
+                ends[run] = _end(run.parent)
+            problems = _problems(runs[number].parent, harm, isolated, codes[number], self._layout)
+            problems = problems or why_different(_end(runs[number].parent), ends[run])
+            drills.append(Drill(self._layout, harm, isolated, tuple(problems)))
+        return drills
+
+    def _without(self, run: Path, isolated: Sequence[Isolated]) -> Iterator[tuple[Path, list[str], int]]:
+        """Launches of a run without faults: with all replicas, then with as many as were left each time."""
+        ranks = self._ranks
+        for one in isolated:
+            yield run, [f"megasdc.training.stop_step={one.resumed}"], ranks
+            ranks = one.replicas * self._per_replica
+        yield run, [] if ranks == self._ranks else ["megasdc.sdc.policy={}"], ranks
+
+    def _launch(self, launches: Sequence[tuple[Path, list[str], int]], done: int | None) -> list[list[int]]:
+        codes: list[list[int]] = []
+
+        def take(message: dict[str, Any]) -> None:
+            codes.append(message["codes"])
+            if done is not None:
+                self._on_progress("runs with faults", done + len(codes), self._total)
+
+        arguments = {
+            "launches": [(str(run), settings, ranks) for run, settings, ranks in launches],
+            "folder": str(self._folder / ("faulty" if done is not None else "right")),
+        }
+        Path(arguments["folder"]).mkdir()  # type: ignore[arg-type]
+        run_in_ranks(run_launches, arguments, self._ranks, self._folder, take)
+        return codes
+
+    def _config(self, name: str, harm: Harm, faults: list[dict[str, Any]]) -> Path:
+        tensor, pipeline, _ = self._layout
+        checks = {"enabled": True, "coverage": "all", "slice_elements": 1_000_000, "rows": True}
+        raw = {
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "gradient_clipping": 1.0,
+            "pipeline": {"activation_checkpoint_interval": 1},
+            **({"bf16": {"enabled": True}} if harm.precision == "bf16" else {}),
+            "megasdc": {
+                "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
+                "data": {"path": str(self._data), "sequence_length": 32},
+                "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
+                "training": {"steps": STEPS},
+                "determinism": {"enabled": True},
+                "audit": {"enabled": True, "interval": 1},
+                "sdc": {
+                    "always_on": checks,
+                    "repeats": 2,
+                    "policy": dict.fromkeys(("persistent", "intermittent", "not_reproduced"), "isolate"),
+                },
+                "checkpoint": {
+                    "interval": STEPS,
+                    "writing": "async",
+                    "memory": {"interval": 1, "partners": True},
+                    "other_layout": "convert",
+                    "require_verified": "never",
+                },
+                "faults": faults,
+                "logging": {"run_dir": str(self._folder / name), "interval": 1, "progress_bar": False},
+            },
+        }
+        path = self._folder / name / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(raw), encoding="utf-8")
+        return path
+
+
+def _end(run: Path) -> End:
+    return read_end(run, run / "checkpoints")
+
+
+def _isolated(run: Path) -> tuple[Isolated, ...]:
+    """The times that replicas were left out of a run."""
+    events = sorted(read_events(run, rank=0), key=lambda one: one.time)
+    found = []
+    for number, one in enumerate(events):
+        if (one.kind, one.name) == ("isolation", "begun"):
+            verdict = _last(events[:number], "sdc", "verdict")
+            resumed = next((later for later in events[number:] if later.kind == "resume"), None)
+            begun = next((later for later in events[number:] if (later.kind, later.name) == ("start", "phases")), None)
+            assert one.step is not None
+            step = 0 if resumed is None or resumed.step is None else resumed.step
+            seconds = math.nan
+            if verdict is not None and begun is not None:
+                seconds = begun.time - begun.fields["step_s"] - verdict.time
+            found.append(Isolated(one.step, step, one.fields["replicas"], round(seconds, 3)))
+    return tuple(found)
+
+
+def _last(events: Sequence[Event], kind: str, name: str) -> Event | None:
+    return next((one for one in reversed(events) if (one.kind, one.name) == (kind, name)), None)
+
+
+def _problems(run: Path, harm: Harm, isolated: Sequence[Isolated], codes: Sequence[int], layout: Layout) -> list[str]:
+    """What was not right besides the bits at the end."""
+    if any(codes):
+        return [f"ranks ended with exit codes {list(codes)}"]
+    replicas = list(range(layout[2]))
+    named = []
+    for _, incident in sorted(load_incidents(run / "reports", []), key=lambda one: one[1].time):
+        places = sorted({one.dp_rank for one in incident.flagged})
+        if incident.done == "isolated":
+            named += [replicas[place] for place in places]
+            replicas = [one for place, one in enumerate(replicas) if place not in places]
+        elif not {replicas[place] for place in places} <= set(harm.replicas):
+            return [f"step {incident.step}: the {incident.tier} check named replicas {places}, which were right"]
+    if tuple(named) != harm.replicas:
+        return [f"left out were replicas {named}, wrong were {list(harm.replicas)}"]
+    if harm.kind == CLEAN and list((run / "reports").glob("incident*")):
+        return ["something was found in a clean run"]
+    return []

@@ -1,0 +1,30 @@
+"""Options of the campaign of isolation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tools.bench.detection.isolation_kinds import AGAIN, KINDS
+from tools.bench.drills import DrillOptions
+from tools.bench.options import option
+
+MORE = 2
+"""Replicas that are left at least."""
+
+
+@dataclass(frozen=True)
+class IsolationOptions(DrillOptions):
+    """Size of a campaign of isolation."""
+
+    known = KINDS
+
+    drills: int = option(200, "Runs, kinds, layouts and types in turn.", least=1)
+    kinds: str = option(",".join(KINDS), "Kinds of faults.")
+    layouts: str = option("1x1x3,1x1x4,1x2x3,2x1x3", "Tensor x pipeline x data of each layout.")
+
+    def problems(self) -> list[str]:
+        """Layouts that have too few replicas."""
+        found = [f"--layouts: {one} leaves fewer than {MORE} replicas" for one in self.sizes if one[2] <= MORE]
+        if AGAIN in self.drawn and all(one[2] <= MORE + 1 for one in self.sizes):
+            found.append(f"--kinds: {AGAIN} needs a layout with {MORE + 2} replicas")
+        return super().problems() + found
