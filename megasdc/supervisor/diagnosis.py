@@ -7,7 +7,7 @@ that the hostfile has, by the rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megasdc.errors import (
     CheckpointError,
@@ -108,7 +108,7 @@ class Evidence:
         failed_rank: that failed first; None: not known.
         failed_host: its host, as in the hostfile; None: not known.
         lines: what the front said of the end, the cause first.
-        host_of_rank: as in the hostfile.
+        host_of_rank: as in the hostfile; of the ranks that train at the end.
         unreachable: hosts that could not be reached afterwards.
         grows: it was asked to save and end, to go on with more hosts.
         interrupted: how it was ended from outside, in a sentence; empty: it was not.
@@ -118,6 +118,7 @@ class Evidence:
         steps: of the whole run.
         trained: what it has reported; None: no step.
         back: where the run can go back to; None: not known.
+        left_out: hosts of ranks that were found wrong, and without whose replicas the run has gone on.
     """
 
     exit_code: int | None
@@ -134,6 +135,7 @@ class Evidence:
     steps: int = 0
     trained: Trained | None = None
     back: Back | None = None
+    left_out: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,18 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Say what went wrong.
+    """Say what went wrong; hosts that the run has gone on without are wrong for certain, however it has ended."""
+    found = _diagnose(evidence)
+    if not evidence.left_out or found.kind in ("done", "stopped", "input"):
+        return found
+    also = found.hosts if found.kind in ("host_lost", "corrupt_again", "corrupt_one_of") else ()
+    hosts = tuple(dict.fromkeys((*evidence.left_out, *also)))
+    text = f"the run has gone on without {', '.join(evidence.left_out)}, which computed wrong results; {found.text}"
+    return replace(found, kind="corrupt_again", hosts=hosts, text=text)
+
+
+def _diagnose(evidence: Evidence) -> Diagnosis:
+    """Say what has ended an attempt.
 
     What is wrong before any host is asked comes first; then a host that is gone, which explains all that follows from
     it; then what was detected and named; then what came from outside; then the exit code.

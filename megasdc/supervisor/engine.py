@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megasdc import run_lock
 from megasdc.errors import PeerError
@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     def stop(self, process: Process) -> None:
         """Ask it to save and end."""
+
+    def left_out(self, attempt: Attempt) -> Sequence[str]:
+        """Hosts of ranks that were found wrong, and without whose replicas an attempt goes on."""
 
     def evidence(self, attempt: Attempt) -> Evidence:
         """How an attempt has ended."""
@@ -159,6 +162,18 @@ class FrontEngine:
         if self.lives(process):
             os.kill(process.pid, signal.SIGTERM)
 
+    def left_out(self, attempt: Attempt) -> Sequence[str]:
+        """See ``Engine``; as rank 0 has told."""
+        told, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
+        return [] if told is None else list(dict.fromkeys(hosts[rank] for rank in told["wrong"]))
+
+    def _isolation(self, attempt: Attempt) -> dict[str, Any] | None:
+        """What was told when a replica was last left out of an attempt; None: none was."""
+        if not self._run_dir.is_dir():
+            return None
+        events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, broken=[])
+        return next((one.fields for one in reversed(list(events)) if one.time >= attempt.planned_at), None)
+
     def evidence(self, attempt: Attempt) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         path = self._file(attempt, "json")
@@ -167,13 +182,15 @@ class FrontEngine:
         rows = read_metrics(self._run_dir) if self._run_dir.is_dir() else []
         hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
+        isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
         recent = [one for one in incidents if datetime.fromisoformat(one.time).timestamp() >= int(attempt.planned_at)]
         return Evidence(
             exit_code=code,
             failed_rank=None if result is None else result.failed_rank,
             failed_host=None if result is None else result.failed_host,
             lines=() if result is None else tuple(result.lines),
-            host_of_rank=tuple(host for host, slots in attempt.slots.items() for _ in range(slots)),
+            host_of_rank=hosts if isolation is None else tuple(hosts[rank] for rank in isolation["launch_ranks"]),
+            left_out=self.left_out(attempt),
             unreachable=() if code == 0 else self._allocation.unreachable(attempt),
             grows=attempt.grows,
             interrupted=self._interrupted(attempt, result),
@@ -205,3 +222,8 @@ class FrontEngine:
         stops = [one for one in read_events(self._run_dir, kind="stop", rank=0) if one.time >= attempt.planned_at]
         by_signal = any(str(one.fields["reason"]).startswith("signal") for one in stops)
         return "its ranks got a signal to save and end, which was not the supervisor's" if by_signal else ""
+
+
+def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:
+    """Hosts by rank, as an attempt begins."""
+    return tuple(host for host, slots in attempt.slots.items() for _ in range(slots))

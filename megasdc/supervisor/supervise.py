@@ -23,6 +23,8 @@ from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
 
 POLL_S = 0.2
+LOOK_S = 3.0
+"""Seconds between two looks whether an attempt has left a replica out."""
 
 Say = Callable[[str], None]
 
@@ -52,6 +54,7 @@ class Supervisor:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
         self._allocation, self._stop, self._say, self._ledger = allocation, stop, say, ledger
         self._has_left = False
+        self._look_at = 0.0
         self._history = History.of(journal.entries)
 
     def run(self) -> int:
@@ -153,10 +156,24 @@ class Supervisor:
     def _grows(self, attempt: Attempt) -> bool:
         """Whether an attempt is to end, so that the next one has more hosts; the first time that is written down."""
         history = self._history
-        if history.size > len(attempt.hosts) and history.attempt == attempt:
+        if history.attempt == attempt and (text := self._why_more(attempt)):
             self._write(GROWING)
-            self._say(f"{history.size} of {history.num_hosts} hosts can be used again")
+            self._say(text)
         return history.attempt is not None and history.attempt.grows
+
+    def _why_more(self, attempt: Attempt) -> str:
+        """Why the next attempt would have more hosts, or other ones for those that were left out; empty: it would not.
+
+        Without a spare a run goes on without its replica.
+        """
+        history = self._history
+        if history.size > len(attempt.hosts):
+            return f"{history.size} of {history.num_hosts} hosts can be used again"
+        if not history.waiting or time.monotonic() < self._look_at:
+            return ""
+        self._look_at = time.monotonic() + LOOK_S
+        wrong = self._engine.left_out(attempt)
+        return f"a spare can be used instead of {', '.join(wrong)}, whose replica is left out" if wrong else ""
 
     def _decide(self) -> None:
         history = self._history

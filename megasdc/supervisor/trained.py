@@ -32,7 +32,8 @@ class Trained:
         began_at: when its first step began, seconds since the epoch.
         last: last step that was reported as done.
         last_at: when that was.
-        loading_s: seconds before the first step in which a checkpoint was looked for, checked and loaded.
+        loading_s: seconds before the first step in which a checkpoint was looked for, checked and loaded, and those in
+            which the run began again in the same processes.
         evaluating_s: seconds of evaluations.
         saving_s: seconds that training stood still for saves, on the disk and in memory.
         stalled_s: seconds that slow steps took beyond the run's median.
@@ -57,14 +58,18 @@ def trained_since(run_dir: Path, since: float) -> Trained | None:
     """
     rows = read_metrics(run_dir) if run_dir.is_dir() else []
     events = [one for one in read_events(run_dir, rank=0, broken=[]) if one.time >= since]
-    resumed = max((one.step for one in events if one.kind == "resume" and one.step is not None), default=0)
+    starts = [one for one in events if (one.kind, one.name) == ("start", "phases")]
+    start = starts[0] if starts else None
+    first = [one for one in events if one.kind == "resume" and (start is None or one.time <= start.time)]
+    resumed = max((one.step for one in first if one.step is not None), default=0)
     new = [row for row in rows if row["time"] >= since and row["step"] > resumed]
     lines = [row for row in new if any(name in row for name in _SIGNS)]
-    start = next((one for one in events if (one.kind, one.name) == ("start", "phases")), None)
     usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
     if start is not None and start.step is not None:
         began_at = start.time - start.fields.get("step_s", 0.0)
         loading_s = start.fields["phases"].get("resume", 0.0)
+        # Of later ones, which have left replicas out in the same processes, all but their first step stands still.
+        loading_s += sum(sum(one.fields["phases"].values()) - one.fields.get("step_s", 0.0) for one in starts[1:])
         reported = (start.step, start.time)
     elif lines:
         began_at = lines[0]["time"] - (lines[0]["step"] - resumed) * usual_s

@@ -40,12 +40,12 @@ class IsolationError(CorruptionError):
 
     Args:
         step: in which it was found.
-        replicas: that are wrong.
+        ranks: that are wrong.
     """
 
-    def __init__(self, message: str, step: int, replicas: Collection[int]) -> None:
+    def __init__(self, message: str, step: int, ranks: Collection[int]) -> None:
         super().__init__(message)
-        self.step, self.replicas = step, frozenset(replicas)
+        self.step, self.ranks = step, frozenset(ranks)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,14 @@ class Remaining:
     Args:
         ranks: their numbers when the launch began, by rank.
         launch_size: ranks with which it began.
+        wrong: numbers, when it began, of the ranks that were found wrong.
         since: step in which the first replica was found wrong.
         found: step in which the last was.
     """
 
     ranks: tuple[int, ...]
     launch_size: int
+    wrong: tuple[int, ...]
     since: int
     found: int
 
@@ -76,7 +78,8 @@ class Remaining:
     def tell(self, events: EventLog, replicas: int) -> None:
         """Report that the run goes on without some ranks; ``replicas``: that are left."""
         logger.warning("the run goes on with %d replicas, without ranks %s of the launch", replicas, self.left_out)
-        said: dict[str, Any] = {"since": self.since, "left_out": self.left_out, "launch_ranks": self.ranks}
+        said: dict[str, Any] = {"since": self.since, "left_out": self.left_out, "wrong": self.wrong}
+        said["launch_ranks"] = self.ranks
         events.emit(EVENT_KIND, "begun", step=self.found, replicas=replicas, **said)
 
 
@@ -104,12 +107,12 @@ class IsolationLimit(Hook):
             )
 
 
-def leave_out(run: Run, step: int, replicas: Collection[int], before: Remaining | None, held: HeldFolders) -> Remaining:
+def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | None, held: HeldFolders) -> Remaining:
     """End the process groups of a run whose hooks are closed, and let the ranks of other replicas meet anew.
 
     Args:
-        step: in which the replicas were found wrong.
-        replicas: that are left out.
+        step: in which ranks were found wrong.
+        wrong: these ranks, whose replicas are left out.
         before: which ranks had remained until now; None: all.
         held: folders of the launch, which are released: another rank may hold them from now on.
 
@@ -123,6 +126,7 @@ def leave_out(run: Run, step: int, replicas: Collection[int], before: Remaining 
     """
     dims, launch = run.dims, run.launch_dims
     ranks: Sequence[int] = range(dims.world_size) if before is None else before.ranks
+    replicas = {dims.at(rank).dp_rank for rank in wrong}
     stay = [rank for rank in range(dims.world_size) if dims.at(rank).dp_rank not in replicas]
     held.release()  # before the gather, so that no rank takes them earlier
     host, port = gather_objects((own_address(run), free_port()), run.host_group)[stay[0]]
@@ -134,8 +138,9 @@ def leave_out(run: Run, step: int, replicas: Collection[int], before: Remaining 
     if dims.rank in stay:
         place = {"RANK": str(stay.index(dims.rank)), "WORLD_SIZE": str(len(stay))}
         os.environ.update({**place, "MASTER_ADDR": host, "MASTER_PORT": str(port), AGENT_STORE_VARIABLE: "False"})
+    found = (*(() if before is None else before.wrong), *(ranks[rank] for rank in sorted(wrong)))
     since = step if before is None else before.since
-    return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, since, step)
+    return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)
 
 
 def free_memory() -> None:

@@ -215,7 +215,7 @@ def _train_from(
     try:
         train(run)
     except IsolationError as error:
-        step, replicas = error.step, error.replicas
+        step, wrong = error.step, error.ranks
     else:
         if run.dims.rank == 0:
             tell_end(run, first)
@@ -224,11 +224,11 @@ def _train_from(
         if run.stop_error is not None:
             raise run.stop_error
         return None
-    remaining = leave_out(run, step, replicas, start.remaining, held)
+    remaining = leave_out(run, step, wrong, start.remaining, held)
     if run.launch_dims.rank in remaining.ranks:
         set_up_logging(int(os.environ["RANK"]))
         return remaining
-    logger.warning("this rank is left out: it was found wrong in step %d, and ends", step)
+    logger.warning("this rank ends: its replica was found wrong in step %d, and is left out", step)
     return None
 
 

@@ -249,8 +249,9 @@ class Disputes:
         lasts = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
         if action == "repair" and (repaired or (lasts and not in_step)):
             action = "halt"
-        wrong = {self._dims.at(ruling.rank).dp_rank for ruling in found.rulings if ruling.rank is not None}
-        if action == "isolate" and self._dims.data - len(wrong) < self._section.isolation.min_replicas:
+        wrong = {ruling.rank for ruling in found.rulings if ruling.rank is not None}
+        replicas = {self._dims.at(rank).dp_rank for rank in wrong}
+        if action == "isolate" and self._dims.data - len(replicas) < self._section.isolation.min_replicas:
             action = "halt"
         ends_here = action in ("halt", "isolate")
         if ends_here:  # first, so that the next start knows even if a report fails

@@ -52,6 +52,7 @@ class SmallProcesses:
         self._log, self._ends, self._seconds = folder / "started", ends, seconds
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopped = False
+        self.wrong = ""
         self.ended: list[str] = []
 
     @property
@@ -102,12 +103,17 @@ class SmallProcesses:
         self.stopped = True
         os.kill(process.pid, signal.SIGTERM)
 
+    def left_out(self, attempt: Attempt) -> tuple[str, ...]:
+        """See ``Engine``."""
+        return tuple(host for host in attempt.hosts if host == self.wrong)
+
     def evidence(self, attempt: Attempt) -> Evidence:
         """See ``Engine``."""
         code, host, unreachable, reached = self._ends[attempt.number - 1]
         rank = None if host is None else attempt.hosts.index(host)
-        said, grows = ["it ended"], attempt.grows
-        return Evidence(code, rank, host, said, attempt.hosts, unreachable, grows, reached=reached, steps=STEPS)
+        said, grows, left_out = ["it ended"], attempt.grows, self.left_out(attempt)
+        more = {"reached": reached, "steps": STEPS, "left_out": left_out}
+        return Evidence(code, rank, host, said, attempt.hosts, unreachable, grows, **more)  # type: ignore[arg-type]
 
 
 class SmallJob(Allocation):
@@ -308,6 +314,23 @@ def test_a_run_goes_on_with_fewer_hosts_and_grows_again(tmp_path: Path, killed_a
     assert code == 0 and [one.split()[1] for one in engine.started] == ["z,b", "z", "z,b"] and engine.stopped
     assert [one.diagnosis.kind for one in _history_in(tmp_path).failures] == ["host_lost", "grown", "done"]
     assert len(killed) == bool(killed_at)
+
+
+def test_a_spare_takes_the_place_of_a_host_whose_replica_is_left_out(tmp_path: Path) -> None:
+    """The attempt is asked to save and end, and goes on with the spare; without one it goes on as it is."""
+    engine = SmallProcesses(tmp_path, [(0, None, (), 20), (0, None, (), STEPS)], seconds=2.0)
+    engine.wrong = "b"
+    assert supervise(tmp_path, engine) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,b", "z,c"] and engine.stopped
+    assert [one.diagnosis.kind for one in _history_in(tmp_path).failures] == ["corrupt_again", "done"]
+    assert "b" in _history_in(tmp_path).replaced
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    engine = SmallProcesses(alone, [(0, None, (), STEPS)], seconds=2.0)
+    engine.wrong = "b"
+    hosts = Allocation("hosts", {"z": 1, "b": 1})
+    assert supervise(alone, engine, None, SmallTests(), Limits(pause_s=0.01), None, hosts) == 0
+    assert len(engine.started) == 1 and not engine.stopped
 
 
 def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) -> None:
