@@ -46,9 +46,9 @@ from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
-from megasdc.train.isolation import Remaining
 from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.hold_folder import hold_folders
+from megasdc.train.process.isolation import Remaining
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from megasdc.train.saving.resume import resume
@@ -112,10 +112,7 @@ def build_run(
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, engine, loader, events, split)
-    if remaining is not None:
-        run.began_as = ParallelDims.from_world(
-            dims.tensor, dims.pipeline, remaining.launch_size, remaining.ranks[dims.rank]
-        )
+    run.began_as = None if remaining is None else remaining.place_of(dims)
     drills = Drills(
         build_injector(sections, run),
         build_process_faults(sections, run),

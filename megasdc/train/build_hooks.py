@@ -40,9 +40,9 @@ from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.health.links import LinkPings
 from megasdc.train.health.progress import Health
 from megasdc.train.health.stragglers import StragglerWatch
-from megasdc.train.isolation import IsolationLimit, Remaining
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
+from megasdc.train.process.isolation import IsolationLimit, Remaining
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Reporter

@@ -123,7 +123,10 @@ class FaultDrill(Hook):
         if run.dims.rank != 0:
             return
         for index, spec in enumerate(self._injector.specs if self._injector is not None else ()):
-            if (reason := why_unfired(spec, [met[index] for met in tallies])) is not None:
+            reason = why_unfired(spec, [met[index] for met in tallies])
+            if reason is not None and run.began_as is not None and not any(met[index].here for met in tallies):
+                reason = "its ranks were left out of the run"
+            if reason is not None:
                 logger.warning(
                     "fault %d (%s, phase %s) never changed anything: %s", index, spec.kind, spec.phase, reason
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megasdc.engine.run import Run
-from megasdc.train.isolation import IsolationError
+from megasdc.train.process.isolation import IsolationError
 
 
 def train(run: Run) -> None:

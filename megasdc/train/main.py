@@ -38,7 +38,7 @@ from megasdc.versions.private_names import names_checked
 
 if TYPE_CHECKING:
     from megasdc.engine.run import Run
-    from megasdc.train.isolation import Remaining
+    from megasdc.train.process.isolation import Remaining
     from megasdc.train.process.startup import StartClock
 
 logger = logging.getLogger("megasdc")
@@ -180,7 +180,7 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.train import build, loop  # noqa: F401 - all of PyTorch and DeepSpeed
-        from megasdc.train.isolation import free_memory
+        from megasdc.train.process.isolation import free_memory
         from megasdc.train.process.startup import StartClock
 
     start = _Start(config, StartClock(started_at), started_at)
@@ -198,8 +198,8 @@ def _train_from(
     """Train until all is done, None, or until replicas are left out: then the ranks that go on, this one among them."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
-    from megasdc.train.isolation import IsolationError, leave_out
     from megasdc.train.loop import train
+    from megasdc.train.process.isolation import IsolationError, leave_out
 
     try:
         run = build_run(start.config, start.clock, signals, held, cut, start.remaining)

@@ -113,7 +113,7 @@ OWNERS = (
     Owner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "gradients, norm and shards in fp32 and fp16",
-        names=("scaled_global_norm", "has_overflow"),
+        names=("scaled_global_norm", "has_overflow", "_load_global_state"),
         mentioned=(
             *("averaged_gradients", "params_in_partition", "single_partition_of_fp32_groups", "bit16_groups"),
             *("scaled_global_norm", "has_overflow", "grad_accum", "_hp_mapping"),
@@ -127,7 +127,10 @@ OWNERS = (
     Owner(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
         "gradients, norm and shards in bf16",
-        names=("_lazy_init_hp_params_optimizer_state", "update_lp_params", "clear_hp_grads", "clear_lp_grads"),
+        names=(
+            *("_lazy_init_hp_params_optimizer_state", "update_lp_params", "clear_hp_grads", "clear_lp_grads"),
+            "_load_global_state",
+        ),
         mentioned=(
             *("fp32_groups_gradients_flat", "fp32_groups_has_gradients", "fp32_groups_flat_partition"),
             *("fp32_groups_gradient_flat_partition", "bf16_groups", "_hp_grad", "_hp_mapping", "_global_grad_norm"),

@@ -85,7 +85,7 @@ def _wrong_forward(replica: int, first: int = FOUND, **place: Any) -> dict[str, 
 def test_the_others_go_on_with_the_bits_of_a_run_without_it(
     tmp_path: Path, data: Path, layout: tuple[int, int, int], replica: int, changes: dict[str, Any]
 ) -> None:
-    """Wrong from step 5 on: no bit differs from three replicas to step 4 and two from there, whose checks are silent."""
+    """Wrong from step 5 on: no bit differs from three replicas to step 4 and then two, whose checks are silent."""
     tensor, pipeline, replicas = layout
     ranks = tensor * pipeline * replicas
     faults = [_wrong_forward(replica)]

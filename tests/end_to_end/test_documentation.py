@@ -41,6 +41,7 @@ GUIDES = (
     ),
     *("traces", "triage", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
+    "isolation",
     "supervise",
     "preflight",
     "plan-run",

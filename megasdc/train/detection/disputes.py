@@ -31,7 +31,7 @@ from megasdc.train.detection.incidents import Incidents, Settled, describe, say
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.suspects import Suspects
-from megasdc.train.isolation import IsolationError
+from megasdc.train.process.isolation import IsolationError
 
 logger = logging.getLogger(__name__)
 

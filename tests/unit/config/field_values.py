@@ -34,7 +34,13 @@ BASE: dict[str, Any] = {
 
 _DETERMINISTIC = {"megasdc.determinism.enabled": True}
 _OFFLOAD = {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False}}
+_ISOLATING = {
+    "megasdc.checkpoint.memory.interval": 1,
+    "megasdc.checkpoint.memory.partners": True,
+    "megasdc.checkpoint.other_layout": "convert",
+}
 CONTEXTS: list[tuple[str, dict[str, Any]]] = [
+    ("megasdc.sdc.policy", _ISOLATING),
     ("bf16", {"bf16": {"enabled": True}}),
     ("bfloat16", {"bfloat16": {"enabled": True}}),
     ("fp16", {"fp16": {"enabled": True}}),

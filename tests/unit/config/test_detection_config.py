@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from megasdc.config import check_layout, find_warnings, parse_config
+from megasdc.config import check_layout, find_warnings, parse_config, with_replicas
 from megasdc.errors import ConfigError
 
 BASE = {
@@ -48,6 +48,44 @@ def test_what_cannot_work_is_refused(sections, parts):
         build(**sections)
     (text,) = caught.value.problems
     assert all(part in text for part in parts)
+
+
+ISOLATING = {
+    "sdc": {"policy": {"persistent": "isolate"}},
+    "checkpoint": {"memory": {"interval": 1, "partners": True}, "other_layout": "convert"},
+}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "lacking"),
+    [
+        ({"memory": {"interval": 0, "partners": True}, "other_layout": "convert"}, "memory.interval to 1"),
+        ({"memory": {"interval": 1, "partners": False}, "other_layout": "convert"}, "memory.partners to true"),
+        ({"memory": {"interval": 1, "partners": True}}, "other_layout to convert"),
+    ],
+)
+def test_isolation_needs_the_state_of_others(checkpoint, lacking):
+    """The fields from which it comes are named, each with what to set; who is not named cannot be isolated."""
+    with pytest.raises(ConfigError) as caught:
+        build(**{**ISOLATING, "checkpoint": checkpoint})
+    assert any(one.startswith("megasdc.sdc.policy.persistent: got") and lacking in one for one in caught.value.problems)
+    with pytest.raises(ConfigError, match="inconclusive"):
+        build(**{**ISOLATING, "sdc": {"policy": {"inconclusive": "isolate"}}})
+
+
+def test_isolation_leaves_enough_replicas():
+    """One more than go on is needed at the start; a smaller run of the same samples halts instead, and says so."""
+    config = build({"train_batch_size": 12, "gradient_accumulation_steps": 4}, **ISOLATING)
+    with pytest.raises(ConfigError, match='got "isolate" with 2 replicas; 3 are needed'):
+        check_layout(build({"train_batch_size": 12}, **ISOLATING), 2)
+    whole = check_layout(config, 3)
+    fewer = with_replicas(config, whole, 2)
+    assert fewer.megasdc.sdc.policy.persistent == "halt"
+    layout = check_layout(fewer, 2, 3)
+    assert (layout.train_batch_size, layout.micro_batch_size) == (12, whole.micro_batch_size)
+    assert with_replicas(config, check_layout(config, 3), 3) == config
+    with pytest.raises(ConfigError, match="min_replicas"):
+        build(**{**ISOLATING, "sdc": {"isolation": {"min_replicas": 1}}})
 
 
 def test_one_replica_has_nothing_to_audit():

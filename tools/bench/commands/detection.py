@@ -9,7 +9,6 @@ import typer
 
 from megasdc.cli.app import output_option
 from tools.bench.commands.app import app
-from tools.bench.detection.isolation_options import IsolationOptions
 from tools.bench.detection.options import (
     BubblesOptions,
     CampaignOptions,
@@ -20,6 +19,7 @@ from tools.bench.detection.options import (
     RefereeOptions,
     TracedModel,
 )
+from tools.bench.isolation.options import IsolationOptions
 from tools.bench.options import add_command
 
 
@@ -62,7 +62,7 @@ def bench_isolating(on_progress: Any, options: IsolationOptions) -> Any:
     Exactly the wrong replicas must be left out, and every loss and the last checkpoint must be those of a run without
     faults whose replicas end at the same steps; clean runs leave nobody out.
     """
-    from tools.bench.detection.isolation import bench_isolation
+    from tools.bench.isolation.campaign import bench_isolation
 
     return bench_isolation(options, on_progress)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.detection.isolation_kinds import AGAIN, KINDS
 from tools.bench.drills import DrillOptions
+from tools.bench.isolation.kinds import AGAIN, KINDS
 from tools.bench.options import option
 
 MORE = 2

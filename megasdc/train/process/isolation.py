@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from megasdc.config import Layout
-from megasdc.engine.engine import StepResult
+from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import CorruptionError, LaunchError
 from megasdc.events import EventLog
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.local_ranks import free_port
 from megasdc.run_lock import HeldFolders
@@ -74,6 +75,10 @@ class Remaining:
     def replicas(self, whole: Layout) -> int:
         """Replicas that go on; ``whole``: layout with which the launch began."""
         return len(self.ranks) // (whole.tensor * whole.pipeline)
+
+    def place_of(self, dims: ParallelDims) -> ParallelDims:
+        """Place, when the launch began, of a rank that goes on."""
+        return ParallelDims.from_world(dims.tensor, dims.pipeline, self.launch_size, self.ranks[dims.rank])
 
     def tell(self, events: EventLog, replicas: int) -> None:
         """Report that the run goes on without some ranks; ``replicas``: that are left."""
@@ -134,6 +139,7 @@ def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | N
     if not host:
         raise LaunchError("no replica can be left out: the address of the host where the others meet is not known")
     gather_objects(None, run.host_group)  # all have read it: a rank may end now
+    _take_apart(run.engine)
     groups.shutdown()
     if dims.rank in stay:
         place = {"RANK": str(stay.index(dims.rank)), "WORLD_SIZE": str(len(stay))}
@@ -141,6 +147,20 @@ def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | N
     found = (*(() if before is None else before.wrong), *(ranks[rank] for rank in sorted(wrong)))
     since = step if before is None else before.since
     return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)
+
+
+def _take_apart(engine: TrainingEngine) -> None:
+    """Let an engine hold nothing: hooks in autograd keep it, where no garbage collection finds them (DeepSpeed 0.19.8).
+
+    Its parameters and states would stay in memory, and its process groups would not end: their threads would go on.
+    """
+    engine.destroy()
+    modules, optimizer = list(engine.module.modules()), engine.optimizer
+    for parameter in engine.module.parameters():
+        parameter.grad, parameter.data = None, torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        vars(parameter).clear()
+    for owner in (*modules, optimizer.optimizer, optimizer, engine):
+        vars(owner).clear()
 
 
 def free_memory() -> None:

@@ -19,16 +19,18 @@ from typing import Any
 from megasdc.events import Event, read_events
 from megasdc.sdc.incident import load_incidents
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
-from tools.bench.detection.isolation_kinds import AGAIN, CLEAN, KINDS, STEPS, Harm, draw_harm
-from tools.bench.detection.isolation_options import MORE, IsolationOptions
-from tools.bench.detection.isolation_rank import run_launches
 from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
+from tools.bench.isolation.kinds import AGAIN, CLEAN, KINDS, STEPS, Harm, draw_harm
+from tools.bench.isolation.options import MORE, IsolationOptions
+from tools.bench.isolation.rank import run_launches
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result
 
 BATCH = 12
+AT_A_TIME = 8
+"""Launches in the same processes, which do not free what an ended one has left."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,13 @@ class _Campaign:
             if done is not None:
                 self._on_progress("runs with faults", done + len(codes), self._total)
 
-        arguments = {
-            "launches": [(str(run), settings, ranks) for run, settings, ranks in launches],
-            "folder": str(self._folder / ("faulty" if done is not None else "right")),
-        }
-        Path(arguments["folder"]).mkdir()  # type: ignore[arg-type]
-        run_in_ranks(run_launches, arguments, self._ranks, self._folder, take)
+        for first in range(0, len(launches), AT_A_TIME):
+            some = launches[first : first + AT_A_TIME]
+            folder = self._folder / f"{'faulty' if done is not None else 'right'}_{first}"
+            folder.mkdir()
+            told = [(str(run), settings, ranks) for run, settings, ranks in some]
+            arguments = {"launches": told, "folder": str(folder)}
+            run_in_ranks(run_launches, arguments, self._ranks, self._folder, take)
         return codes
 
     def _config(self, name: str, harm: Harm, faults: list[dict[str, Any]]) -> Path:

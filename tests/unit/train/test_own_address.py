@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from megasdc.train.saving import memory
+from megasdc.train.process import own_address as module
 
 
 def address(monkeypatch: pytest.MonkeyPatch, first: str, *names: str) -> str:
     """Of the first of some hosts, whose name for itself is ``first``."""
     monkeypatch.setenv("MASTER_ADDR", first)
-    monkeypatch.setattr(memory, "gather_objects", lambda _own, _group: list(names))
+    monkeypatch.setattr(module, "gather_objects", lambda _own, _group: list(names))
     run: Any = SimpleNamespace(dims=SimpleNamespace(rank=0), host_group=None)
-    return memory._own_address(run)
+    return module.own_address(run)
 
 
 def test_a_name_that_means_the_host_itself_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:

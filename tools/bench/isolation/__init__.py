@@ -1,0 +1,1 @@
+"""Replicas that are left out: a campaign of faults that go on."""
