@@ -123,10 +123,9 @@ class FaultDrill(Hook):
         if run.dims.rank != 0:
             return
         for index, spec in enumerate(self._injector.specs if self._injector is not None else ()):
-            reason = why_unfired(spec, [met[index] for met in tallies])
-            if reason is not None and run.began_as is not None and not any(met[index].here for met in tallies):
-                reason = "its ranks were left out of the run"
-            if reason is not None:
+            of_spec = [met[index] for met in tallies]
+            left_out = run.began_as is not None and not any(met.here for met in of_spec)  # it may have fired before
+            if not left_out and (reason := why_unfired(spec, of_spec)) is not None:
                 logger.warning(
                     "fault %d (%s, phase %s) never changed anything: %s", index, spec.kind, spec.phase, reason
                 )

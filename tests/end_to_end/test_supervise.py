@@ -214,6 +214,51 @@ def test_a_host_that_computes_wrong_results_is_replaced(tmp_path: Path, folder: 
         ended_as_without_faults(hosts, folder, **sections)
 
 
+@pytest.mark.full
+def test_a_run_goes_on_without_a_wrong_host_until_a_spare_takes_its_place(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+    """Two replicas go on in the same processes, then all three; the samples of each step are always those of three."""
+    sections = {
+        "determinism": {"enabled": True},
+        "audit": {"enabled": True, "interval": 10, "verify_checkpoints": True},
+        "sdc": {"policy": {"persistent": "isolate", "intermittent": "isolate"}},
+        "checkpoint": {
+            "interval": 10,
+            "memory": {"interval": 1, "partners": True, "linger_s": 120},
+            "other_layout": "convert",
+        },
+        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1, "spare_test_s": 0},
+        "delay": [{"kind": "normal", "mean_s": 0.1, "std_s": 0.0, "steps": [20, STEPS]}],
+    }
+    harm = {"host": "node3", "submodule": "*.linear_fc2", "kind": "scale", "factor": 1.5, "elements": 3}
+    faults = [{**harm, "same_elements": True, "steps": [25, None]}]
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 4, env=env) as hosts:
+        for name, more in (("run", {"faults": faults}), ("plain", {})):
+            config = write(folder, name, **sections, **more)
+            raw = json.loads(config.read_text())
+            raw |= {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+            config.write_text(json.dumps(raw))
+            assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
+    history = history_of(folder)
+    assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
+        ("corrupt_again", ("node1", "node2", "node3")),
+        ("done", ("node1", "node2", "node4")),
+    ]
+    assert list(history.replaced) == ["node3"]
+    (begun,) = read_events(folder / "run", kind="isolation", name="begun")
+    assert (begun.step, begun.fields["wrong"], begun.fields["replicas"]) == (30, [2], 2)
+    layouts = [one.fields["layout"] for one in read_events(folder / "run", kind="resume", name="other_layout")]
+    assert layouts == ["TP1 x PP1 x DP2", "TP1 x PP1 x DP3"]
+    rows = [
+        {row["step"]: row for row in read_metrics(folder / name) if "train/loss" in row} for name in ("run", "plain")
+    ]
+    assert [len(one) for one in rows] == [STEPS, STEPS]
+    for step, row in rows[0].items():
+        assert row["data/stream_end"] == rows[1][step]["data/stream_end"]
+        # An audited step has fewer samples of its own with three replicas than with two.
+        assert row["train/loss"] == pytest.approx(rows[1][step]["train/loss"], rel=0.02)
+
+
 POISON = """
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.optim.hooks import GradientHook

@@ -182,7 +182,7 @@ class CheckpointSection(Section):
     other_layout: Literal["refuse", "convert"] = setting(
         "refuse",
         "Where the newest checkpoint, or step in memory, has another layout than the run: refuse: the start fails; "
-        "convert: it is made universal in the checkpoint folder, loaded and removed again. Needs shared storage.",
+        "convert: each rank reads the parts of its files that it owns now. Needs shared storage.",
     )
     verify: bool = setting(True, "Check sizes and checksums of every file before resuming.")
     require_verified: Literal["auto", "always", "never"] = setting(
