@@ -138,6 +138,9 @@ def _load(path: Path | str, content: Any, map_location: Any, *, mmap: bool, memb
         raise CheckpointError(f"{path} cannot be loaded: {_first_line(error)}") from error
 
 
+_PROMISE, _NO_PROMISE = b"/.format_version", b"/.format_unknown"
+
+
 class _WithoutPromise(io.RawIOBase):
     """A file of ``torch.save`` in which torch looks up where each tensor begins, instead of calculating it.
 
@@ -145,8 +148,6 @@ class _WithoutPromise(io.RawIOBase):
     of it, as torch's own writer leaves one (2.13, ``torch.serialization._load``). Other writers do not, and then
     offsets would be those of other bytes. So that member has another name here.
     """
-
-    _NAME, _OTHER = b"/.format_version", b"/.format_unknown"
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class _WithoutPromise(io.RawIOBase):
         except zipfile.BadZipFile:  # torch will say so
             return -1
         self._file.seek(directory)
-        found = self._file.read().find(self._NAME)
+        found = self._file.read().find(_PROMISE)
         self._file.seek(0)
         return -1 if found < 0 else directory + found
 
@@ -181,9 +182,9 @@ class _WithoutPromise(io.RawIOBase):
         """Read as the file does, but for the name."""
         start = self._file.tell()
         count = self._file.readinto(buffer)
-        first, end = max(start, self._at), min(start + count, self._at + len(self._NAME))
+        first, end = max(start, self._at), min(start + count, self._at + len(_PROMISE))
         if self._at >= 0 and first < end:
-            memoryview(buffer).cast("B")[first - start : end - start] = self._OTHER[first - self._at : end - self._at]
+            memoryview(buffer).cast("B")[first - start : end - start] = _NO_PROMISE[first - self._at : end - self._at]
         return count
 
     def close(self) -> None:
