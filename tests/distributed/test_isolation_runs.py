@@ -107,3 +107,13 @@ def test_the_others_go_on_with_the_bits_of_a_run_without_it(
     assert {step for step, *_ in verdicts_of(tmp_path / "run")} == {FOUND}
     ends = [row["data/stream_end"] for row in read_metrics(tmp_path / "run") if "data/stream_end" in row]
     assert ends == [12 * (step + 1) for step in range(STEPS)], "no sample is lost, none is used twice"
+
+
+def test_a_run_ends_after_so_many_steps_without_a_replica(tmp_path: Path, data: Path) -> None:
+    """It saves its last step, and ends with the corruption code and what to do; ranks that are left out end well."""
+    sdc = {"isolation": {"max_steps": 2}}
+    config = _config(tmp_path, data, "run", (1, 1, 3), faults=[_wrong_forward(1)], sdc=sdc)
+    codes = train_run(config, 3)
+    assert [code for code, _ in codes] == [73, 0, 73]
+    assert f"step {FOUND + 1} is saved" in str(codes[0][1]) and "replace their hosts" in str(codes[0][1])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{FOUND + 1:08d}"]
