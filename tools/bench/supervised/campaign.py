@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasdc.errors import LaunchError
+from megasdc.events import read_events
 from megasdc.supervisor.back import union
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import FOLDER, read_journal
@@ -33,7 +34,7 @@ from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress
 from tools.bench.supervised.config import STEP_S, STEPS, Training, training_of, write_config
 from tools.bench.supervised.drill import Drill, Strike, read_drill
-from tools.bench.supervised.faults import KINDS
+from tools.bench.supervised.faults import KINDS, LEAVE_OUT
 from tools.bench.supervised.options import SupervisedOptions
 from tools.bench.supervised.slurm import in_slurm
 from tools.bench.supervised.target import SPARES, Target, over_ssh
@@ -133,7 +134,7 @@ class _Runs:
 
     def __init__(self, engine: Engine, folder: Path, data: Path) -> None:
         self._engine, self._folder, self._data = engine, folder, data
-        self._ends: dict[Training, End] = {}
+        self._ends: dict[Training, tuple[End, float]] = {}
 
     def with_faults(self, name: str, layout: Layout, kinds: Sequence[str], seed: int) -> tuple[Drill, Path]:
         """Run with faults, and compare; returns the run's folder, too.
@@ -151,11 +152,14 @@ class _Runs:
             plain, plain_run = self._run(f"plain_{len(self._ends)}", training, (), 0)
             if plain.problems:
                 raise LaunchError(f"a run without a fault has failed: {'; '.join(plain.problems)}")
-            self._ends[training] = read_end(plain_run, plain_run / "checkpoints")
-        whole = len({len(one.hosts) for one in drill.attempts}) == 1
-        end = read_end(run, run / "checkpoints")
-        problems = why_different(end, self._ends[training], 0.0 if whole else ROUNDING)
-        return replace(drill, problems=tuple(problems)), run
+            self._ends[training] = (read_end(plain_run, plain_run / "checkpoints"), plain.seconds)
+        left_out = any(read_events(run, kind="isolation"))
+        whole = len({len(one.hosts) for one in drill.attempts}) == 1 and not left_out
+        right, plain_s = self._ends[training]
+        problems = why_different(read_end(run, run / "checkpoints"), right, 0.0 if whole else ROUNDING)
+        if drill.strikes and not left_out and set(kinds) <= LEAVE_OUT:
+            problems.append("the wrong replica was not left out")
+        return replace(drill, problems=tuple(problems), plain_s=plain_s), run
 
     def _run(self, name: str, training: Training, kinds: Sequence[str], seed: int) -> tuple[Drill, Path]:
         """Run once; returns also its folder."""

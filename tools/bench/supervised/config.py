@@ -22,12 +22,14 @@ class Training:
     Args:
         layout: tensor, pipeline, data.
         audited: results are compared every few steps, in which all replicas train on the same samples.
+        checked: results are checked in every step.
         hooked: a gradient hook of a file is called, for which the norm is summed in another order.
         skip: samples that it is not to train on, positions [first, end) in the stream.
     """
 
     layout: Layout
     audited: bool
+    checked: bool = False
     hooked: bool = False
     skip: tuple[tuple[int, int], ...] = ()
 
@@ -37,9 +39,10 @@ def training_of(layout: Layout, kinds: Sequence[str]) -> Training:
 
     Not where it may have fewer of them for a while: which samples an audited step has depends on their number.
     """
-    events = [KINDS[kind].event for kind in kinds]
-    audited = layout[2] > 2 and not any(KINDS[kind].changes_size for kind in kinds)
-    return Training(layout, audited or INJECTED in events, SKIPPED in events)
+    chosen = [KINDS[kind] for kind in kinds]
+    events, checked = [one.event for one in chosen], any(one.checked for one in chosen)
+    audited = INJECTED in events or (layout[2] > 2 and not any(one.changes_size for one in chosen))
+    return Training(layout, audited and not checked, checked, SKIPPED in events)
 
 
 def write_config(target: Target, data: Path, training: Training, kinds: Sequence[str]) -> None:
@@ -70,6 +73,12 @@ def write_config(target: Target, data: Path, training: Training, kinds: Sequence
     if training.audited:
         sections["determinism"] = {"enabled": True}
         sections["audit"] = {"enabled": True, "interval": 10, "verify_checkpoints": True}
+    if training.checked:
+        sections["determinism"] = {"enabled": True}
+        checks = {"enabled": True, "coverage": "all", "slice_elements": 1_000_000, "rows": True}
+        sections["sdc"] = {"always_on": checks}
+        sections["checkpoint"]["memory"]["interval"] = 1
+        sections["checkpoint"]["require_verified"] = "never"
     if training.hooked:
         sections["optimizer_hooks"] = [{"hook": "file", "path": str(POISON), "name": "Poison", "parameters": ["*"]}]
     for prepare in (KINDS[kind].prepare for kind in kinds):
@@ -80,6 +89,7 @@ def write_config(target: Target, data: Path, training: Training, kinds: Sequence
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **({"pipeline": {"activation_checkpoint_interval": 1}} if training.checked else {}),
         "megasdc": sections,
     }
     target.config.write_text(json.dumps(raw), encoding="utf-8")

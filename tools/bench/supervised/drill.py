@@ -77,6 +77,7 @@ class Drill:
         excluded: hosts that were not used for a while.
         problems: what was not right, a line each.
         seconds: of the whole run.
+        plain_s: of a run without a fault; None: it was not compared with one.
     """
 
     kinds: tuple[str, ...]
@@ -86,6 +87,7 @@ class Drill:
     excluded: tuple[Excluded, ...]
     problems: tuple[str, ...]
     seconds: float
+    plain_s: float | None = None
 
     @property
     def right(self) -> bool:

@@ -159,6 +159,22 @@ def _wrong_results(run: Target, sections: dict[str, Any]) -> None:
     sections["faults"] = [fault]
 
 
+def _wrong_but_others_go_on(run: Target, sections: dict[str, Any]) -> None:
+    _wrong_results(run, sections)
+    sections["sdc"]["policy"] = dict.fromkeys(("persistent", "intermittent", "not_reproduced"), "isolate")
+    sections["checkpoint"]["other_layout"] = "convert"
+
+
+def _wrong_with_fewer(run: Target, sections: dict[str, Any]) -> None:
+    _wrong_results(run, sections)
+    sections["supervise"]["min_hosts"] = run.num_hosts - 1
+
+
+def _wrong_others_with_fewer(run: Target, sections: dict[str, Any]) -> None:
+    _wrong_but_others_go_on(run, sections)
+    sections["supervise"]["min_hosts"] = run.num_hosts - 1
+
+
 def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
     sections["supervise"]["min_hosts"] = 1
 
@@ -180,6 +196,7 @@ class Kind:
         spares: hosts that such a run has beside those that it needs.
         engines: of the runs that it can come about in.
         changes_size: the run may have another number of replicas for a while.
+        checked: results are checked in every step, instead of by audits.
     """
 
     title: str
@@ -190,6 +207,12 @@ class Kind:
     spares: int = SPARES
     engines: tuple[str, ...] = (SSH, SLURM)
     changes_size: bool = False
+    checked: bool = False
+
+
+def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
+    """Of runs that can leave a replica out: what makes results wrong is found in its first step."""
+    return Kind(title, None, prepare, INJECTED, (3, 3), engines=(SSH,), checked=True, **more)
 
 
 KINDS = {
@@ -222,5 +245,17 @@ KINDS = {
     "samples": Kind("some samples give NaN", None, _poisoned_samples, SKIPPED, engines=(SSH,)),
     "wrong": Kind("one host of three replicas computes wrong results", None, _wrong_results, INJECTED, (3, 99)),
     "unsure": Kind("one host of two replicas computes wrong results", None, _wrong_results, INJECTED, (2, 2), 3),
+    "halted": _checked("one host of three is wrong: all halt, and it is replaced", _wrong_results),
+    "isolated": _checked(
+        "one host of three is wrong: the others go on until it is replaced", _wrong_but_others_go_on, changes_size=True
+    ),
+    "halted_alone": _checked(
+        "one host of three is wrong, no spare: all halt", _wrong_with_fewer, spares=0, changes_size=True
+    ),
+    "isolated_alone": _checked(
+        "one host of three is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
+    ),
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""
+LEAVE_OUT = {"isolated", "isolated_alone"}
+"""Kinds after which the other replicas go on at once."""

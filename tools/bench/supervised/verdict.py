@@ -31,16 +31,17 @@ class SupervisedResult(Result):
         columns = ("runs", "right", "attempts, median and most", "seconds, median and longest")
         _, by_layout = tables("runs", self.drills, lambda one: ", ".join(one.kinds), _row, columns)
         yield by_layout
-        titles = ("kind", "faults", "runs", "right", "the attempt ended as", "decided", "s to its end", "s to a step")
+        seconds = ("s to its end", "s to a step", "s longer")
+        titles = ("kind", "faults", "runs", "right", "the attempt ended as", "decided", *seconds)
         yield table("faults by kind", titles, self._by_kind())
         ended = Counter(one.ended or "" for drill in self.drills for one in drill.attempts)
         rows = [(DIAGNOSES[kind].title, str(count)) for kind, count in sorted(ended.items()) if kind]
         yield table("attempts by how they ended", ("diagnosis", "attempts"), rows)
         yield table("seconds from the end of an attempt to the next step, by what that goes on from", *self._recovery())
         yield table("hosts that were not used for a while", *self._excluded())
-        seconds = {part: sum(one.parts[part] for one in self.drills) for part in PARTS}
-        whole = max(sum(seconds.values()), 1e-9)
-        shares = [(part, f"{one:,.0f}", f"{one / whole:.1%}") for part, one in seconds.items()]
+        parts = {part: sum(one.parts[part] for one in self.drills) for part in PARTS}
+        whole = max(sum(parts.values()), 1e-9)
+        shares = [(part, f"{one:,.0f}", f"{one / whole:.1%}") for part, one in parts.items()]
         yield table("where the time went", ("part", "seconds", "share"), shares)
         for number, one in enumerate(self.drills):
             for problem in one.problems:
@@ -52,9 +53,9 @@ class SupervisedResult(Result):
             runs = [one for one in self.drills if name in one.kinds]
             strikes = [(drill, one) for drill in runs for one in drill.strikes if one.kind == name]
             if runs:
-                rows.append((kind.title, str(len(strikes)), *_counts(runs), *_found(strikes)))
+                rows.append((kind.title, str(len(strikes)), *_counts(runs), *_found(strikes), _longer(runs)))
         count = sum(len(one.strikes) for one in self.drills)
-        return [*rows, ("all", str(count), *_counts(self.drills), "", "", "", "")]
+        return [*rows, ("all", str(count), *_counts(self.drills), "", "", "", "", _longer(self.drills))]
 
     def _recovery(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         recoveries = [one for drill in self.drills for one in drill.recoveries]
@@ -92,6 +93,11 @@ def _found(strikes: Sequence[tuple[Drill, Strike]]) -> tuple[str, str, str, str]
         _median(ended_s),
         _median(next_s),
     )
+
+
+def _longer(runs: Sequence[Drill]) -> str:
+    """Median of the seconds that runs took longer than without a fault."""
+    return _median([one.seconds - one.plain_s for one in runs if one.plain_s is not None])
 
 
 def _listed(names: Iterable[str]) -> str:
