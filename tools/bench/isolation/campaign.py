@@ -8,7 +8,6 @@ end at the same steps. Clean runs must leave nobody out.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from megasdc.sdc.incident import load_incidents
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
+from tools.bench.isolation.config import write_config
 from tools.bench.isolation.kinds import AGAIN, KINDS, STEPS, Harm, draw_harm
 from tools.bench.isolation.options import MORE, IsolationOptions
 from tools.bench.isolation.rank import run_launches
@@ -28,7 +28,6 @@ from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result
 
-BATCH = 12
 AT_A_TIME = 8
 """Launches in the same processes, which do not free what an ended one has left."""
 
@@ -133,7 +132,7 @@ class _Campaign:
 
     def run(self, harms: Sequence[Harm], done: int) -> list[Drill]:
         """Run the drills, then the runs without faults that they are compared with."""
-        runs = [self._config(f"drill_{number}", harm, list(harm.specs)) for number, harm in enumerate(harms)]
+        runs = [self._config(f"drill_{number}", harm, harm.specs) for number, harm in enumerate(harms)]
         codes = self._launch([(run, [], self._ranks) for run in runs], done)
         found = [_isolated(run.parent) for run in runs]
         right: dict[tuple[Any, ...], Path] = {}
@@ -180,44 +179,10 @@ class _Campaign:
             run_in_ranks(run_launches, arguments, self._ranks, self._folder, take)
         return codes
 
-    def _config(self, name: str, harm: Harm, faults: list[dict[str, Any]]) -> Path:
-        tensor, pipeline, _ = self._layout
-        checks = {"enabled": True, "coverage": "all", "slice_elements": 1_000_000, "rows": True}
-        raw = {
-            "train_batch_size": BATCH,
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "gradient_clipping": 1.0,
-            "pipeline": {"activation_checkpoint_interval": 1},
-            **({"bf16": {"enabled": True}} if harm.precision == "bf16" else {}),
-            "megasdc": {
-                "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-                "data": {"path": str(self._data), "sequence_length": 32},
-                "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
-                "training": {"steps": STEPS},
-                "determinism": {"enabled": True},
-                "audit": {"enabled": True, "interval": 1},
-                "sdc": {
-                    "always_on": checks,
-                    "repeats": 2,
-                    "policy": dict.fromkeys(("persistent", "intermittent", "not_reproduced"), "isolate"),
-                },
-                "checkpoint": {
-                    "interval": STEPS,
-                    "writing": "async",
-                    "memory": {"interval": 1, "partners": True},
-                    "other_layout": "convert",
-                    "require_verified": "never",
-                },
-                "faults": faults,
-                "logging": {"run_dir": str(self._folder / name), "interval": 1, "progress_bar": False},
-            },
-        }
-        path = self._folder / name / "config.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps(raw), encoding="utf-8")
-        return path
+    def _config(self, name: str, harm: Harm, faults: Sequence[dict[str, Any]]) -> Path:
+        bf16 = {"bf16": {"enabled": True}} if harm.precision == "bf16" else {}
+        more = {"audit": {"enabled": True, "interval": 1}, "faults": faults}
+        return write_config(self._folder / name, self._data, self._layout, STEPS, more, bf16)
 
 
 def _end(run: Path) -> End:

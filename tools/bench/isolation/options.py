@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.drills import DrillOptions
+from tools.bench.drills import DrillOptions, Layout
 from tools.bench.isolation.kinds import AGAIN, KINDS
-from tools.bench.options import option
+from tools.bench.options import Options, option, parse_layouts
 
 MORE = 2
 """Replicas that are left at least."""
@@ -28,3 +28,23 @@ class IsolationOptions(DrillOptions):
         if AGAIN in self.drawn and all(one[2] <= MORE + 1 for one in self.sizes):
             found.append(f"--kinds: {AGAIN} needs a layout with {MORE + 2} replicas")
         return super().problems() + found
+
+
+@dataclass(frozen=True)
+class RateOptions(Options):
+    """Size of the benchmark of rates."""
+
+    layouts: str = option("1x1x3,1x1x4", "Tensor x pipeline x data of each layout; without a pipeline's bubbles.")
+    rounds: int = option(3, "Rounds of three runs each.", least=1)
+    steps: int = option(20, "Steps of each run that are compared.", least=1)
+    micro_batch_s: float = option(0.2, "Seconds that a micro-batch is slept.", "--micro-batch-s", min=0.001)
+
+    @property
+    def sizes(self) -> tuple[Layout, ...]:
+        """All layouts."""
+        return parse_layouts(self.layouts)
+
+    def problems(self) -> list[str]:
+        """Layouts that have too few replicas, or a pipeline, which has fewer bubbles with more micro-batches."""
+        found = [f"--layouts: {one} leaves fewer than {MORE} replicas" for one in self.sizes if one[2] <= MORE]
+        return found + [f"--layouts: {one} has pipeline stages" for one in self.sizes if one[1] > 1]
