@@ -7,7 +7,7 @@ from typing import Any
 from megasdc.checkpoint.marks import Standing
 from megasdc.report.result.page import Page, Section
 from megasdc.report.run_pages.status import ago
-from megasdc.sdc.heat_map import ranges
+from megasdc.sdc.incidents.heat_map import ranges
 
 
 def inspection_page(found: dict[str, Any]) -> Page:

@@ -18,7 +18,7 @@ from megasdc.health.incident_file import HangIncident
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
 from megasdc.report.run_pages.status import status_of
-from megasdc.sdc.incident import how_often, without_faults
+from megasdc.sdc.incidents.incident import how_often, without_faults
 from megasdc.study.log import STUDY_FOLDER
 from megasdc.supervisor.goodput import Goodput, goodput_of
 

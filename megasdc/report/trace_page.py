@@ -10,7 +10,7 @@ from megasdc.report.result.figure import Figure, layout
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Table
 from megasdc.report.traces import TraceReport
-from megasdc.sdc.heat_map import ranges
+from megasdc.sdc.incidents.heat_map import ranges
 
 SHADES = " ░▒▓█"
 """Share of results that differ: none, below 1/3, below 2/3, below 1, all."""

@@ -20,7 +20,7 @@ from megasdc.errors import (
     TraceError,
 )
 from megasdc.health.incident_file import HangIncident
-from megasdc.sdc.incident import Incident
+from megasdc.sdc.incidents.incident import Incident
 from megasdc.supervisor.trained import Trained
 
 USAGE = 2

@@ -22,7 +22,7 @@ from megasdc.health.incident_file import load_hangs
 from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
-from megasdc.sdc.incident import load_incidents
+from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.back import find_back, overrides_of

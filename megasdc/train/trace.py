@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import socket
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
+from megasdc.sdc.device import device_name
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
@@ -102,15 +101,3 @@ def config_digest(config: RunConfig) -> str:
         resolved["megasdc"]["training"].pop(field)
     resolved["megasdc"]["parallel"].pop("timeout_s")
     return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """Name of a rank's device: the GPU's, or the processor's with the instruction set that PyTorch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"

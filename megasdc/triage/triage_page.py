@@ -5,7 +5,7 @@ from __future__ import annotations
 from megasdc.metrics.details import ParameterDetails
 from megasdc.report.result.page import Page, Section, State
 from megasdc.report.result.table import Cell, Table, number
-from megasdc.sdc.heat_map import ranges
+from megasdc.sdc.incidents.heat_map import ranges
 from megasdc.triage.step_data import SampleData
 from megasdc.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.triage.triage import Triage

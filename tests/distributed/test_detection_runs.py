@@ -29,7 +29,7 @@ from megasdc.config import load_config
 from megasdc.events import read_events
 from megasdc.golden.record import record
 from megasdc.report.summary import summarize
-from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

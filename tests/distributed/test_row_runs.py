@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from whole_runs import MODELS, events_of, prepare_text, state_of, train_run, verdicts_of, write_config
 
-from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 from megasdc.report.run_pages.slowness import load_slowness
 from megasdc.run_lock import read_holder
-from megasdc.sdc.incident import Incident, load_incidents
+from megasdc.sdc.incidents.incident import Incident, load_incidents
 
 OnProgress = Callable[[str, int, int], None]
 CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"

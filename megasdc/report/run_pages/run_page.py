@@ -33,7 +33,7 @@ from megasdc.report.run_pages.marks import (
 )
 from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
-from megasdc.sdc.incident_page import headline
+from megasdc.sdc.incidents.page import headline
 from megasdc.supervisor.goodput import Goodput, goodput_of
 
 _COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)

@@ -24,7 +24,7 @@ from megasdc.report.run_pages.record import (
     metrics_row,
     series_of,
 )
-from megasdc.sdc.incident import Incident, load_incidents
+from megasdc.sdc.incidents.incident import Incident, load_incidents
 
 KEPT_ROWS, KEPT_EVENTS = 200, 500
 PACE_ROWS = 50

@@ -21,7 +21,7 @@ from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, RunRecord
 from megasdc.report.run_pages.status import SILENT_S, Status, clock, status_of
 from megasdc.report.top.follow import Look, RunFollower
 from megasdc.run_lock import read_holder
-from megasdc.sdc.incident_page import headline
+from megasdc.sdc.incidents.page import headline
 from megasdc.study.log import STUDY_FOLDER
 from megasdc.supervisor.goodput import goodput_of
 

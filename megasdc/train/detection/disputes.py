@@ -20,17 +20,18 @@ from megasdc.errors import CorruptionError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import NOT_REPRODUCED
+from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.train.detection.evidence import Evidence, Rehearse
 from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
-from megasdc.train.detection.incidents import Incidents, Settled, describe, say
+from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import Referee
-from megasdc.train.detection.suspects import Suspects
 from megasdc.train.process.isolation import IsolationError
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ class Disputes:
         self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
-        text = say(found.rulings)
+        text = found.text
         page = self._incidents.report(step, found, action)
         if ends_here:
             again = " after the step was recomputed" if repaired else ""

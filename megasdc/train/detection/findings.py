@@ -21,7 +21,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
-from megasdc.sdc.opinion import Opinion
+from megasdc.sdc.gather import gather_traces, repeat_disputed
+from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
     ELSEWHERE,
@@ -36,20 +38,17 @@ from megasdc.sdc.replay import (
     differences,
     repeated_value,
     settle,
-    to_repeat,
 )
+from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, find, judge
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.evidence import Moved, Rehearse
-from megasdc.train.detection.gather import gather_traces
-from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.rows import Rows, named
-from megasdc.train.detection.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +94,10 @@ class Findings:
         audit = gather_traces(own, self._dims, self._group)
         ballot = vote(audit, self._dims, comparable)
         self._tell_finding(engine.step_number, ballot)
-        again = [gather_traces(rehearse(engine, 0)[0], self._dims, self._group) for _ in range(self._repeats)]
+        repeats = repeat_disputed(
+            *(ballot, audit, lambda: rehearse(engine, 0)[0], self._repeats, self._dims, self._group)
+        )
         golden = ask_golden()
-        repeats = {
-            (rank, place): [repeated_value(rank, place, audit, one, self._dims) for one in again]
-            for rank, place in to_repeat(ballot)
-        }
         opinions = self._ask_referee(engine, ballot, audit, rehearse)
         refereed = {(rank, place): within for place, one in opinions for rank, within in one.within.items()}
         rulings = settle(ballot, repeats, golden, earlier, refereed)

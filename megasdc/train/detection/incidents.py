@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import datetime
 import logging
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from megasdc.addresses import Address
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
@@ -24,48 +21,24 @@ from megasdc.errors import StorageError
 from megasdc.events import read_events
 from megasdc.health.alert import alert
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incident import (
+from megasdc.sdc.device import gather_places
+from megasdc.sdc.incidents.incident import (
     FAULT_FIELDS,
-    DisputedRank,
     Environment,
     Evidence,
-    FlaggedRank,
     Incident,
     RankPlace,
-    how_often,
 )
-from megasdc.sdc.incident_page import write_incident
-from megasdc.sdc.opinion import Opinion
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.incidents.page import write_incident
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.train.saving.memory import mark_memory
 from megasdc.train.saving.saver import checkpoint_folder
-from megasdc.train.trace import device_name
 
 logger = logging.getLogger(__name__)
 
-SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
-"""Verdicts by falling severity; the most severe is the incident's."""
 DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
 SHOWN_EVENTS = 20
 SHOWN_GAPS = 5
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A finding with its rulings; the same on all ranks.
-
-    ``tier``: as of ``megasdc.sdc.incident.Incident``; ``micro_batch``: number in the step, None where it belongs to
-    none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
-    ``opinions``: the referee's.
-    """
-
-    tier: str
-    micro_batch: int | None
-    rulings: tuple[Ruling, ...]
-    compared: int = 0
-    differing: Counts = field(default_factory=dict)
-    opinions: tuple[Opinion, ...] = ()
 
 
 class Incidents:
@@ -85,8 +58,7 @@ class Incidents:
         Collective: all ranks of the world.
         """
         dims, group = self._run.dims, self._run.host_group
-        here = (socket.gethostname(), device_name(self._run.engine.device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
-        self._ranks = [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
+        self._ranks = gather_places(self._run.engine.device, dims, group)
         self._place = find_place(Ranks(self._config.megasdc.checkpoint.storage, group))
 
     def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
@@ -156,15 +128,6 @@ class Incidents:
 
     def _describe(self, step: int, found: Settled, action: str) -> Incident:
         sections, engine = self._config.megasdc, self._run.engine
-        flagged = [self._flagged(ruling, found, step) for ruling in found.rulings if ruling.rank is not None]
-        disputed = [
-            self._disputed(rank, ruling, found, step)
-            for ruling in found.rulings
-            if ruling.rank is None
-            for rank in ruling.suspects or range(len(self._ranks))
-        ]
-        verdict = min((ruling.verdict for ruling in found.rulings), key=SEVEREST.index)
-        worst = next(ruling for ruling in found.rulings if ruling.verdict == verdict)
         gaps: list[str] = []
         earlier = tuple(read_events(self._run.folder, kind="sdc", broken=gaps))[-SHOWN_EVENTS:]
         verified, saved = self._list_checkpoints(gaps)
@@ -177,12 +140,12 @@ class Incidents:
             step=step,
             micro_batch=found.micro_batch,
             tier=found.tier,  # type: ignore[arg-type]
-            verdict=verdict,  # type: ignore[arg-type]
-            basis=worst.basis,  # type: ignore[arg-type]
+            verdict=found.worst.verdict,  # type: ignore[arg-type]
+            basis=found.worst.basis,  # type: ignore[arg-type]
             policy=action,  # type: ignore[arg-type]
             done=DONE[action],  # type: ignore[arg-type]
-            flagged=tuple(flagged),
-            disputed=tuple(disputed),
+            flagged=found.flagged(self._ranks, step),
+            disputed=found.disputed(self._ranks, step),
             ranks=tuple(self._ranks),
             evidence=Evidence(found.compared, found.differing),
             opinions=found.opinions,
@@ -205,47 +168,3 @@ class Incidents:
 
     def _folder(self, step: int | None) -> str | None:
         return None if step is None else str(self._checkpoints / step_folder(step))
-
-    def _flagged(self, ruling: Ruling, found: Settled, step: int) -> FlaggedRank:
-        assert ruling.rank is not None, "only rulings that name a rank"
-        return FlaggedRank(
-            **vars(self._ranks[ruling.rank]),
-            verdict=ruling.verdict,  # type: ignore[arg-type]
-            first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
-            expected=_hex(ruling.expected),
-            got=_hex(ruling.got.get(ruling.rank)),
-            repeats=ruling.repeats,
-            wrong_repeats=ruling.wrong,
-            rate_bound=ruling.rate_bound,
-        )
-
-    def _disputed(self, rank: int, ruling: Ruling, found: Settled, step: int) -> DisputedRank:
-        return DisputedRank(
-            **vars(self._ranks[rank]),
-            first=ruling.address or Address(step, found.micro_batch, "forward", "", ""),
-            got=_hex(ruling.got.get(rank)),
-        )
-
-
-def _hex(value: int | None) -> str | None:
-    return None if value is None else f"{value:016x}"
-
-
-def describe(ruling: Ruling) -> dict[str, object]:
-    """A ruling in plain values, for events; checksums as in the incident report."""
-    plain = {name: value for name, value in vars(ruling).items() if name != "address"}
-    got = {rank: _hex(value) for rank, value in ruling.got.items()}
-    address = None if ruling.address is None else str(ruling.address)
-    return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
-
-
-def say(rulings: Sequence[Ruling]) -> str:
-    """Rulings as a sentence for people."""
-    return "; ".join(map(_say, rulings))
-
-
-def _say(ruling: Ruling) -> str:
-    who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
-    where = "" if ruling.address is None else f" at {ruling.address}"
-    often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)
-    return f"{who}{where}: {ruling.verdict}{f' ({often})' if often else ''}, {ruling.basis}"

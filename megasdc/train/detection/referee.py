@@ -16,7 +16,7 @@ from megasdc.model.submodules import Submodule
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, judge
-from megasdc.sdc.opinion import Opinion, Outside
+from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.train.detection.exhibits.calls import Exhibit, kept_calls
 from megasdc.train.detection.exhibits.make import BETWEEN, make_exhibit
 

@@ -16,8 +16,8 @@ from megasdc.health.incident import conclude
 from megasdc.health.phases import Phase
 from megasdc.health.rank_state import RankState
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.sdc.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
-from megasdc.sdc.incident_page import write_incident
+from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incidents.page import write_incident
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
 VERSIONS = {"megasdc": "0.1.0", "torch": "2.13.0"}

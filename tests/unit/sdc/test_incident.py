@@ -18,8 +18,8 @@ from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges
-from megasdc.sdc.incident import (
+from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges
+from megasdc.sdc.incidents.incident import (
     DisputedRank,
     Environment,
     Evidence,
@@ -30,7 +30,7 @@ from megasdc.sdc.incident import (
     incident_from_json,
     incident_to_json,
 )
-from megasdc.sdc.incident_page import headline, render_page, write_incident
+from megasdc.sdc.incidents.page import headline, render_page, write_incident
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SUBMODULES = ["0.embedding", "1.layer.self_attention.linear_qkv", "1.layer.mlp.linear_fc1", "2.head"]

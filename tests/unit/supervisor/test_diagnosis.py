@@ -9,8 +9,8 @@ import pytest
 
 from megasdc.addresses import FORWARD, Address
 from megasdc.health.incident_file import HangIncident
-from megasdc.sdc.incident import DisputedRank, Environment, FlaggedRank, Incident
-from megasdc.sdc.incident import Evidence as SdcEvidence
+from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
+from megasdc.sdc.incidents.incident import Evidence as SdcEvidence
 from megasdc.supervisor.diagnosis import Evidence, diagnose
 
 ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)

@@ -21,7 +21,7 @@ from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.incidents.incident import incident_from_json
 from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes

@@ -39,7 +39,8 @@ class Kind:
     names: bool = True
 
 
-_SLOT = {**_WRONG, "slot": "weight*"}
+_SLOT = {**_WRONG, "slot": "weight*", "submodule": "*.linear_*"}
+"""In all of them: a shard does not hold every weight."""
 KINDS: dict[str, Kind] = {
     CLEAN: Kind("no fault"),
     "compute": Kind("computation, always", (FORWARD, BACKWARD, WEIGHT_GRAD)),
@@ -82,9 +83,9 @@ def draw_harm(kind: str, layout: Layout, precision: str, chance: random.Random) 
         for one in (drawn, *(() if drawn.names else (KINDS["compute"],))):
             specs.append(
                 {
+                    "submodule": chance.choice(_LAYERS),
                     **one.spec,
                     "phase": chance.choice(one.phases),
-                    "submodule": chance.choice(_LAYERS),
                     "replica": replica,
                     "steps": [first + 2 * number, None],
                     "seed": chance.randrange(1 << 30),

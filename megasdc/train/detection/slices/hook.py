@@ -20,12 +20,12 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
-from megasdc.sdc.opinion import Opinion, Outside
+from megasdc.sdc.incidents.opinion import Opinion, Outside
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, Ruling, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.incidents import Settled
 from megasdc.train.detection.slices.layout import Slice, Slices
 from megasdc.train.detection.slices.reduction import SumCheck, WrongSum
 from megasdc.train.detection.slices.update import STATES, Checked, Update, UpdateSlices, checksum

@@ -15,8 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megasdc.durable import write_durably
 from megasdc.errors import CorruptionError, StorageError
-from megasdc.sdc.heat_map import build_heat_maps
-from megasdc.sdc.incident import INJECTED, FlaggedRank, Incident, how_often, incident_to_json
+from megasdc.sdc.incidents.heat_map import build_heat_maps
+from megasdc.sdc.incidents.incident import INJECTED, FlaggedRank, Incident, how_often, incident_to_json
 
 _TIERS = {
     "audit": "an audit: replicas computed the same micro-batch and did not agree",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.parallel.collectives import gather_objects
-
-
-def device_id(device: torch.device) -> str:
-    """Identifier of a rank's device on its host: a GPU's UUID, or ``cpu-`` and the rank's local number."""
-    if device.type == "cuda":
-        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return f"cpu-{os.environ.get('LOCAL_RANK', '0')}"
+from megasdc.sdc.device import device_id
 
 
 class Suspects:

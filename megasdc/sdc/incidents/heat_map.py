@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.sdc.incident import Incident
+from megasdc.sdc.incidents.incident import Incident
 
 MAX_ROWS, MAX_COLUMNS = 200, 48
 _PARTS = {

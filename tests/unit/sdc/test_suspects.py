@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from megasdc.train.detection import suspects
-from megasdc.train.detection.suspects import Suspects
+from megasdc.sdc import suspects
+from megasdc.sdc.suspects import Suspects
 
 A0, A1, B0, B1 = ("a", "cpu-0"), ("a", "cpu-1"), ("b", "cpu-0"), ("b", "cpu-1")
 

@@ -1,6 +1,6 @@
 """Incidents: what, where, when, evidence and instructions for one case of silent data corruption.
 
-Plain data without torch and without communication; ``megasdc.sdc.incident_page`` renders it.
+Plain data without torch and without communication; ``megasdc.sdc.incidents.page`` renders it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from megasdc.addresses import Address
 from megasdc.errors import TraceError
 from megasdc.events import Event
-from megasdc.sdc.opinion import Opinion
+from megasdc.sdc.incidents.opinion import Opinion
 
 REPEATS = 10
 """Runs of each case in the recommended verification of a host."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch.distributed as dist
 import xxhash
 
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.replay import repeated_value, to_repeat
 from megasdc.sdc.trace import Trace
 
 
@@ -28,3 +32,26 @@ def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | N
         known = addresses or sent[dims.at(rank).first_replica_rank][0] or []
         found[rank] = Trace(list(known), list(checksums))
     return found
+
+
+def repeat_disputed(
+    ballot: Ballot,
+    audit: Mapping[int, Trace],
+    compute: Callable[[], Trace],
+    times: int,
+    dims: ParallelDims,
+    group: dist.ProcessGroup | None,
+) -> dict[tuple[int, int], list[int | None]]:
+    """Repeat the work that replicas disagree on; what ``megasdc.sdc.replay.settle`` needs of that.
+
+    Args:
+        ballot: the vote on ``audit``, the traces of all ranks.
+        compute: does the work once more; returns this rank's trace.
+
+    Collective: all ranks of the world.
+    """
+    again = [gather_traces(compute(), dims, group) for _ in range(times)]
+    return {
+        (rank, place): [repeated_value(rank, place, audit, one, dims) for one in again]
+        for rank, place in to_repeat(ballot)
+    }

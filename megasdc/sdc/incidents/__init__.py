@@ -1,0 +1,1 @@
+"""Cases of corruption: their rulings, reports and pages."""

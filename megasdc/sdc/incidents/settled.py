@@ -1,0 +1,91 @@
+"""A finding with its rulings: as people read it, as events hold it, and what an incident says of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megasdc.addresses import Address
+from megasdc.sdc.evidence import Counts
+from megasdc.sdc.incidents.incident import DisputedRank, FlaggedRank, RankPlace, how_often
+from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
+
+SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
+"""Verdicts by falling severity; the most severe is the incident's."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A finding with its rulings; the same on all ranks.
+
+    ``tier``: as of ``incident.Incident``; ``micro_batch``: number in the step, None where it belongs to
+    none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
+    ``opinions``: the referee's.
+    """
+
+    tier: str
+    micro_batch: int | None
+    rulings: tuple[Ruling, ...]
+    compared: int = 0
+    differing: Counts = field(default_factory=dict)
+    opinions: tuple[Opinion, ...] = ()
+
+    @property
+    def worst(self) -> Ruling:
+        """The ruling with the most severe verdict."""
+        return min(self.rulings, key=lambda one: SEVEREST.index(one.verdict))
+
+    @property
+    def text(self) -> str:
+        """The rulings as a sentence for people."""
+        return "; ".join(map(_say, self.rulings))
+
+    def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
+        """Ranks named as wrong, in a step; ``ranks``: places of all."""
+        return tuple(
+            FlaggedRank(
+                **vars(ranks[one.rank]),
+                verdict=one.verdict,  # type: ignore[arg-type]
+                first=one.address or Address(step, self.micro_batch, "forward", "", ""),
+                expected=_hex(one.expected),
+                got=_hex(one.got.get(one.rank)),
+                repeats=one.repeats,
+                wrong_repeats=one.wrong,
+                rate_bound=one.rate_bound,
+            )
+            for one in self.rulings
+            if one.rank is not None
+        )
+
+    def disputed(self, ranks: Sequence[RankPlace], step: int) -> tuple[DisputedRank, ...]:
+        """Ranks of which none can be named, in a step; ``ranks``: places of all."""
+        return tuple(
+            DisputedRank(
+                **vars(ranks[rank]),
+                first=one.address or Address(step, self.micro_batch, "forward", "", ""),
+                got=_hex(one.got.get(rank)),
+            )
+            for one in self.rulings
+            if one.rank is None
+            for rank in one.suspects or range(len(ranks))
+        )
+
+
+def describe(ruling: Ruling) -> dict[str, object]:
+    """A ruling in plain values, for events; checksums as in the incident report."""
+    plain = {name: value for name, value in vars(ruling).items() if name != "address"}
+    got = {rank: _hex(value) for rank, value in ruling.got.items()}
+    address = None if ruling.address is None else str(ruling.address)
+    return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
+
+
+def _say(ruling: Ruling) -> str:
+    who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
+    where = "" if ruling.address is None else f" at {ruling.address}"
+    often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)
+    return f"{who}{where}: {ruling.verdict}{f' ({often})' if often else ''}, {ruling.basis}"
+
+
+def _hex(value: int | None) -> str | None:
+    return None if value is None else f"{value:016x}"
