@@ -8,28 +8,25 @@ in which the run is started, not to the folder of the file.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
-from megasdc.config.deepspeed_keys import REFUSED
 from megasdc.config.deepspeed_part import fill_defaults, precision_of
-from megasdc.config.fields import LARGEST_INTEGER, at_resume_of
+from megasdc.config.fields import at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problems.contradictions import find_problems
 from megasdc.config.problems.problem import Problem
-from megasdc.config.read import apply_overrides, dotted, is_unusable, read_json, shown, unusable_values
+from megasdc.config.read import apply_overrides, read_json, shown
+from megasdc.config.schema import Path_, homes_of, locate, nearest, remove, type_problems, unusable_problems
 from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import element_in, field_text, model_in, type_text
+from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
 
-Path_ = tuple[str | int, ...]
 SCHEMA_KEY = "$schema"
 """Key by which a file names its schema, for editors."""
 
@@ -107,17 +104,10 @@ def json_schema() -> dict[str, Any]:
     return {SCHEMA_KEY: "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A run of megasdc"}
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the valid name most similar to a misspelt one, None if none is similar."""
-    by_lower = {valid.lower(): valid for valid in names}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
-
-
 def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
     problems += apply_overrides(raw, overrides, _list_default)
-    wrong = _expand_preset(raw) | _unusable_problems(raw) | _type_problems(raw)
+    wrong = _expand_preset(raw) | unusable_problems(raw) | type_problems(raw, WholeFile)
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))
@@ -137,12 +127,12 @@ def _allowance_problems(names: Iterable[str]) -> list[str]:
     problems = []
     for name in names:
         path: Path_ = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
-        found, info, annotation = _locate(path)
-        section = model_in(_locate(path[:-1])[2]) if path[:-1] else WholeFile
+        found, info, annotation = locate(path, WholeFile)
+        section = model_in(locate(path[:-1], WholeFile)[2]) if path[:-1] else WholeFile
         if section is not None and model_in(annotation) is not None:
             problems.append(f"--allow-changed {name}: is a section; name its fields, one by one.")
         elif found != path or info is None or section is None:
-            homes = _homes(str(path[-1]))
+            homes = homes_of(str(path[-1]), WholeFile)
             hint = f"did you mean {' or '.join(homes[:3])}?" if homes else "see megasdc config-table."
             problems.append(f"--allow-changed {name}: is no field of the configuration; {hint}")
         elif at_resume_of(section, info) in ("refused", "universal"):
@@ -171,121 +161,12 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
     return {("megasdc", "model", "preset"): Problem(paths, what)}
 
 
-def _type_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """Unknown keys, missing keys, wrong types and values out of range, by path."""
-    found: dict[Path_, Problem] = {}
-    try:
-        WholeFile.model_validate(raw)
-    except ValidationError as error:
-        for item in error.errors(include_url=False, include_input=False):
-            path, info, annotation = _locate(item["loc"])
-            found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation))
-    return found
-
-
-def _unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """Texts that are impossible in file names, and numbers that are impossible in JSON; removes such keys."""
-    found: dict[Path_, Problem] = {}
-    for path, reason in list(unusable_values(raw)):
-        name = dotted(path)
-        found[path] = Problem((name,), f"{reason}, got {shown(_value_at(raw, path))}; write it without.")
-    for path in found:  # pydantic would reject the whole object without naming the key
-        if path and isinstance(path[-1], str) and is_unusable(path[-1]):
-            _remove(raw, path)
-    return found
-
-
-def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any) -> Problem:
-    name = dotted(path)
-    if kind == "extra_forbidden":
-        return _unknown_key(raw, path)
-    meaning = f" ({info.description.rstrip('.')})" if info is not None and info.description else ""
-    allowed = type_text(annotation) if info is None else field_text(info)
-    if kind == "missing":
-        return Problem((name,), f"missing; needed: {allowed}{meaning}.")
-    value = _value_at(raw, path)
-    if isinstance(value, int) and value > LARGEST_INTEGER:
-        allowed += f", up to {LARGEST_INTEGER}"
-    remedy = _default_remedy(info)
-    if kind == "string_type" and isinstance(value, (int, float)):
-        remedy += f"; on the command line write --set '{name}=\"{value}\"'"
-    return Problem((name,), f"got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
-
-
-def _default_remedy(info: FieldInfo | None) -> str:
-    if info is None or info.is_required():
-        return ""
-    default = info.get_default(call_default_factory=True, validated_data={})
-    return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
-
-
-def _unknown_key(raw: Any, path: Path_) -> Problem:
-    name, key = dotted(path), str(path[-1])
-    value = shown(_value_at(raw, path))
-    if name in REFUSED:
-        return Problem((name,), f"got {value}; not supported: {REFUSED[name]}. Remove the key.")
-    _, _, annotation = _locate(path[:-1])
-    model = (model_in(annotation) if path[:-1] else None) or WholeFile
-    names = list(model.model_fields)
-    where = dotted(path[:-1])
-    paths = [name]
-    if meant := nearest(key, names):
-        paths.append(f"{where}.{meant}" if where else meant)
-        hint = f"did you mean {paths[-1]}?"
-    elif homes := _homes(key):
-        hint = f"did you mean {' or '.join(homes[:3])}?"
-    else:
-        hint = "remove it."
-    listed = f" Allowed in {where}: {', '.join(names)}." if where and len(names) <= 30 else ""
-    return Problem(tuple(paths), f"unknown key (value {value}); {hint}{listed}")
-
-
-def _homes(key: str) -> list[str]:
-    """Dotted paths that end in a key, as hints for a misplaced one."""
-    found = [f"megasdc.{key}"] if key in MegasdcSection.model_fields else []
-    for prefix, section in (("", DeepSpeedPart), ("megasdc.", MegasdcSection)):
-        for name, info in section.model_fields.items():
-            inner = model_in(info.annotation)
-            if prefix == "" and name == key:
-                found.append(name)
-            if inner is not None and key in inner.model_fields:
-                found.append(f"{prefix}{name}.{key}")
-    return found
-
-
-def _locate(loc: Path_) -> tuple[Path_, FieldInfo | None, Any]:
-    """Follow pydantic's location through the sections; tags of a union, which are no keys, end the path."""
-    path: list[str | int] = []
-    info: FieldInfo | None = None
-    annotation: Any = WholeFile
-    for item in loc:
-        model, element = model_in(annotation), element_in(annotation)
-        if model is not None and isinstance(item, str):
-            path.append(item)
-            info = model.model_fields.get(item)
-            if info is None:
-                return tuple(path), None, None
-            annotation = info.annotation
-        elif element is not None and isinstance(item, int):
-            path.append(item)
-            info, annotation = None, element
-        else:
-            break
-    return tuple(path), info, annotation
-
-
 def _list_default(path: Path_) -> list[Any] | None:
-    found, info, annotation = _locate(path)
+    found, info, annotation = locate(path, WholeFile)
     if found != path or info is None or element_in(annotation) is None or info.is_required():
         return None
     default = info.get_default(call_default_factory=True, validated_data={})
     return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in default]
-
-
-def _value_at(raw: Any, path: Path_) -> Any:
-    for item in path:
-        raw = raw[item]
-    return raw
 
 
 def _inside(path: str, other: str) -> bool:
@@ -303,7 +184,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
     """Build our sections without the wrong values, removed in place, so that the other fields can be cross-checked."""
     for path in bad:
-        _remove(raw, _without_needed(path))
+        remove(raw, _without_needed(path))
     section = raw.get("megasdc")
     merged: dict[str, Any] = dict(section) if isinstance(section, dict) else {}
     for key, needed in _PLACEHOLDERS.items():
@@ -313,17 +194,6 @@ def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
 
 def _without_needed(path: Path_) -> Path_:
     """Shorten a path to its list if it names a required field of a list item."""
-    _, info, _ = _locate(path)
+    _, info, _ = locate(path, WholeFile)
     numbers = [place for place, item in enumerate(path) if isinstance(item, int)]
     return path[: numbers[-1]] if numbers and info is not None and info.is_required() else path
-
-
-def _remove(raw: Any, path: Path_) -> None:
-    """Remove a key; for a bad list item the whole list, since the indices of the other items would change."""
-    while path and isinstance(path[-1], int):
-        path = path[:-1]
-    for key in path[:-1]:
-        if isinstance(raw, dict) and key not in raw:
-            return
-        raw = raw[key]
-    raw.pop(path[-1], None)

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megasdc.config import FaultSpec
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from megasdc.config.load import nearest
 from megasdc.config.read import dotted, read_json, shown
+from megasdc.config.schema import nearest
 from megasdc.errors import ConfigError
 
 HEALTHY = "healthy"

@@ -1,0 +1,145 @@
+"""Problems of a JSON object whose sections are given as classes: unknown keys, missing ones, wrong types and ranges."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megasdc.config.deepspeed_keys import REFUSED
+from megasdc.config.fields import LARGEST_INTEGER
+from megasdc.config.problems.problem import Problem
+from megasdc.config.read import dotted, is_unusable, shown, unusable_values
+from megasdc.config.table import element_in, field_text, model_in, type_text
+
+Path_ = tuple[str | int, ...]
+Root = type[BaseModel]
+"""Class of a whole file."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the valid name most similar to a misspelt one, None if none is similar."""
+    by_lower = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def type_problems(raw: dict[str, Any], root: Root) -> dict[Path_, Problem]:
+    """Unknown keys, missing keys, wrong types and values out of range, by path."""
+    found: dict[Path_, Problem] = {}
+    try:
+        root.model_validate(raw)
+    except ValidationError as error:
+        for item in error.errors(include_url=False, include_input=False):
+            path, info, annotation = locate(item["loc"], root)
+            found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation, root))
+    return found
+
+
+def unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
+    """Texts that are impossible in file names, and numbers that are impossible in JSON; removes such keys."""
+    found: dict[Path_, Problem] = {}
+    for path, reason in list(unusable_values(raw)):
+        name = dotted(path)
+        found[path] = Problem((name,), f"{reason}, got {shown(value_at(raw, path))}; write it without.")
+    for path in found:  # pydantic would reject the whole object without naming the key
+        if path and isinstance(path[-1], str) and is_unusable(path[-1]):
+            remove(raw, path)
+    return found
+
+
+def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any, root: Root) -> Problem:
+    name = dotted(path)
+    if kind == "extra_forbidden":
+        return _unknown_key(raw, path, root)
+    meaning = f" ({info.description.rstrip('.')})" if info is not None and info.description else ""
+    allowed = type_text(annotation) if info is None else field_text(info)
+    if kind == "missing":
+        return Problem((name,), f"missing; needed: {allowed}{meaning}.")
+    value = value_at(raw, path)
+    if isinstance(value, int) and value > LARGEST_INTEGER:
+        allowed += f", up to {LARGEST_INTEGER}"
+    remedy = _default_remedy(info)
+    if kind == "string_type" and isinstance(value, (int, float)):
+        remedy += f"; on the command line write --set '{name}=\"{value}\"'"
+    return Problem((name,), f"got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
+
+
+def _default_remedy(info: FieldInfo | None) -> str:
+    if info is None or info.is_required():
+        return ""
+    default = info.get_default(call_default_factory=True, validated_data={})
+    return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
+
+
+def _unknown_key(raw: Any, path: Path_, root: Root) -> Problem:
+    name, key = dotted(path), str(path[-1])
+    value = shown(value_at(raw, path))
+    if name in REFUSED:
+        return Problem((name,), f"got {value}; not supported: {REFUSED[name]}. Remove the key.")
+    _, _, annotation = locate(path[:-1], root)
+    model = (model_in(annotation) if path[:-1] else None) or root
+    names = list(model.model_fields)
+    where = dotted(path[:-1])
+    paths = [name]
+    if meant := nearest(key, names):
+        paths.append(f"{where}.{meant}" if where else meant)
+        hint = f"did you mean {paths[-1]}?"
+    elif homes := homes_of(key, root):
+        hint = f"did you mean {' or '.join(homes[:3])}?"
+    else:
+        hint = "remove it."
+    listed = f" Allowed in {where}: {', '.join(names)}." if where and len(names) <= 30 else ""
+    return Problem(tuple(paths), f"unknown key (value {value}); {hint}{listed}")
+
+
+def homes_of(key: str, root: Root, depth: int = 3) -> list[str]:
+    """Dotted paths that end in a key, as hints for a misplaced one; the shortest first, of at most so many names."""
+    found = [key] if key in root.model_fields else []
+    if depth > 1:
+        for name, info in root.model_fields.items():
+            inner = model_in(info.annotation)
+            found += [f"{name}.{path}" for path in homes_of(key, inner, depth - 1)] if inner is not None else []
+    return sorted(found, key=lambda path: path.count("."))
+
+
+def locate(loc: Path_, root: Root) -> tuple[Path_, FieldInfo | None, Any]:
+    """Follow pydantic's location through the sections; tags of a union, which are no keys, end the path."""
+    path: list[str | int] = []
+    info: FieldInfo | None = None
+    annotation: Any = root
+    for item in loc:
+        model, element = model_in(annotation), element_in(annotation)
+        if model is not None and isinstance(item, str):
+            path.append(item)
+            info = model.model_fields.get(item)
+            if info is None:
+                return tuple(path), None, None
+            annotation = info.annotation
+        elif element is not None and isinstance(item, int):
+            path.append(item)
+            info, annotation = None, element
+        else:
+            break
+    return tuple(path), info, annotation
+
+
+def value_at(raw: Any, path: Path_) -> Any:
+    """The value at a path."""
+    for item in path:
+        raw = raw[item]
+    return raw
+
+
+def remove(raw: Any, path: Path_) -> None:
+    """Remove a key; for a bad list item the whole list, since the indices of the other items would change."""
+    while path and isinstance(path[-1], int):
+        path = path[:-1]
+    for key in path[:-1]:
+        if isinstance(raw, dict) and key not in raw:
+            return
+        raw = raw[key]
+    raw.pop(path[-1], None)
