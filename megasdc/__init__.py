@@ -1,6 +1,7 @@
 """megasdc: pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware."""
 
 import warnings
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -13,3 +14,12 @@ for _message in (
     r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)",
 ):
     warnings.filterwarnings("ignore", message=_message)
+
+
+def __getattr__(name: str) -> Any:
+    """``megasdc.attach``, which needs PyTorch and DeepSpeed, and is imported where it is used."""
+    if name == "attach":
+        from megasdc.guard.attach import attach
+
+        return attach
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

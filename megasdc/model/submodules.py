@@ -248,13 +248,19 @@ class Attachment:
         return tuple(tapped)
 
     def _tap(self, fqn: str, slot: str, value: Tensor) -> Tensor:
-        return _GradientTap.apply(value, lambda gradient: self._emit(BACKWARD, fqn, slot, gradient))
+        return tap_gradient(value, lambda gradient: self._emit(BACKWARD, fqn, slot, gradient))
 
     def _on_weight_gradient(self, fqn: str, slot: str, parameter: nn.Parameter) -> None:
         self._hold(parameter.register_hook(lambda gradient: self._emit(WEIGHT_GRAD, fqn, slot, gradient.detach())))
 
     def _hold(self, handle: Any) -> None:
         self._undo.callback(handle.remove)
+
+
+def tap_gradient(value: Tensor, emit: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """The same value; ``emit`` is called with its gradient, and returns None or what is used in its place."""
+    tapped: Tensor = _GradientTap.apply(value, emit)
+    return tapped
 
 
 class _GradientTap(torch.autograd.Function):

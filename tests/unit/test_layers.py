@@ -43,6 +43,7 @@ LAYERS = {
     "sdc": 4,
     "study": 4,
     "health": 4,
+    "guard": 5,
     "launcher": 5,
     "supervisor": 6,
     "train": 5,

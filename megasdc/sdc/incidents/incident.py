@@ -114,6 +114,19 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Script:
+    """A training that is not megasdc's own, to which a guard was attached.
+
+    Args:
+        command: the script and its arguments.
+        agreed: last step before which an audit has found all replicas equal; None: none has.
+    """
+
+    command: str
+    agreed: int | None
+
+
+@dataclass(frozen=True)
 class Instruction:
     """One action for the engineer, with exact commands, one a line; words in capitals are to be filled in."""
 
@@ -143,6 +156,7 @@ class Incident:
         newest_candidate: folder of the newest checkpoint that is not verified; None: there is none.
         not_read: files of the run that could not be read for this report, a sentence each.
         injected: fields of the configuration by which faults are injected on purpose; empty: none are.
+        script: that was guarded; None: the run is megasdc's own.
 
     Raises:
         ValueError: no rank is flagged and none disputed.
@@ -182,6 +196,7 @@ class Incident:
     newest_candidate: str | None = None
     not_read: tuple[str, ...] = ()
     injected: tuple[str, ...] = ()
+    script: Script | None = None
     format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -272,6 +287,8 @@ def _leave_out(incident: Incident) -> Instruction:
         text = f"Exclude {hosts}"
     if incident.injected:
         text = f"{INJECTED} ({', '.join(incident.injected)}); the commands start without them. {text}"
+    if incident.script is not None:
+        return _leave_out_of_script(incident, incident.script, f"{text}: {when}")
     config = " ".join([f"--config {shlex.quote(_config(incident))}", *map(without_faults, incident.injected)])
     if {one.host for one in incident.ranks} <= set(incident.hosts):
         return Instruction(
@@ -291,8 +308,21 @@ def _leave_out(incident: Incident) -> Instruction:
     )
 
 
+def _leave_out_of_script(incident: Incident, script: Script, text: str) -> Instruction:
+    without = f"--exclude {shlex.quote('@'.join(incident.hosts))} "
+    if {one.host for one in incident.ranks} <= set(incident.hosts):
+        text, without = f"{text}. No host of the run would be left: list other hosts in HOSTFILE", ""
+    return Instruction(f"{text}.", (f"deepspeed --hostfile HOSTFILE {without}{script.command}",))
+
+
 def _verify_hosts(incident: Incident) -> Instruction:
     """Instruction to verify hosts against a golden trace."""
+    if incident.script is not None:
+        return Instruction(
+            f"Test {' and '.join(incident.hosts)} when no run uses it: log in and run this. Exit code 0: healthy, 73: "
+            "wrong.",
+            ("megasdc stress",),
+        )
     golden = shlex.quote(incident.golden or "TRUSTED.golden")
     verify = f"megasdc golden verify {golden} --repeats {REPEATS}"
     text = (
@@ -312,6 +342,12 @@ def _go_on(incident: Incident) -> Instruction:
     verified, candidate = incident.verified_checkpoint, incident.newest_candidate
     if incident.done != "halted":
         return Instruction("The run continues; no restart is needed.")
+    if incident.script is not None:
+        newest = f"at most {incident.script.agreed - 1} steps" if incident.script.agreed else "no step of this start"
+        return Instruction(
+            f"Go on from a checkpoint with {newest}, after which all replicas have agreed; newer ones may hold what "
+            "went wrong."
+        )
     if verified is not None:
         newer = f" Newer ones, up to {candidate}, will be moved to `unverified`." if candidate else ""
         return Instruction(

@@ -35,9 +35,9 @@ class RateOptions(Options):
     """Size of the benchmark of rates."""
 
     layouts: str = option("1x1x3,1x1x4", "Tensor x pipeline x data of each layout; without a pipeline's bubbles.")
-    rounds: int = option(3, "Rounds of three runs each.", least=1)
-    steps: int = option(20, "Steps of each run that are compared.", least=1)
-    micro_batch_s: float = option(0.2, "Seconds that a micro-batch is slept.", "--micro-batch-s", min=0.001)
+    rounds: int = option(2, "Rounds of three runs each.", least=1)
+    steps: int = option(10, "Steps of each run that are compared.", least=1)
+    micro_batch_s: float = option(0.5, "Seconds that a micro-batch is slept.", "--micro-batch-s", min=0.001)
 
     @property
     def sizes(self) -> tuple[Layout, ...]:

@@ -1,0 +1,268 @@
+"""``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import shlex
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.checkpoint.manifest import installed_versions
+from megasdc.config.sections.guard import GuardSettings
+from megasdc.determinism import set_deterministic
+from megasdc.errors import ConfigError, CorruptionError, StorageError
+from megasdc.events import EventLog
+from megasdc.guard.engine import check_engine, dims_of
+from megasdc.guard.probe import Batch, Probe
+from megasdc.guard.record import Recorder, choose_watched
+from megasdc.guard.settings import load_settings
+from megasdc.parallel.agreement import compare_replicas
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.ballot import Ballot
+from megasdc.sdc.device import gather_places
+from megasdc.sdc.evidence import count_differing
+from megasdc.sdc.gather import gather_traces, repeat_disputed
+from megasdc.sdc.incidents.incident import Environment, Evidence, Incident, Script
+from megasdc.sdc.incidents.page import write_incident
+from megasdc.sdc.incidents.settled import Settled, describe
+from megasdc.sdc.replay import settle
+from megasdc.sdc.suspects import Suspects
+from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.vote import vote
+from megasdc.tensors.checksum import default_algorithm
+
+logger = logging.getLogger(__name__)
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+SEVERITY = ("warn", "halt")
+
+
+class CorruptionExit(CorruptionError, SystemExit):
+    """Silent data corruption in a guarded training; where nobody catches it the process ends with its exit code."""
+
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        """Exit code of the process."""
+        return self.exit_code
+
+
+def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard:
+    """Protect a training: call after ``deepspeed.initialize``, on all ranks.
+
+    Args:
+        engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``.
+        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``.
+
+    Returns:
+        The guard; its ``close`` undoes everything.
+
+    Raises:
+        ConfigError: with every problem of the settings, or why the engine cannot be guarded.
+        StorageError: the run folder cannot be written.
+
+    Collective: all ranks of the world.
+    """
+    found = load_settings(settings)
+    check_engine(engine)
+    if engine in _guarded:
+        raise ConfigError("engine: it has a guard already; close that one first.")
+    guard = Guard(engine, found)
+    _guarded.add(engine)
+    return guard
+
+
+class Guard:
+    """Audits a training before optimizer steps, until it is closed; made by ``attach``.
+
+    Attributes:
+        dims: layout of the training and this rank's place.
+        audits: how many were done.
+    """
+
+    def __init__(self, engine: Any, settings: GuardSettings) -> None:
+        self.dims = dims_of(engine)
+        self.audits = 0
+        self._engine, self._settings = engine, settings
+        self._undo = ExitStack()
+        self._agreed: int | None = None
+        folder = Path(settings.logging.run_dir)
+        try:
+            self._events = EventLog(folder, self.dims.rank)
+        except OSError as error:
+            raise StorageError(f"logging.run_dir: {folder} cannot be written: {error}") from error
+        self._folder = folder
+        self._undo.callback(self._events.close)
+        self._undo.callback(set_deterministic(settings.determinism))
+        self._world, self._copies = self._groups()
+        self._watched = choose_watched(engine.module, settings.audit.submodules)
+        self._modules = _modules_of(engine.module)
+        recorder = Recorder(self._watched, default_algorithm(engine.device))
+        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed)
+        self._undo.callback(self._probe.close)
+        self._suspects = Suspects()
+        self._suspects.on_start(engine.device, self._world)
+        self._ranks = gather_places(engine.device, self.dims, self._world)
+        self._first = self._step
+        if settings.audit.enabled:
+            take_step = engine._take_model_step
+            engine._take_model_step = partial(self._before, take_step)
+            self._undo.callback(vars(engine).pop, "_take_model_step")
+            self._await()
+        self._tell(
+            "guard", "attached", watched=len(self._watched), layout=str(self.dims), interval=settings.audit.interval
+        )
+
+    def close(self) -> None:
+        """Undo everything; closing again does nothing."""
+        self._undo.close()
+        _guarded.discard(self._engine)
+
+    @property
+    def _step(self) -> int:
+        """Number of the optimizer step that comes next, the first is 1."""
+        return int(self._engine.global_steps) + 1
+
+    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Host groups of all ranks, and of those that hold the same parameters as this one."""
+        dims, own = self.dims, None
+        for position in range(dims.tensor * dims.pipeline):
+            stage, tensor = divmod(position, dims.tensor)
+            ranks = [tensor + dims.tensor * (replica + dims.data * stage) for replica in range(dims.data)]
+            group = dist.new_group(ranks, backend="gloo")
+            self._undo.callback(dist.destroy_process_group, group)
+            own = group if dims.rank in ranks else own
+        world = dist.new_group(backend="gloo")
+        self._undo.callback(dist.destroy_process_group, world)
+        return world, own
+
+    # --- an audit -------------------------------------------------------------------------------------------------
+
+    def _source(self, step: int) -> int | None:
+        """The replica whose batch is audited in a step, another one each time; None: it is not audited."""
+        interval = self._settings.audit.interval
+        if step != self._first and step % interval:
+            return None
+        return step // interval % self.dims.data
+
+    def _await(self) -> None:
+        """Keep the next forward pass, if this rank's is to be audited."""
+        self._probe.wanted = self._source(self._step) == self.dims.dp_rank
+
+    def _before(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Audit a step that is due, and take it.
+
+        Raises:
+            CorruptionExit: on all ranks, where the policy is to halt; the step is not taken.
+        """
+        step = self._step
+        source = self._source(step)
+        if source is not None:
+            self._audit(step, source)
+        result = take_step(*args, **options)
+        self._await()
+        return result
+
+    def _audit(self, step: int, source: int) -> None:
+        self._check_model()
+        batch = self._probe.share(self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
+        own = self._probe.compute(batch, step)
+        agreed = compare_replicas([digest(own)], [], self.dims, self._world)
+        self.audits += 1
+        if not agreed.differing[0]:
+            self._agreed = step
+            self._tell("audit", "agreed", step=step, compared=len(own))
+            return
+        self._act(step, self._settle(step, own, batch))
+
+    def _settle(self, step: int, own: Trace, batch: Batch) -> Settled:
+        dims, group = self.dims, self._world
+        audit = gather_traces(own, dims, group)
+        ballot = vote(audit, dims)
+        self._tell_finding(step, ballot)
+        again = repeat_disputed(
+            *(ballot, audit, lambda: self._probe.compute(batch, step), self._settings.sdc.repeats, dims, group)
+        )
+        rulings = settle(ballot, again, None, self._suspects.ranks)
+        named = [one.rank for one in rulings if one.rank is not None]
+        return Settled("audit", 0, rulings, *count_differing(audit, dims, named))
+
+    def _tell_finding(self, step: int, ballot: Ballot) -> None:
+        for flag in ballot.flagged:
+            self._tell("sdc", "finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address))
+        if ballot.dispute is not None:
+            self._tell(
+                "sdc", "finding", step=step, tier="audit", ranks=ballot.dispute.ranks, address=ballot.dispute.address
+            )
+
+    def _act(self, step: int, found: Settled) -> None:
+        policy = self._settings.sdc.policy
+        action = max((getattr(policy, one.verdict) for one in found.rulings), key=SEVERITY.index)
+        for ruling in found.rulings:
+            self._tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+        self._suspects.add(one.rank for one in found.rulings if one.rank is not None)
+        page = gather_objects(self._report(step, found, action) if self.dims.rank == 0 else None, self._world)[0]
+        text = f"the audit of step {step} found silent data corruption: {found.text}. " + (
+            f"What to do: {page}" if page else "The incident report could not be written"
+        )
+        if self.dims.rank == 0:
+            logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
+        if action == "halt":
+            raise CorruptionExit(text)
+
+    def _report(self, step: int, found: Settled, action: str) -> str | None:
+        incident = Incident(
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            run_dir=str(self._folder),
+            step=step,
+            micro_batch=found.micro_batch,
+            tier="audit",
+            verdict=found.worst.verdict,  # type: ignore[arg-type]
+            basis=found.worst.basis,  # type: ignore[arg-type]
+            policy=action,  # type: ignore[arg-type]
+            done="halted" if action == "halt" else "committed",
+            flagged=found.flagged(self._ranks, step),
+            disputed=found.disputed(self._ranks, step),
+            ranks=tuple(self._ranks),
+            evidence=Evidence(found.compared, found.differing),
+            environment=Environment(installed_versions(), self.dims.layout, _precision(self._engine)),
+            script=Script(shlex.join(sys.argv), self._agreed),
+        )
+        try:
+            return str(write_incident(incident)[1])
+        except StorageError as error:
+            logger.error("%s", error)
+            return None
+
+    def _check_model(self) -> None:
+        """Refuse to audit a model whose submodules are others than when the guard was attached."""
+        now = _modules_of(self._engine.module)
+        if now != self._modules:
+            other = sorted(now.items() ^ self._modules.items())
+            raise ConfigError(
+                f"engine: submodule {other[0][0]} of its model was added, removed or replaced after the guard was "
+                "attached; close the guard before, and attach again."
+            )
+
+    def _tell(self, kind: str, name: str, *, step: int | None = None, **fields: Any) -> None:
+        """Write an event on rank 0; one that cannot be written is logged, since other ranks go on."""
+        if self.dims.rank == 0:
+            try:
+                self._events.emit(kind, name, step=step, **fields)
+            except OSError as error:
+                logger.error("the event %s/%s of step %s is not written: %s", kind, name, step, error)
+
+
+def _modules_of(model: Any) -> dict[str, int]:
+    return {fqn: id(module) for fqn, module in model.named_modules()}
+
+
+def _precision(engine: Any) -> str:
+    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"

@@ -1,0 +1,62 @@
+"""What a DeepSpeed engine must be for a guard, and where its ranks are in the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megasdc.errors import ConfigError
+from megasdc.parallel.dims import ParallelDims
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what cannot be guarded.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        what = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        raise ConfigError(f"engine: got {what}; needed: what deepspeed.initialize returns first, a DeepSpeedEngine.")
+    problems = []
+    if engine.zero_optimization_stage() > 2:
+        problems.append(
+            "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
+        )
+    if engine.optimizer is None or not hasattr(engine, "_take_model_step"):
+        problems.append("engine: it has no optimizer; a guard acts before optimizer steps.")
+    if any(hasattr(module, "_orig_mod") for module in engine.module.modules()) or engine.is_compiled:
+        problems.append(
+            "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, "
+            "and train without it."
+        )
+    if engine.has_moe_layers:
+        problems.append("engine: its model has experts on different ranks, whose parameters are no copies.")
+    if getattr(engine, "sequence_parallel_size", 1) > 1:
+        problems.append("engine: its ranks share sequences, so that none computes a batch alone.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def dims_of(engine: Any) -> ParallelDims:
+    """Sizes of the layout and this rank's place.
+
+    Raises:
+        ConfigError: ranks are not numbered with tensor fastest, then data, then pipeline.
+    """
+    grid = getattr(engine, "grid", None) or engine.mpu
+    tensor = pipeline = 1
+    if grid is not None:
+        tensor = grid.get_model_parallel_world_size() if grid is engine.mpu else grid.get_slice_parallel_world_size()
+        pipeline = engine.num_stages if hasattr(engine, "num_stages") else 1
+    dims = ParallelDims.from_world(tensor, pipeline, dist.get_world_size(), dist.get_rank())
+    place = dims.dp_rank if grid is None else grid.get_data_parallel_rank()
+    if place != dims.dp_rank:
+        raise ConfigError(
+            f"engine: rank {dims.rank} is replica {place}; needed for {dims}: {dims.dp_rank}, ranks numbered with "
+            "tensor fastest, then data, then pipeline."
+        )
+    return dims

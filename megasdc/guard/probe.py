@@ -1,0 +1,193 @@
+"""A batch of training that all replicas compute alike, beside training, and leave no trace of.
+
+What the model was given in the first forward pass of an audited step on one replica is sent to the others. All compute
+it forward and backward with the same random numbers and buffers. ``torch.autograd.grad`` writes no gradient and calls
+no hook of ZeRO; random state and buffers are put back.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
+from megasdc.errors import ConfigError
+from megasdc.guard.record import Recorder, map_tensors, tensors_in
+from megasdc.sdc.trace import Trace
+
+FP16_SCALE = 1024.0
+"""Of what flows backward in fp16, whose small numbers are zero; a power of two changes no other bit."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor on its way to another rank."""
+
+    value: Tensor
+    requires_grad: bool
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model was given.
+
+    Args:
+        autocast: type of automatic mixed precision; None: it was off.
+        buffers: of the replica whose batch it is, by name.
+    """
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    autocast: torch.dtype | None
+    buffers: Mapping[str, Tensor]
+
+
+class Probe:
+    """Keeps batches of one replica, sends them to the others, and computes them.
+
+    Args:
+        model: that the engine trains.
+        device: of its parameters.
+        recorder: of what submodules compute.
+        seed: of random numbers in audits.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, recorder: Recorder, seed: int) -> None:
+        self._model, self._device, self._recorder, self._seed = model, device, recorder, seed
+        self._kept: bytes | str | None = None
+        self.wanted = False
+        """Whether the next forward pass of training is kept."""
+        self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def close(self) -> None:
+        """Look at no further forward pass."""
+        self._handle.remove()
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not (self.wanted and self._model.training and torch.is_grad_enabled()):
+            return
+        self.wanted = False
+
+        def sent(tensor: Tensor) -> _Sent:
+            return _Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
+
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        buffers = {name: value.detach().cpu() for name, value in self._model.named_buffers()}
+        batch = Batch(map_tensors(args, sent), map_tensors(options, sent), autocast, buffers)
+        try:
+            file = io.BytesIO()
+            torch.save(batch, file)
+            self._kept = file.getvalue()
+        except Exception as error:  # of any class: what a model is given need not be plain values
+            self._kept = f"what the model was given cannot be sent to other ranks: {type(error).__name__}: {error}"
+
+    def share(self, source: int, group: dist.ProcessGroup | None) -> Batch:
+        """The batch that a rank has kept, on all ranks of a host group that hold the same parameters.
+
+        Raises:
+            ConfigError: it cannot be sent, or no forward pass was seen; on all ranks of the group.
+
+        Collective: the group.
+        """
+        kept = "no forward pass of the engine's model with gradients was seen in this step" if source >= 0 else None
+        held: list[Any] = [self._kept or kept]
+        dist.broadcast_object_list(held, src=source, group=group)
+        self._kept, self.wanted = None, False
+        if isinstance(held[0], str):
+            raise ConfigError(f"audit.enabled: got true, and no batch can be audited: {held[0]}; set it to false.")
+        found = torch.load(io.BytesIO(held[0]), weights_only=False)  # from a rank of this very training
+        assert isinstance(found, Batch), "what _keep has written"
+        return found
+
+    def compute(self, batch: Batch, step: int) -> Trace:
+        """Compute a batch forward and backward; the results of its submodules.
+
+        Raises:
+            ConfigError: the model cannot be computed so; the message says why and what helps.
+
+        Sync: waits for the device.
+        """
+        with self._as_of(batch, step), self._recorder.recording(step):
+            outputs = self._forward(batch)
+            self._recorder.add_outputs(outputs)
+            self._recorder.begin_backward()
+            self._recorder.add_gradients(self._backward(outputs))
+        return self._recorder.take()
+
+    def _forward(self, batch: Batch) -> list[Tensor]:
+        """The loss, where the model computes it, else all results that gradients can come from."""
+
+        def received(sent: Any) -> Any:
+            value = sent.value if sent.on_host else sent.value.to(self._device)
+            return value.clone().requires_grad_(sent.requires_grad)
+
+        args, options = _map_sent(batch.args, received), _map_sent(batch.options, received)
+        mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
+        with torch.enable_grad(), mixed:
+            output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        found = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+        return [one for one in found if one.requires_grad]
+
+    def _backward(self, outputs: list[Tensor]) -> dict[str, Tensor | None]:
+        """Gradients of all parameters; of results that are no loss, of a sum with weights that are drawn."""
+        named = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        half = any(one.dtype == torch.float16 for one in named.values())
+        draw = torch.Generator().manual_seed(self._seed)
+        weights = []
+        for one in outputs:
+            drawn = torch.ones(()) if one.numel() == 1 else torch.randn(one.shape, generator=draw) / one.numel() ** 0.5
+            weights.append((drawn * (FP16_SCALE if half else 1.0)).expand(one.shape).to(one))
+        try:
+            gradients = torch.autograd.grad(outputs, list(named.values()), weights, allow_unused=True)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            raise ConfigError(
+                "audit.enabled: got true, and the model recomputes activations by reentrant checkpointing, which "
+                "torch.autograd.grad cannot pass: use use_reentrant=False (in Hugging Face: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}), or set it to false.'
+            ) from error
+        return dict(zip(named, gradients, strict=True))
+
+    @contextmanager
+    def _as_of(self, batch: Batch, step: int) -> Iterator[None]:
+        """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
+        state = capture_rng()
+        before = {name: (value, value.detach().clone()) for name, value in self._model.named_buffers()}
+        undo = set_deterministic(DeterminismSection(enabled=True))
+        try:
+            _fill(before, batch.buffers)
+            seed_generators(self._seed, step, 0)
+            yield
+        finally:
+            undo()
+            restore_rng(state)
+            _fill(before, {name: value for name, (_, value) in before.items()})
+
+
+def _fill(buffers: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, (buffer, _) in buffers.items():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
+
+
+def _map_sent(value: Any, change: Any) -> Any:
+    if isinstance(value, _Sent):
+        return change(value)
+    if type(value) is dict:
+        return {key: _map_sent(inner, change) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_map_sent(inner, change) for inner in value)
+    return value

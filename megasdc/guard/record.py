@@ -1,0 +1,171 @@
+"""Recording of what the submodules of any model compute: checksums of outputs, gradients of inputs and of parameters.
+
+Hooks are on the model while a batch is recorded, and at no other time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.config.schema import nearest
+from megasdc.errors import ConfigError
+from megasdc.model.submodules import tap_gradient
+from megasdc.sdc.trace import Trace
+from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+ROOT = "model"
+"""Name of the whole model, of which submodules have none."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A submodule whose results are recorded."""
+
+    fqn: str
+    module: nn.Module
+
+
+def choose_watched(model: nn.Module, patterns: Sequence[str] | None) -> list[Watched]:
+    """The submodules of a model that are recorded, in the order of its definition.
+
+    Args:
+        patterns: of names; None: submodules that have none inside, and those of attention, whose products no submodule
+            of their own computes.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    named = [Watched(fqn, module) for fqn, module in model.named_modules() if fqn]
+    if patterns is None:
+        return [one for one in named if not any(one.module.children()) or "Attention" in type(one.module).__name__]
+    names = [one.fqn for one in named]
+    problems = []
+    for place, pattern in enumerate(patterns):
+        if not fnmatch.filter(names, pattern):
+            near = nearest(pattern, names)
+            hint = f"nearest: {near}" if near else f"there are {', '.join(names[:5])} ..."
+            problems.append(f"audit.submodules.{place}: got {pattern!r}, which matches no submodule; {hint}.")
+    if problems:
+        raise ConfigError(problems)
+    return [one for one in named if any(fnmatch.fnmatchcase(one.fqn, pattern) for pattern in patterns)]
+
+
+class Recorder:
+    """Records the results of submodules as a trace.
+
+    Args:
+        watched: submodules; results that are computed several times in a batch are numbered.
+        algorithm: of checksums.
+    """
+
+    def __init__(self, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
+        self._watched, self._algorithm = watched, algorithm
+        self._addresses: list[Address] = []
+        self._values: list[int | Tensor] = []
+        self._times: Counter[tuple[str, str, str]] = Counter()
+        self._step, self._in_backward = 0, False
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record what is computed in a ``with`` block; its results are addressed as of a step."""
+        self._addresses, self._values, self._step, self._in_backward = [], [], step, False
+        self._times.clear()
+        with ExitStack() as undo:
+            for one in self._watched:
+                undo.callback(one.module.register_forward_pre_hook(self._tapped(one), with_kwargs=True).remove)
+                undo.callback(one.module.register_forward_hook(self._seen(one)).remove)
+            yield
+
+    def begin_backward(self) -> None:
+        """A forward pass from now on is a recomputation."""
+        self._in_backward = True
+
+    def add_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Record the gradients of parameters, by name; None: there is none."""
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                fqn, _, slot = name.rpartition(".")
+                self._add(WEIGHT_GRAD, fqn or ROOT, slot, gradient)
+
+    def add_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Record the results of the whole model."""
+        for number, tensor in enumerate(outputs):
+            self._add(FORWARD, ROOT, _slot("output", number), tensor)
+
+    def take(self) -> Trace:
+        """The trace of the last batch.
+
+        Sync: waits for the device once.
+        """
+        return Trace(self._addresses, read_back(self._values))
+
+    def _seen(self, one: Watched) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            phase = RECOMPUTE if self._in_backward else FORWARD
+            for number, tensor in enumerate(tensors_in(output)):
+                self._add(phase, one.fqn, _slot("output", number), tensor)
+
+        return hook
+
+    def _tapped(self, one: Watched) -> Any:
+        """A hook that lets the gradients of a submodule's inputs be seen; not of one that writes into its inputs."""
+        in_place = getattr(one.module, "inplace", False)
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            if in_place or not torch.is_grad_enabled():
+                return None
+            count = iter(range(1 << 30))
+
+            def tap(tensor: Tensor) -> Tensor:
+                slot = _slot("input", next(count))
+                if not (tensor.requires_grad and tensor.is_floating_point()):
+                    return tensor
+                return tap_gradient(tensor, lambda gradient: self._add(BACKWARD, one.fqn, slot, gradient))
+
+            return map_tensors(args, tap), map_tensors(options, tap)
+
+        return hook
+
+    def _add(self, phase: str, fqn: str, slot: str, value: Tensor) -> None:
+        self._times[phase, fqn, slot] += 1
+        if (times := self._times[phase, fqn, slot]) > 1:
+            slot = f"{slot}#{times}"
+        value = value.detach()
+        self._addresses.append(Address(self._step, 0, phase, fqn, slot))
+        self._values.append(self._algorithm.start(torch.view_as_real(value) if value.is_complex() else value))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors of tuples, lists and mappings inside one another, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from tensors_in(inner)
+
+
+def map_tensors(value: Any, change: Any) -> Any:
+    """The same tuples, lists and dicts inside one another, with each tensor changed; other objects stay as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(inner, change) for inner in value)
+    return value
+
+
+def _slot(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}.{number}"
