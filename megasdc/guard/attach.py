@@ -20,10 +20,12 @@ from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.errors import ConfigError, CorruptionError, StorageError
 from megasdc.events import EventLog
+from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, dims_of
 from megasdc.guard.probe import Batch, Probe
-from megasdc.guard.record import Recorder, choose_watched
+from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.settings import load_settings
+from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot
@@ -38,6 +40,7 @@ from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
+from megasdc.versions.private_names import GUARD, check_private_names
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +57,12 @@ class CorruptionExit(CorruptionError, SystemExit):
         return self.exit_code
 
 
-def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard:
+def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | TrainerGuard:
     """Protect a training: call after ``deepspeed.initialize``, on all ranks.
 
     Args:
-        engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``.
+        engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``; or Hugging Face's ``Trainer`` with
+            such a configuration, whose engine is guarded once training begins.
         settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``.
 
     Returns:
@@ -67,14 +71,23 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard:
     Raises:
         ConfigError: with every problem of the settings, or why the engine cannot be guarded.
         StorageError: the run folder cannot be written.
+        LaunchError: a library lacks a private name that is needed.
 
-    Collective: all ranks of the world.
+    Collective: all ranks of the world; with a ``Trainer`` none before training begins.
     """
+    check_private_names(GUARD)
     found = load_settings(settings)
+    if is_trainer(engine):
+        check_trainer(engine)
+        return TrainerGuard(engine, lambda made: _guard(made, found))
+    return _guard(engine, found)
+
+
+def _guard(engine: Any, settings: GuardSettings) -> Guard:
     check_engine(engine)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
-    guard = Guard(engine, found)
+    guard = Guard(engine, settings)
     _guarded.add(engine)
     return guard
 
@@ -93,32 +106,44 @@ class Guard:
         self._engine, self._settings = engine, settings
         self._undo = ExitStack()
         self._agreed: int | None = None
-        folder = Path(settings.logging.run_dir)
-        try:
-            self._events = EventLog(folder, self.dims.rank)
-        except OSError as error:
-            raise StorageError(f"logging.run_dir: {folder} cannot be written: {error}") from error
-        self._folder = folder
-        self._undo.callback(self._events.close)
-        self._undo.callback(set_deterministic(settings.determinism))
+        self._folder = Path(settings.logging.run_dir)
         self._world, self._copies = self._groups()
-        self._watched = choose_watched(engine.module, settings.audit.submodules)
+        try:
+            watched = self._prepare()
+        except BaseException:
+            self._undo.close()
+            raise
         self._modules = _modules_of(engine.module)
-        recorder = Recorder(self._watched, default_algorithm(engine.device))
+        self._algorithm = default_algorithm(engine.device)
+        recorder = Recorder(watched, self._algorithm)
         self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed)
         self._undo.callback(self._probe.close)
+        self._undo.callback(set_deterministic(settings.determinism))
         self._suspects = Suspects()
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
         if settings.audit.enabled:
-            take_step = engine._take_model_step
-            engine._take_model_step = partial(self._before, take_step)
+            engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
             self._await()
-        self._tell(
-            "guard", "attached", watched=len(self._watched), layout=str(self.dims), interval=settings.audit.interval
-        )
+        names = [one.fqn for one in watched]
+        self._tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
+
+    def _prepare(self) -> list[Watched]:
+        """Open the event log, and choose submodules; errors of a rank are raised on all."""
+        error: OSError | None = None
+        try:
+            self._events = EventLog(self._folder, self.dims.rank)
+            self._undo.callback(self._events.close)
+        except OSError as caught:
+            error = caught
+        model, patterns = self._engine.module, self._settings.audit.submodules
+        found = gather_objects((error and str(error), [fqn for fqn, _ in model.named_modules()]), self._world)
+        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text]:
+            raise StorageError(f"logging.run_dir: {self._folder} cannot be written: {failed[0]}") from error
+        check_patterns(patterns or (), sorted({fqn for _, names in found for fqn in names if fqn}))
+        return choose_watched(model, patterns)
 
     def close(self) -> None:
         """Undo everything; closing again does nothing."""
@@ -171,16 +196,26 @@ class Guard:
         return result
 
     def _audit(self, step: int, source: int) -> None:
-        self._check_model()
-        batch = self._probe.share(self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
-        own = self._probe.compute(batch, step)
-        agreed = compare_replicas([digest(own)], [], self.dims, self._world)
+        problem, own, batch = None, Trace(), None
+        copies = read_copies(self._engine, self._algorithm, step)
+        try:
+            batch = self._probe.share(self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
+            self._check_model()
+            own = self._probe.compute(batch, step)
+        except ConfigError as error:
+            problem = error.problems
+        if problems := [one for one in gather_objects(problem, self._world) if one]:
+            raise ConfigError(problems[0])
+        assert batch is not None, "no rank has a problem"
+        agreed = compare_replicas([digest(own), digest(copies)], [], self.dims, self._world)
         self.audits += 1
-        if not agreed.differing[0]:
+        if agreed.differing[1]:  # ranks with other parameters compute other results
+            self._act(step, self._settle_copies(step, copies))
+        elif agreed.differing[0]:
+            self._act(step, self._settle(step, own, batch))
+        else:
             self._agreed = step
             self._tell("audit", "agreed", step=step, compared=len(own))
-            return
-        self._act(step, self._settle(step, own, batch))
 
     def _settle(self, step: int, own: Trace, batch: Batch) -> Settled:
         dims, group = self.dims, self._world
@@ -193,6 +228,13 @@ class Guard:
         rulings = settle(ballot, again, None, self._suspects.ranks)
         named = [one.rank for one in rulings if one.rank is not None]
         return Settled("audit", 0, rulings, *count_differing(audit, dims, named))
+
+    def _settle_copies(self, step: int, copies: Trace) -> Settled:
+        again = read_copies(self._engine, self._algorithm, step)
+        found, repeated = (gather_traces(one, self.dims, self._world) for one in (copies, again))
+        rulings = judge_copies(found, repeated, self.dims)
+        named = [one.rank for one in rulings if one.rank is not None]
+        return Settled("parameters", None, rulings, *count_differing(found, self.dims, named))
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
@@ -223,7 +265,7 @@ class Guard:
             run_dir=str(self._folder),
             step=step,
             micro_batch=found.micro_batch,
-            tier="audit",
+            tier=found.tier,  # type: ignore[arg-type]
             verdict=found.worst.verdict,  # type: ignore[arg-type]
             basis=found.worst.basis,  # type: ignore[arg-type]
             policy=action,  # type: ignore[arg-type]

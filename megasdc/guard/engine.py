@@ -26,9 +26,9 @@ def check_engine(engine: Any) -> None:
         problems.append(
             "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
         )
-    if engine.optimizer is None or not hasattr(engine, "_take_model_step"):
+    if engine.optimizer is None:
         problems.append("engine: it has no optimizer; a guard acts before optimizer steps.")
-    if any(hasattr(module, "_orig_mod") for module in engine.module.modules()) or engine.is_compiled:
+    if engine.is_compiled or any(map(_is_compiled, engine.module.modules())):
         problems.append(
             "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, "
             "and train without it."
@@ -60,3 +60,8 @@ def dims_of(engine: Any) -> ParallelDims:
             "tensor fastest, then data, then pipeline."
         )
     return dims
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` or ``Module.compile`` was used on it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

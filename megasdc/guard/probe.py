@@ -25,6 +25,9 @@ from megasdc.sdc.trace import Trace
 
 FP16_SCALE = 1024.0
 """Of what flows backward in fp16, whose small numbers are zero; a power of two changes no other bit."""
+OF_STAGES = ("micro_offset", "activation_checkpoint_interval")
+"""Of DeepSpeed's ``PipelineModule``: the number of forward passes, which seeds layers, and layers between checkpoints,
+which are reentrant; 0 while a batch is audited."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +168,16 @@ class Probe:
         """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
         state = capture_rng()
         before = {name: (value, value.detach().clone()) for name, value in self._model.named_buffers()}
+        stage = {name: getattr(self._model, name) for name in OF_STAGES if hasattr(self._model, name)}
         undo = set_deterministic(DeterminismSection(enabled=True))
         try:
+            vars(self._model).update(dict.fromkeys(stage, 0))
             _fill(before, batch.buffers)
             seed_generators(self._seed, step, 0)
             yield
         finally:
             undo()
+            vars(self._model).update(stage)
             restore_rng(state)
             _fill(before, {name: value for name, (_, value) in before.items()})
 

@@ -40,23 +40,27 @@ def choose_watched(model: nn.Module, patterns: Sequence[str] | None) -> list[Wat
     Args:
         patterns: of names; None: submodules that have none inside, and those of attention, whose products no submodule
             of their own computes.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
     """
     named = [Watched(fqn, module) for fqn, module in model.named_modules() if fqn]
     if patterns is None:
         return [one for one in named if not any(one.module.children()) or "Attention" in type(one.module).__name__]
-    names = [one.fqn for one in named]
+    return [one for one in named if any(fnmatch.fnmatchcase(one.fqn, pattern) for pattern in patterns)]
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match none of the names of submodules, of all stages.
+
+    Raises:
+        ConfigError: with every such pattern.
+    """
     problems = []
     for place, pattern in enumerate(patterns):
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = nearest(pattern, names)
             hint = f"nearest: {near}" if near else f"there are {', '.join(names[:5])} ..."
             problems.append(f"audit.submodules.{place}: got {pattern!r}, which matches no submodule; {hint}.")
     if problems:
         raise ConfigError(problems)
-    return [one for one in named if any(fnmatch.fnmatchcase(one.fqn, pattern) for pattern in patterns)]
 
 
 class Recorder:

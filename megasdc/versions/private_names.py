@@ -22,8 +22,8 @@ from megasdc.versions.tested import NAMES, PERMITTED
 DISTRIBUTIONS = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch": "torch"}
 """Distribution by its top package."""
 
-TRAINING, LAUNCHER, NODE = "training", "launcher", "node"
-"""The process that uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host."""
+TRAINING, LAUNCHER, NODE, GUARD = "training", "launcher", "node", "guard"
+"""The process that uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host; a guarded training."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Owner:
         needed_by: what breaks without them.
         names: attributes that it must have; of a class also inherited ones.
         mentioned: names that its code must read or set: attributes of its objects, calls that an override replaces.
-        used_by: ``TRAINING``, ``LAUNCHER`` or ``NODE``.
+        used_by: ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
     """
 
     where: str
@@ -100,6 +100,14 @@ OWNERS = (
             *("checkpoint_engine", "mp_world_size", "_config"),
         ),
     ),
+    Owner(
+        "deepspeed.runtime.engine:DeepSpeedEngine",
+        "a guard's audits, just before optimizer steps",
+        names=("_take_model_step",),
+        mentioned=("_take_model_step", "is_compiled"),
+        used_by=GUARD,
+    ),
+    Owner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
     Owner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
         "loading universal checkpoints",
@@ -216,7 +224,7 @@ def check_private_names(used_by: str = TRAINING) -> None:
     """Refuses to start where a private name is missing.
 
     Args:
-        used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER`` or ``NODE``.
+        used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
 
     Raises:
         LaunchError: with every missing name, what needs it, and the versions that have it.

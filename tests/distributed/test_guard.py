@@ -2,23 +2,196 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from guarded import Planted, train_guarded
+import torch
+import torch.distributed as dist
 from harness import run_distributed
+from torch import nn
 
+import megasdc
+from megasdc.errors import ConfigError, StorageError
+from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
+from tools.bench.guard.trainings import (
+    PERSISTENT,
+    TRANSIENT,
+    Planted,
+    deepspeed_config,
+    llama_engine,
+    pipeline_engine,
+    train,
+)
 
-pytestmark = pytest.mark.distributed
-ZERO = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2)}
-AUDIT = {"audit": {"interval": 2}}
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+STEPS = 4
 
 
-def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
-    planted = Planted(1, "model.layers.1.mlp.up_proj", "forward")
-    found = run_distributed(train_guarded, 3, str(tmp_path), ZERO[1], 4, planted, audit={"interval": 2})
-    print(found)
+def _settings(folder: Path | str, **sections: Any) -> dict[str, Any]:
+    return {"logging": {"run_dir": str(folder)}, "audit": {"interval": 2}, **sections}
+
+
+def _engine(zero: int = 1, precision: str = "fp32", planted: Planted | None = None, **fields: Any) -> Any:
+    here = planted if planted is not None and planted.rank == dist.get_rank() else None
+    return llama_engine(deepspeed_config(zero, precision), here, **fields)
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+# --- what it finds ----------------------------------------------------------------------------------------------------
+
+
+def _guarded(folder: str, zero: int, planted: Planted, stages: int = 1) -> tuple[int, int]:
+    """Body of a rank: train with a guard; the exit code, and how many audits were made."""
+    here = planted if planted.rank == dist.get_rank() else None
+    config = deepspeed_config(zero, "fp32")
+    engine = llama_engine(config, here) if stages == 1 else pipeline_engine(config, stages, here)
+    guard = megasdc.attach(engine, _settings(folder))
+    try:
+        train(engine, STEPS, guard.dims.dp_rank)
+        code = 0
+    except SystemExit as error:
+        code = int(str(error.code))
+    guard.close()
+    return code, guard.audits
+
+
+@pytest.mark.parametrize(
+    ("zero", "stages", "planted"),
+    [
+        (1, 1, Planted(1, "model.layers.1.mlp.up_proj", "forward", PERSISTENT)),
+        (2, 1, Planted(2, "model.layers.0.self_attn.v_proj", "weight_grad", PERSISTENT)),
+        (1, 2, Planted(4, "6", "backward", PERSISTENT)),
+    ],
+    ids=["zero1", "zero2", "pipeline"],
+)
+def test_a_wrong_rank_is_named_and_ends_the_training(tmp_path: Path, zero: int, stages: int, planted: Planted) -> None:
+    """With rank, submodule and direction, by exit code 73 on all ranks and a report; the step is not taken."""
+    found = run_distributed(_guarded, 3 * stages, str(tmp_path), zero, planted, stages)
+    assert found == [(73, 1)] * 3 * stages
+    ((page, incident),) = load_incidents(tmp_path / "reports", [])
+    (flagged,) = incident.flagged
+    assert (flagged.rank, flagged.first.fqn, flagged.first.phase) == (planted.rank, planted.submodule, planted.phase)
+    assert (incident.step, incident.verdict, incident.done) == (1, "persistent", "halted")
+    text = page.read_text()
+    assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "launch/pretrain_gpt" not in text
+
+
+def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
+    """It is reported; the audits after it agree."""
+    planted = Planted(0, "lm_head", "forward", TRANSIENT)
+    assert run_distributed(_guarded, 3, str(tmp_path), 1, planted) == [(0, 3)] * 3
     ((_, incident),) = load_incidents(tmp_path / "reports", [])
-    print(incident)
-    assert [code for code, *_ in found] == [73] * 3
+    assert (incident.verdict, incident.done) == ("not_reproduced", "committed")
+    assert [one.step for one in read_events(tmp_path, kind="audit", name="agreed")] == [2, 4]
+
+
+# --- what it leaves as it was -----------------------------------------------------------------------------------------
+
+
+def _with_and_without(folder: str) -> list[tuple[Any, ...]]:
+    """Body of a rank: losses, weights and random state at the end, by training, without and with a guard."""
+    found = []
+    for zero, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (1, "pipeline")):
+        ends = []
+        for guarded in (False, True):
+            if precision == "pipeline":
+                engine = pipeline_engine(deepspeed_config(zero, "fp32"), 1, activation_checkpoint_interval=2)
+            else:
+                engine = _engine(zero, precision, attention_dropout=0.1)
+                engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+            hooks = _hooks(engine.module)
+            torch.manual_seed(5 + dist.get_rank())
+            guard = megasdc.attach(engine, _settings(folder)) if guarded else None
+            losses = train(engine, STEPS, dist.get_rank())
+            if guard is not None:
+                guard.close()
+                guard.close()
+                assert guard.audits == 3 and _hooks(engine.module) == hooks and "_take_model_step" not in vars(engine)
+            drawn = torch.rand(1).item()
+            ends.append(
+                (losses, _digest(engine.module), drawn, {one.grad is None for one in engine.module.parameters()})
+            )
+            engine.destroy()
+        found.append((ends[0] == ends[1], len(ends[0][0])))
+    return found
+
+
+def _hooks(model: nn.Module) -> int:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, name)) for module in model.modules() for name in names)
+
+
+def test_no_bit_of_a_healthy_training_changes(tmp_path: Path) -> None:
+    """Losses, weights and the generators after it are those without a guard: dropout, recomputation, ZeRO 0 to 2."""
+    for of_rank in run_distributed(_with_and_without, 2, str(tmp_path)):
+        assert of_rank == [(True, 8), (True, 8), (True, 8), (True, 4)]
+    assert not (tmp_path / "reports").exists()
+    (attached, *_) = read_events(tmp_path, kind="guard", name="attached")
+    assert "model.layers.0.self_attn" in attached.fields["watched"]
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def _refusals(folder: str) -> list[str]:
+    """Body of a rank: what is said of each mistake."""
+    said = []
+
+    def refused(kind: type[Exception], action: Any) -> None:
+        with pytest.raises(kind) as caught:
+            action()
+        said.append(str(caught.value))
+
+    good = _settings(folder)
+    engine = _engine()
+    refused(ConfigError, lambda: megasdc.attach(engine.module, good))
+    refused(ConfigError, lambda: megasdc.attach(engine, {"audit": {"intervall": 3}}))
+    refused(ConfigError, lambda: megasdc.attach(engine, {**good, "audit": {"submodules": ["*.up_prj"]}}))
+    blocked = Path(folder) / f"file_{dist.get_rank()}"
+    blocked.write_text("")
+    run_dir = str(blocked / "runs") if dist.get_rank() == 1 else folder
+    refused(StorageError, lambda: megasdc.attach(engine, {"logging": {"run_dir": run_dir}}))
+    guard = megasdc.attach(engine, good)
+    refused(ConfigError, lambda: megasdc.attach(engine, good))
+    engine.module.lm_head = nn.Linear(32, 64, bias=False)
+    refused(ConfigError, lambda: train(engine, 1, 0))
+    guard.close()
+    engine = _engine()
+    engine.module.gradient_checkpointing_enable({"use_reentrant": True})
+    guard = megasdc.attach(engine, good)
+    refused(ConfigError, lambda: train(engine, 1, 0))
+    guard.close()
+    engine = _engine()
+    engine.module.model.layers[0].mlp.compile()
+    refused(ConfigError, lambda: megasdc.attach(engine, good))
+    refused(ConfigError, lambda: megasdc.attach(llama_engine(deepspeed_config(3, "fp32")), good))
+    return said
+
+
+def test_what_cannot_be_guarded_says_why(tmp_path: Path) -> None:
+    """All ranks say the same: the place, the value and what helps."""
+    (tmp_path / "run").mkdir()
+    wanted = [
+        ("engine: got transformers", "needed: what deepspeed.initialize returns first"),
+        ("audit.intervall: unknown key", "did you mean audit.interval?", "logging: missing"),
+        ("audit.submodules.0: got '*.up_prj'", "nearest: "),
+        ("logging.run_dir", "rank 1"),
+        ("engine: it has a guard already",),
+        ("submodule lm_head of its model was added, removed or replaced",),
+        ("reentrant", "use_reentrant=False"),
+        ("its model is compiled",),
+        ("zero_optimization.stage: got 3", "0 to 2"),
+    ]
+    for said in run_distributed(_refusals, 2, str(tmp_path / "run")):
+        assert len(said) == len(wanted)
+        for text, parts in zip(said, wanted, strict=True):
+            assert all(part in text for part in parts), text

@@ -42,6 +42,7 @@ GUIDES = (
     *("traces", "triage", "golden", "stress", "detection", "audits", "dropcompute", "gradient-bounds", "launching"),
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
     "isolation",
+    "attach",
     "supervise",
     "preflight",
     "plan-run",
@@ -77,6 +78,7 @@ RUN_ELSEWHERE = {
     "megasdc stress --hostfile hosts --only links": (
         f"{HOSTS}/test_stress_hosts.py::test_a_link_with_a_delay_in_one_direction_is_named"
     ),
+    "deepspeed --num_gpus 3 train.py": f"{HOSTS}/test_guard_page.py::test_the_wrong_rank_is_named",
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",

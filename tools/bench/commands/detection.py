@@ -19,6 +19,7 @@ from tools.bench.detection.options import (
     RefereeOptions,
     TracedModel,
 )
+from tools.bench.guard.options import GuardOptions
 from tools.bench.isolation.options import IsolationOptions, RateOptions
 from tools.bench.options import add_command
 
@@ -53,6 +54,17 @@ def bench_refereeing(on_progress: Any, options: RefereeOptions) -> Any:
     from tools.bench.detection.referee import bench_referee
 
     return bench_referee(options, on_progress)
+
+
+@add_command(app, "guard", "--trainings 16 --names zero1 --out guard.json")
+def bench_guarding(on_progress: Any, options: GuardOptions) -> Any:
+    """Plant faults in trainings that are not megasdc's own; exit code 1 if a guard names another or none.
+
+    Rank, submodule and direction must be named, and in trainings without a fault nobody.
+    """
+    from tools.bench.guard.campaign import bench_guard
+
+    return bench_guard(options, on_progress)
 
 
 @add_command(app, "isolation", "--drills 20 --layouts 1x1x3 --out isolation.json")

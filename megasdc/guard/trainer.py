@@ -1,0 +1,65 @@
+"""A guard of Hugging Face's ``Trainer``: it makes its engine itself, when training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megasdc.errors import ConfigError
+
+
+class TrainerGuard:
+    """Attaches a guard whenever a ``Trainer`` begins to train, and closes it at the end.
+
+    Args:
+        trainer: with ``TrainingArguments(deepspeed=...)``.
+        attach: called with its engine; returns a guard.
+
+    Attributes:
+        guard: of the training that runs, or of the last; None: none has begun.
+    """
+
+    def __init__(self, trainer: Any, attach: Callable[[Any], Any]) -> None:
+        from transformers import TrainerCallback
+
+        self.guard: Any = None
+        self._trainer = trainer
+        owner = self
+
+        class Attaching(TrainerCallback):  # type: ignore[misc]
+            """What the trainer calls."""
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                owner.guard = attach(trainer.model_wrapped)
+
+            def on_train_end(self, *_: Any, **__: Any) -> None:
+                owner._end()
+
+        self._callback = Attaching()
+        trainer.add_callback(self._callback)
+
+    def close(self) -> None:
+        """Undo everything, also for later trainings; closing again does nothing."""
+        self._end()
+        self._trainer.remove_callback(self._callback)
+
+    def _end(self) -> None:
+        if self.guard is not None:
+            self.guard.close()
+
+
+def is_trainer(value: Any) -> bool:
+    """Whether it is a ``Trainer``, which says so without an import of transformers."""
+    return any(f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(value).__mro__)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse a trainer that does not train with DeepSpeed.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "trainer: it trains without DeepSpeed; give TrainingArguments(deepspeed=...) a DeepSpeed configuration."
+        )

@@ -1,0 +1,47 @@
+"""The page "Protect the run you have": its script, its settings and its command, as a reader copies them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasdc.sdc.incidents.incident import load_incidents
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "attach.md"
+FAULT = r"\n    if engine.global_rank == 1.*\n.*register_forward_hook.*"
+
+
+def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    text = PAGE.read_text(encoding="utf-8").partition("## Try it")[2]
+    (settings,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
+    (folder / "guard.json").write_text(settings)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_wrong_rank_is_named(tmp_path: Path) -> None:
+    """Started by DeepSpeed's own launcher."""
+    (script,) = re.findall(r"```python\n(import deepspeed\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    done = _run(tmp_path / "wrong", script)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "the step is not taken" in said, done.stdout + done.stderr
+    assert "rank 1 at step 15, micro-batch 0, forward of model.layers.1.mlp.up_proj (output): persistent" in said
+    assert "exits with return code = 73" in said
+    ((_, incident),) = load_incidents(tmp_path / "wrong" / "runs" / "guarded" / "reports", [])
+    assert (incident.step, [one.rank for one in incident.flagged]) == (15, [1])
+    right, count = re.subn(FAULT, "", script)
+    assert count == 1
+    done = _run(tmp_path / "right", right)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "right" / "runs" / "guarded" / "reports").exists()

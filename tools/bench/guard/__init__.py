@@ -1,0 +1,1 @@
+"""Guards of trainings that are not megasdc's own."""

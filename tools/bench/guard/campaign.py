@@ -1,0 +1,120 @@
+"""Guards, ``python -m tools.bench guard``: are wrong ranks of trainings that are not megasdc's own named?
+
+Real ranks of this machine train as users of DeepSpeed do; on one of three replicas a submodule is wrong: always, half
+of the times, or once, in its output, in the gradient of its input, or in that of its weight. Rank, submodule and
+direction must be named, and nobody else; in trainings without a fault nothing may be found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import CorruptionError
+from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.replay import NOT_REPRODUCED, PERSISTENT
+from tools.bench.guard.cases import CLEAN, INTERVAL, KINDS, PHASES, STEPS, Case, draw_case
+from tools.bench.guard.options import GuardOptions
+from tools.bench.guard.rank import run_cases
+from tools.bench.guard.trainings import TRANSIENT
+from tools.bench.machine import describe_machine
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What came of a training; ``problems``: what was not right, a line each."""
+
+    case: Case
+    audits: int
+    verdicts: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GuardResult(Result):
+    """All trainings."""
+
+    trainings: Sequence[Guarded] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was right in all of them."""
+        return not any(one.problems for one in self.trainings)
+
+    def report(self) -> Report:
+        """Counts by training and by kind of fault, and what was not right."""
+        for title, key in (("training", lambda one: one.case.name), ("fault", lambda one: one.case.kind)):
+            groups: dict[str, list[Guarded]] = {}
+            for one in self.trainings:
+                groups.setdefault(key(one), []).append(one)
+            rows = [_row(name, found) for name, found in groups.items()] + [_row("all", self.trainings)]
+            columns = (title, "trainings", "with a fault", "right", "audits", "clean audits")
+            yield table(f"guards by {title}", columns, rows, total=True)
+        for one in self.trainings:
+            for problem in one.problems:
+                yield f"{one.case}: {problem}"
+
+
+def _row(name: str, found: Sequence[Guarded]) -> tuple[str, ...]:
+    faulty = sum(one.case.planted is not None for one in found)
+    right = sum(not one.problems for one in found)
+    clean = sum(one.audits for one in found if one.case.planted is None)
+    return name, *map(str, (len(found), faulty, right, sum(one.audits for one in found), clean))
+
+
+def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done, total: None) -> GuardResult:
+    """Run all trainings with all ranks on this machine.
+
+    Raises:
+        MegasdcError: a rank failed in another way than by its guard.
+    """
+    machine, chance = describe_machine(), random.Random(options.seed)
+    names, cases = options.drawn, list[Case]()
+    for number in range(options.trainings):
+        name, turn = names[number % len(names)], number // len(names)
+        kind, phase = KINDS[turn % len(KINDS)], PHASES[turn // len(KINDS) % len(PHASES)]
+        cases.append(draw_case(name, kind, ("fp32", "bf16")[number % 2], phase, chance))
+    found = list[Guarded]()
+    with scratch_folder() as folder:
+        for ranks in sorted({one.ranks for one in cases}):
+            some = [one for one in cases if one.ranks == ranks]
+            places = [folder / f"{ranks}_{number}" for number in range(len(some))]
+
+            def take(message: dict[str, Any], some: list[Case] = some, places: list[Path] = places) -> None:
+                place = len(found) - sum(one.ranks < some[0].ranks for one in cases)
+                found.append(_guarded(some[place], places[place], message["codes"], message["audits"]))
+                on_progress("trainings", len(found), len(cases))
+
+            told = [(case, str(place)) for case, place in zip(some, places, strict=True)]
+            run_in_ranks(run_cases, {"cases": told}, ranks, folder, take)
+    return GuardResult(machine, options, found)
+
+
+def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Guarded:
+    incidents = [one for _, one in load_incidents(folder / "reports", [])]
+    verdicts = tuple(one.verdict for one in incidents)
+    problems = []
+    halted = any(one.done == "halted" for one in incidents)
+    if set(codes) != {CorruptionError.exit_code if halted else 0}:
+        problems.append(f"ranks ended with exit codes {list(codes)}")
+    if not halted and audits != -(-STEPS // INTERVAL):
+        problems.append(f"{audits} audits were made")
+    if case.planted is None:
+        problems += [f"something was found: {one.flagged or one.disputed}" for one in incidents]
+    else:
+        wrong = (case.planted.rank, case.planted.submodule, case.planted.phase)
+        for one in incidents:
+            named = [(flag.rank, flag.first.fqn, flag.first.phase) for flag in one.flagged]
+            if named != [wrong] or one.disputed:
+                problems.append(f"named were {named}, disputed {len(one.disputed)} ranks")
+        if case.kind != CLEAN and not incidents:
+            problems.append("nothing was found")
+        allowed = {PERSISTENT: {PERSISTENT}, TRANSIENT: {NOT_REPRODUCED}}.get(case.kind)
+        if allowed is not None and not set(verdicts) <= allowed:
+            problems.append(f"verdicts were {', '.join(verdicts)}")
+    return Guarded(case, audits, verdicts, tuple(problems))
