@@ -53,7 +53,7 @@ setup(
         "azure": ["adlfs"],
         "test": [
             *("mkdocs-material", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "wandb"),
-            *("s3fs", "moto[s3]", "flask", "flask-cors", "gcsfs", "gcp-storage-emulator", "adlfs"),
+            *("s3fs", "moto[s3]", "flask", "flask-cors", "gcsfs", "gcp-storage-emulator", "adlfs", "accelerate"),
         ],
     },
     entry_points={"console_scripts": ["megasdc = megasdc.__main__:main"]},

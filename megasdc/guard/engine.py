@@ -47,11 +47,12 @@ def dims_of(engine: Any) -> ParallelDims:
     Raises:
         ConfigError: ranks are not numbered with tensor fastest, then data, then pipeline.
     """
-    grid = getattr(engine, "grid", None) or engine.mpu
+    grid = engine.mpu  # of a pipeline its grid, of which stages count as ranks of a model, too
     tensor = pipeline = 1
     if grid is not None:
-        tensor = grid.get_model_parallel_world_size() if grid is engine.mpu else grid.get_slice_parallel_world_size()
-        pipeline = engine.num_stages if hasattr(engine, "num_stages") else 1
+        slices = hasattr(grid, "get_slice_parallel_world_size")
+        tensor = grid.get_slice_parallel_world_size() if slices else grid.get_model_parallel_world_size()
+        pipeline = getattr(engine, "num_stages", 1)
     dims = ParallelDims.from_world(tensor, pipeline, dist.get_world_size(), dist.get_rank())
     place = dims.dp_rank if grid is None else grid.get_data_parallel_rank()
     if place != dims.dp_rank:

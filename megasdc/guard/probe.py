@@ -121,18 +121,24 @@ class Probe:
         Sync: waits for the device.
         """
         with self._as_of(batch, step), self._recorder.recording(step):
-            outputs = self._forward(batch)
+            outputs, inputs = self._forward(batch)
             self._recorder.add_outputs(outputs)
             self._recorder.begin_backward()
-            self._recorder.add_gradients(self._backward(outputs))
+            self._recorder.add_gradients(self._backward(outputs, inputs))
         return self._recorder.take()
 
-    def _forward(self, batch: Batch) -> list[Tensor]:
-        """The loss, where the model computes it, else all results that gradients can come from."""
+    def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """The loss, where the model computes it, else all results that gradients can come from; inputs that get some.
 
-        def received(sent: Any) -> Any:
-            value = sent.value if sent.on_host else sent.value.to(self._device)
-            return value.clone().requires_grad_(sent.requires_grad)
+        A stage of a pipeline gives its inputs' gradients to the one before.
+        """
+        inputs = []
+
+        def received(sent: _Sent) -> Tensor:
+            value = (sent.value if sent.on_host else sent.value.to(self._device)).clone()
+            if sent.requires_grad:
+                inputs.append(value.requires_grad_())
+            return value
 
         args, options = _map_sent(batch.args, received), _map_sent(batch.options, received)
         mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
@@ -140,10 +146,10 @@ class Probe:
             output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called
         loss = output.get("loss") if isinstance(output, Mapping) else None
         found = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
-        return [one for one in found if one.requires_grad]
+        return [one for one in found if one.requires_grad], inputs
 
-    def _backward(self, outputs: list[Tensor]) -> dict[str, Tensor | None]:
-        """Gradients of all parameters; of results that are no loss, of a sum with weights that are drawn."""
+    def _backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> dict[str, Tensor | None]:
+        """Gradients of all parameters by name; of results that are no loss, of a sum with weights that are drawn."""
         named = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         half = any(one.dtype == torch.float16 for one in named.values())
         draw = torch.Generator().manual_seed(self._seed)
@@ -152,7 +158,7 @@ class Probe:
             drawn = torch.ones(()) if one.numel() == 1 else torch.randn(one.shape, generator=draw) / one.numel() ** 0.5
             weights.append((drawn * (FP16_SCALE if half else 1.0)).expand(one.shape).to(one))
         try:
-            gradients = torch.autograd.grad(outputs, list(named.values()), weights, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
@@ -161,7 +167,7 @@ class Probe:
                 "torch.autograd.grad cannot pass: use use_reentrant=False (in Hugging Face: "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}), or set it to false.'
             ) from error
-        return dict(zip(named, gradients, strict=True))
+        return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 
     @contextmanager
     def _as_of(self, batch: Batch, step: int) -> Iterator[None]:

@@ -56,8 +56,9 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     problems = []
     for place, pattern in enumerate(patterns):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = nearest(pattern, names)
-            hint = f"nearest: {near}" if near else f"there are {', '.join(names[:5])} ..."
+            ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+            near = nearest(pattern.rpartition(".")[2].strip("*"), ends)
+            hint = f"nearest: {ends[near]}" if near else f"there are {', '.join(names[:5])} ..."
             problems.append(f"audit.submodules.{place}: got {pattern!r}, which matches no submodule; {hint}.")
     if problems:
         raise ConfigError(problems)

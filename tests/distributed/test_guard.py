@@ -16,6 +16,8 @@ import megasdc
 from megasdc.errors import ConfigError, StorageError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
+from tools.bench.guard.campaign import bench_guard
+from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.trainings import (
     PERSISTENT,
     TRANSIENT,
@@ -83,6 +85,38 @@ def test_a_wrong_rank_is_named_and_ends_the_training(tmp_path: Path, zero: int, 
     assert (incident.step, incident.verdict, incident.done) == (1, "persistent", "halted")
     text = page.read_text()
     assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "launch/pretrain_gpt" not in text
+
+
+def test_a_trainer_is_guarded_too(tmp_path: Path) -> None:
+    """Of Hugging Face, in a sample of `python -m tools.bench guard`; the counts add up."""
+    result = bench_guard(GuardOptions(trainings=2, names="trainer"))
+    assert [one.problems for one in result.trainings] == [(), ()] and result.passed
+    assert [(one.case.kind, one.audits) for one in result.trainings] == [("clean", 4), ("persistent", 1)]
+    assert [one.verdicts for one in result.trainings] == [(), ("persistent",)]
+
+
+def test_wrong_parameters_are_of_their_rank(tmp_path: Path) -> None:
+    """Not of what it computes with them; of two replicas nobody is named."""
+    for ranks, named in ((3, [1]), (2, [])):
+        folder = tmp_path / str(ranks)
+        assert run_distributed(_with_wrong_weight, ranks, str(folder)) == [73] * ranks
+        ((_, incident),) = load_incidents(folder / "reports", [])
+        assert (incident.tier, [one.rank for one in incident.flagged]) == ("parameters", named)
+        first = incident.suspects[0].first
+        assert (first.fqn, first.slot, first.phase) == ("model.layers.0.mlp.up_proj", "weight", "parameter")
+
+
+def _with_wrong_weight(folder: str) -> int:
+    """Body of a rank: train, and change a weight of rank 1 after the second step; the exit code."""
+    engine = _engine(0)
+    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
+    train(engine, 2, guard.dims.dp_rank)
+    if guard.dims.rank == 1:
+        engine.module.model.layers[0].mlp.up_proj.weight.data[3, 5] += 1e-3
+    with pytest.raises(SystemExit) as caught:
+        train(engine, 1, guard.dims.dp_rank)
+    guard.close()
+    return int(str(caught.value.code))
 
 
 def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:

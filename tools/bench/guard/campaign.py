@@ -78,7 +78,7 @@ def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done
     for number in range(options.trainings):
         name, turn = names[number % len(names)], number // len(names)
         kind, phase = KINDS[turn % len(KINDS)], PHASES[turn // len(KINDS) % len(PHASES)]
-        cases.append(draw_case(name, kind, ("fp32", "bf16")[number % 2], phase, chance))
+        cases.append(draw_case(name, kind, ("fp32", "bf16")[(number + turn) % 2], phase, chance))
     found = list[Guarded]()
     with scratch_folder() as folder:
         for ranks in sorted({one.ranks for one in cases}):

@@ -5,17 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tools.bench.guard.trainings import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRANSIENT, Planted
+from tools.bench.guard.trainings import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRAINER, TRANSIENT, Planted
 
 CLEAN = "clean"
 KINDS = (CLEAN, PERSISTENT, INTERMITTENT, TRANSIENT)
 PHASES = ("forward", "backward", "weight_grad")
-TRAININGS = {"zero0": (LLAMA, 0), "zero1": (LLAMA, 1), "zero2": (LLAMA, 2), PIPELINE: (PIPELINE, 1)}
+TRAININGS = {
+    "zero0": (LLAMA, 0),
+    "zero1": (LLAMA, 1),
+    "zero2": (LLAMA, 2),
+    TRAINER: (TRAINER, 2),
+    PIPELINE: (PIPELINE, 1),
+}
 """Training and ZeRO stage by name."""
 INTERVAL = 1
 REPLICAS, STAGES = 3, 2
 STEPS = 4
-_LLAMA = tuple(
+_OF_LLAMA = tuple(
     f"model.layers.{layer}.{name}"
     for layer in (0, 1)
     for name in (
@@ -74,8 +80,8 @@ def draw_case(name: str, kind: str, precision: str, phase: str, chance: random.R
     if kind == CLEAN:
         return Case(name, kind, precision, None)
     replica, stage = chance.randrange(REPLICAS), 0
-    if TRAININGS[name][0] == LLAMA:
-        submodule = chance.choice(_LLAMA)
+    if TRAININGS[name][0] != PIPELINE:
+        submodule = chance.choice(_OF_LLAMA)
     else:
         stage = chance.randrange(STAGES)
         have = [one for one in _STAGES[stage] if phase != "backward" or one not in _WITHOUT_INPUT_GRADIENT]

@@ -12,7 +12,7 @@ from tools.bench.options import Options, option
 class GuardOptions(Options):
     """Size of the campaign."""
 
-    trainings: int = option(144, "Trainings, kinds of faults, directions and types in turn.", least=1)
+    trainings: int = option(180, "Trainings, kinds of faults, directions and types in turn.", least=1)
     names: str = option(",".join(TRAININGS), "Which trainings.")
     seed: int = option(1, "Seed of ranks and submodules.", min=0)
 

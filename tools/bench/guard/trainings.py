@@ -1,7 +1,7 @@
 """Trainings as others write them, with DeepSpeed alone, and faults that are planted in them.
 
-Their structure is that of DeepSpeed's documentation and examples: a plain loop around a model of Hugging Face, and a
-small convolutional network as a ``PipelineModule``.
+Their structure is that of the documentation and examples: a plain loop around a model of Hugging Face, its ``Trainer``,
+and a small convolutional network as a ``PipelineModule``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LLAMA, PIPELINE = "llama", "pipeline"
+LLAMA, TRAINER, PIPELINE = "llama", "trainer", "pipeline"
 VOCAB, SEQUENCE, SIDE = 64, 16, 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -95,13 +95,52 @@ def deepspeed_config(zero: int, precision: str, more: Mapping[str, Any] | None =
 def llama_engine(config: Mapping[str, Any], planted: Planted | None = None, **fields: Any) -> Any:
     """The engine of a tiny Llama of Hugging Face, with the same weights on all ranks; ``planted``: on this one."""
     import deepspeed
+
+    model = _llama(planted, **fields)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(config))[0]
+
+
+def _llama(planted: Planted | None, **fields: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **fields}))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**SIZES, **fields}))
     if planted is not None:
         planted.plant(model)
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(config))[0]
+    return model
+
+
+def llama_trainer(config: Mapping[str, Any], planted: Planted | None, folder: str, steps: int) -> Any:
+    """Hugging Face's ``Trainer`` of the same model; ``folder``: where it may write."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from transformers import Trainer, TrainingArguments
+
+    AcceleratorState._reset_state()  # of another trainer in this process
+    options = TrainingArguments(
+        output_dir=folder,
+        deepspeed=dict(config),
+        per_device_train_batch_size=config["train_micro_batch_size_per_gpu"],
+        gradient_accumulation_steps=config["gradient_accumulation_steps"],
+        learning_rate=config["optimizer"]["params"]["lr"],
+        bf16="bf16" in config,
+        max_steps=steps,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    return Trainer(model=_llama(planted), args=options, train_dataset=_Texts())
+
+
+class _Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random samples."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, VOCAB, (SEQUENCE,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
 
 
 def pipeline_engine(config: Mapping[str, Any], stages: int, planted: Planted | None = None, **options: Any) -> Any:
