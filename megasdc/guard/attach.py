@@ -20,6 +20,7 @@ from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.errors import ConfigError, CorruptionError, StorageError
 from megasdc.events import EventLog
+from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, dims_of
 from megasdc.guard.probe import Batch, Probe
@@ -85,6 +86,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
 
 def _guard(engine: Any, settings: GuardSettings) -> Guard:
     check_engine(engine)
+    check_bounds(settings.optimizer_hooks, engine)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
     guard = Guard(engine, settings)
@@ -123,7 +125,12 @@ class Guard:
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
-        if settings.audit.enabled:
+        self._bounds: GuardBounds | None = None
+        if settings.optimizer_hooks:
+            interval = settings.logging.interval
+            self._bounds = GuardBounds(engine, settings.optimizer_hooks, self.dims, self._world, interval, self._tell)
+            self._undo.callback(self._bounds.close)
+        if settings.audit.enabled or self._bounds is not None:
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
             self._await()
@@ -139,10 +146,14 @@ class Guard:
         except OSError as caught:
             error = caught
         model, patterns = self._engine.module, self._settings.audit.submodules
-        found = gather_objects((error and str(error), [fqn for fqn, _ in model.named_modules()]), self._world)
-        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text]:
+        own = {fqn for fqn, _ in model.named_modules() if fqn}, {name for name, _ in model.named_parameters()}
+        texts, *names = zip(*gather_objects((error and str(error), *own), self._world), strict=True)
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise StorageError(f"logging.run_dir: {self._folder} cannot be written: {failed[0]}") from error
-        check_patterns(patterns or (), sorted({fqn for _, names in found for fqn in names if fqn}))
+        submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names)
+        check_patterns("audit.submodules", "submodule", patterns or (), submodules)
+        for place, spec in enumerate(self._settings.optimizer_hooks):
+            check_patterns(f"optimizer_hooks.{place}.parameters", "parameter", spec.parameters, parameters)
         return choose_watched(model, patterns)
 
     def close(self) -> None:
@@ -172,8 +183,9 @@ class Guard:
 
     def _source(self, step: int) -> int | None:
         """The replica whose batch is audited in a step, another one each time; None: it is not audited."""
-        interval = self._settings.audit.interval
-        if step != self._first and step % interval:
+        audit = self._settings.audit
+        interval = audit.interval
+        if not audit.enabled or (step != self._first and step % interval):
             return None
         return step // interval % self.dims.data
 
@@ -182,16 +194,21 @@ class Guard:
         self._probe.wanted = self._source(self._step) == self.dims.dp_rank
 
     def _before(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Audit a step that is due, and take it.
+        """Audit a step that is due, bound its gradients, and take it.
 
         Raises:
             CorruptionExit: on all ranks, where the policy is to halt; the step is not taken.
+            NonFiniteExit: likewise, for NaN or Inf in gradients.
         """
         step = self._step
         source = self._source(step)
         if source is not None:
             self._audit(step, source)
+        if self._bounds is not None:
+            self._bounds.before_step(step)
         result = take_step(*args, **options)
+        if self._bounds is not None:
+            self._bounds.after_step(step)
         self._await()
         return result
 

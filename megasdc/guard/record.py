@@ -47,8 +47,11 @@ def choose_watched(model: nn.Module, patterns: Sequence[str] | None) -> list[Wat
     return [one for one in named if any(fnmatch.fnmatchcase(one.fqn, pattern) for pattern in patterns)]
 
 
-def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse patterns that match none of the names of submodules, of all stages.
+def check_patterns(path: str, what: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse patterns that match none of the names of what a model has, on all stages.
+
+    Args:
+        path: of the patterns in the settings.
 
     Raises:
         ConfigError: with every such pattern.
@@ -59,7 +62,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             ends = {name.rpartition(".")[2]: name for name in reversed(names)}
             near = nearest(pattern.rpartition(".")[2].strip("*"), ends)
             hint = f"nearest: {ends[near]}" if near else f"there are {', '.join(names[:5])} ..."
-            problems.append(f"audit.submodules.{place}: got {pattern!r}, which matches no submodule; {hint}.")
+            problems.append(f"{path}.{place}: got {pattern!r}, which matches no {what}; {hint}.")
     if problems:
         raise ConfigError(problems)
 

@@ -39,6 +39,14 @@ class StepControl:
             optimizer.scaled_global_norm = self._scaled_norm
             optimizer.has_overflow = self._has_overflow
 
+    def close(self) -> None:
+        """Give the optimizer back what it does by itself."""
+        replaced = ("step",) if is_bf16_optimizer(self._optimizer) else ("scaled_global_norm", "has_overflow")
+        for name in replaced:
+            vars(self._optimizer).pop(name, None)
+        if "scaled_global_norm" in replaced:
+            self._optimizer.check_grad_overflow = self._checks
+
     def decide(self, norm: Tensor | None, skip: bool) -> None:
         """Set the norm and the skip decision of the next step.
 

@@ -37,11 +37,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
     names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
     for place, spec in enumerate(file.optimizer_hooks):
         path = f"megasdc.optimizer_hooks.{place}"
-        yield from _field_problems(spec, path)
-        if spec.theta is not None and spec.hook in BOUNDS:
-            yield from _theta_problems(spec.theta, spec, path)
-        if spec.hook in BOUNDS:
-            yield from _bound_problems(spec, path, deepspeed)
+        yield from spec_problems(spec, path, deepspeed)
         for pattern in spec.parameters:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield Problem(
@@ -55,7 +51,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             f'got entries with megasdc.model.backend "{file.model.backend}", whose parameters have no full names; set '
             'the backend to "torch".',
         )
-    yield from _deepspeed_problems(deepspeed) if file.optimizer_hooks else ()
+    yield from deepspeed_problems(deepspeed) if file.optimizer_hooks else ()
     yield from _idle_problems(file, names)
     resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
     if len(resets) > 1:
@@ -63,6 +59,19 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             (f"megasdc.optimizer_hooks.{resets[1]}.hook",),
             "got a second momentum_reset; keep one.",
         )
+
+
+def spec_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """Yield what is wrong with one entry by itself, or with DeepSpeed's keys.
+
+    Args:
+        path: where it is in its file.
+    """
+    yield from _field_problems(spec, path)
+    if spec.theta is not None and spec.hook in BOUNDS:
+        yield from _theta_problems(spec.theta, spec, path)
+    if spec.hook in BOUNDS:
+        yield from _bound_problems(spec, path, deepspeed)
 
 
 UNSUPPORTED = {
@@ -75,7 +84,8 @@ UNSUPPORTED = {
 """DeepSpeed's keys that are incompatible with hooks, and why."""
 
 
-def _deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+def deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+    """Yield DeepSpeed's settings with which no gradient can be bounded."""
     for (section, key), reason in UNSUPPORTED.items():
         value = deepspeed.get(section, {}).get(key)
         if value and not (isinstance(value, dict) and value.get("device") in (None, "none")):

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, section, setting
 from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections.optimizer_hooks import HookSpec
 
 Policy = Literal["halt", "warn"]
 
@@ -49,6 +50,7 @@ class GuardLoggingSection(Section):
     """Where a guard writes."""
 
     run_dir: str = setting(..., "Folder of events and incident reports; created if absent.")
+    interval: PositiveInt = setting(100, "Steps between reports of bounds.")
 
 
 class GuardSettings(Section):
@@ -57,4 +59,5 @@ class GuardSettings(Section):
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)
+    optimizer_hooks: list[HookSpec] = setting([], "What bounds gradients, in this order; empty: nothing.")
     logging: GuardLoggingSection
