@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import shlex
 import sys
 import weakref
@@ -22,7 +23,7 @@ from megasdc.errors import ConfigError, CorruptionError, StorageError
 from megasdc.events import EventLog
 from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
-from megasdc.guard.engine import check_engine, dims_of
+from megasdc.guard.engine import check_engine, check_environment, dims_of
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.settings import load_settings
@@ -87,6 +88,8 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
 def _guard(engine: Any, settings: GuardSettings) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
+    if settings.audit.enabled or settings.determinism.enabled:
+        check_environment(engine.device.type, settings.determinism.enabled, os.environ)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
     guard = Guard(engine, settings)
@@ -110,30 +113,34 @@ class Guard:
         self._agreed: int | None = None
         self._folder = Path(settings.logging.run_dir)
         self._world, self._copies = self._groups()
+        self._suspects = Suspects()
+        self._bounds: GuardBounds | None = None
         try:
-            watched = self._prepare()
+            self._begin()
         except BaseException:
             self._undo.close()
             raise
+
+    def _begin(self) -> None:
+        engine, settings = self._engine, self._settings
+        watched = self._prepare()
         self._modules = _modules_of(engine.module)
         self._algorithm = default_algorithm(engine.device)
         recorder = Recorder(watched, self._algorithm)
         self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed)
         self._undo.callback(self._probe.close)
         self._undo.callback(set_deterministic(settings.determinism))
-        self._suspects = Suspects()
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
-        self._bounds: GuardBounds | None = None
-        if settings.optimizer_hooks:
+        if specs := settings.optimizer_hooks:
             interval = settings.logging.interval
-            self._bounds = GuardBounds(engine, settings.optimizer_hooks, self.dims, self._world, interval, self._tell)
+            self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
             self._undo.callback(self._bounds.close)
         if settings.audit.enabled or self._bounds is not None:
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
-            self._await()
+        self._await()
         names = [one.fqn for one in watched]
         self._tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from megasdc.config.environment import VARIABLES
 from megasdc.errors import ConfigError
 from megasdc.parallel.dims import ParallelDims
 
@@ -37,6 +39,27 @@ def check_engine(engine: Any) -> None:
         problems.append("engine: its model has experts on different ranks, whose parameters are no copies.")
     if getattr(engine, "sequence_parallel_size", 1) > 1:
         problems.append("engine: its ranks share sequences, so that none computes a batch alone.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> None:
+    """Refuse an environment in which a GPU does not repeat bit for bit.
+
+    Args:
+        device: type of the engine's device.
+        whole: whether all of training is deterministic, its collectives too; else audits alone are, which have none.
+
+    Raises:
+        ConfigError: with every variable.
+    """
+    needed = VARIABLES if whole else [one for one in VARIABLES if one.name.startswith("CUBLAS")]
+    problems = [
+        f"environment: {one.name}: got {environ.get(one.name)!r}; allowed: {', '.join(one.accepted)}: {one.reason}. "
+        "Set it before the ranks start, for other hosts in the file .deepspeed_env."
+        for one in needed
+        if device == "cuda" and not one.is_fixed(environ)
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -121,10 +121,18 @@ class Probe:
         Sync: waits for the device.
         """
         with self._as_of(batch, step), self._recorder.recording(step):
-            outputs, inputs = self._forward(batch)
-            self._recorder.add_outputs(outputs)
-            self._recorder.begin_backward()
-            self._recorder.add_gradients(self._backward(outputs, inputs))
+            try:
+                outputs, inputs = self._forward(batch)
+                self._recorder.add_outputs(outputs)
+                self._recorder.begin_backward()
+                self._recorder.add_gradients(self._backward(outputs, inputs))
+            except RuntimeError as error:
+                if "deterministic" not in str(error):
+                    raise
+                raise ConfigError(
+                    "audit.enabled: got true, and the model has an operation that does not repeat bit for bit, so that "
+                    f"replicas cannot be compared: {str(error).splitlines()[0]} Replace it, or set it to false."
+                ) from error
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -157,6 +165,8 @@ class Probe:
         for one in outputs:
             drawn = torch.ones(()) if one.numel() == 1 else torch.randn(one.shape, generator=draw) / one.numel() ** 0.5
             weights.append((drawn * (FP16_SCALE if half else 1.0)).expand(one.shape).to(one))
+        if not outputs:  # nothing of this stage is trained
+            return {}
         try:
             gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
         except RuntimeError as error:

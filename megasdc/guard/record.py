@@ -9,7 +9,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class Recorder:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors of tuples, lists and mappings inside one another, in order."""
+    """All tensors of tuples, lists, mappings and dataclasses inside one another, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -162,6 +162,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for inner in value:
             yield from tensors_in(inner)
+    elif is_dataclass(value):
+        yield from tensors_in(vars(value))
 
 
 def map_tensors(value: Any, change: Any) -> Any:

@@ -128,6 +128,102 @@ def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
     assert [one.step for one in read_events(tmp_path, kind="audit", name="agreed")] == [2, 4]
 
 
+# --- what it bounds ---------------------------------------------------------------------------------------------------
+
+THETA, ABSOLUTE, LARGEST = 2.0, 0.02, 0.1
+BOUNDS = [
+    {"hook": "spike_aware", "theta": THETA, "grace_steps": 0},
+    {"hook": "absolute", "theta": ABSOLUTE, "parameters": ["*.mlp.*"]},
+]
+
+
+def _gathered(folder: str, zero: int, precision: dict[str, Any]) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Body of a rank: of each step masters and gradients of the whole model before bounds, by DeepSpeed's own tool."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    from megasdc.guard.bounds import GuardBounds
+
+    seen = []
+    original = GuardBounds.before_step
+
+    def gather(self: Any, step: int) -> None:
+        named = engine.module.named_parameters()
+        seen.append(
+            {name: (safe_get_full_fp32_param(one).clone(), safe_get_full_grad(one).clone()) for name, one in named}
+        )
+        original(self, step)
+
+    GuardBounds.before_step = gather  # type: ignore[method-assign]
+    config = deepspeed_config(zero, "fp32", {"gradient_clipping": LARGEST, **precision})
+    engine = llama_engine(config)
+    guard = megasdc.attach(engine, _settings(folder, optimizer_hooks=BOUNDS, audit={"enabled": False}))
+    train(engine, 5, guard.dims.dp_rank)
+    guard.close()
+    assert not {"scaled_global_norm", "has_overflow", "step"} & vars(engine.optimizer).keys()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision"),
+    [(2, {}), (1, {}), (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})],
+    ids=["zero2", "zero1", "bf16"],
+)
+def test_bounds_of_shards_are_those_of_whole_tensors(tmp_path: Path, zero: int, precision: dict[str, Any]) -> None:
+    """Gathered over three ranks, bounded, clipped and stepped in float64 by torch's AdamW, masters are the run's."""
+    steps = run_distributed(_gathered, 3, str(tmp_path), zero, precision)[0]
+    weights = {name: master.double().requires_grad_() for name, (master, _) in steps[0].items()}
+    inner = torch.optim.AdamW(weights.values(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    bounded, clips = 0, list[float]()
+    for place, found in enumerate(steps):
+        for name, (master, gradient) in found.items():
+            apart = (weights[name].detach() - master.double()).norm()
+            assert float(apart) <= 1e-6 * float(master.norm()), (place, name)
+            exact = gradient.double()
+            limit = torch.full_like(exact, ABSOLUTE if ".mlp." in name else torch.inf)
+            if place:
+                weights_of_v = [0.999 ** (place - 1 - earlier) for earlier in range(place)]
+                unclip = sum(weights_of_v) / sum(w * c**2 for w, c in zip(weights_of_v, clips, strict=True))
+                moment = inner.state[weights[name]]["exp_avg_sq"] * unclip
+                limit = limit.minimum((THETA * moment.clamp(min=1e-16 * unclip)).sqrt())
+            weights[name].grad = exact.clamp(-limit, limit)
+            bounded += int((exact.abs() > limit).sum())
+        norm = float(torch.cat([one.grad.flatten() for one in weights.values() if one.grad is not None]).norm())
+        clips.append(min(1.0, LARGEST / (norm + 1e-6)))
+        for one in weights.values():
+            assert one.grad is not None
+            one.grad *= clips[-1]
+        inner.step()
+    assert bounded > 1000 and min(clips) < 0.9
+
+
+def _with_nan(folder: str) -> list[int]:
+    """Body of a rank: train with NaN in a gradient of rank 0 in one step; exit code and skipped steps, by policy."""
+    codes = []
+    for policy in ("skip_step", "halt"):
+        engine = _engine(2)
+        if dist.get_rank() == 0:
+            weight, times = engine.module.model.layers[0].mlp.up_proj.weight, iter(range(100))
+            weight.register_hook(lambda one, times=times: one * float("nan") if next(times) == 2 else one)
+        hooks = [{"hook": "absolute", "theta": 1.0, "non_finite": policy}]
+        guard = megasdc.attach(engine, _settings(folder, optimizer_hooks=hooks, audit={"enabled": False}))
+        try:
+            train(engine, 3, dist.get_rank())
+            codes.append(0)
+        except SystemExit as error:
+            codes.append(int(str(error.code)))
+        guard.close()
+        assert all(bool(one.isfinite().all()) for one in engine.module.parameters())
+        codes.append(engine.skipped_steps)
+    return codes
+
+
+def test_gradients_that_are_not_finite_skip_the_step_or_end_the_training(tmp_path: Path) -> None:
+    """On all ranks alike, with the parameter and the rank of the shard; no weight takes them up."""
+    assert run_distributed(_with_nan, 2, str(tmp_path)) == [[0, 1, 74, 0]] * 2
+    (skip,) = read_events(tmp_path, kind="skip", name="optimizer_step")
+    assert skip.step == 2 and "the gradient of model.layers.0.mlp.up_proj.weight has" in skip.fields["reason"]
+
+
 # --- what it leaves as it was -----------------------------------------------------------------------------------------
 
 
@@ -190,6 +286,13 @@ def _refusals(folder: str) -> list[str]:
     refused(ConfigError, lambda: megasdc.attach(engine.module, good))
     refused(ConfigError, lambda: megasdc.attach(engine, {"audit": {"intervall": 3}}))
     refused(ConfigError, lambda: megasdc.attach(engine, {**good, "audit": {"submodules": ["*.up_prj"]}}))
+    resets = [{"hook": "momentum_reset"}, {"hook": "absolute"}, {"hook": "absolute", "theta": 1.0, "where": "local"}]
+    refused(ConfigError, lambda: megasdc.attach(engine, {**good, "optimizer_hooks": resets}))
+    bound = {"hook": "absolute", "theta": 1.0, "parameters": ["*.down_prj.*"]}
+    refused(ConfigError, lambda: megasdc.attach(engine, {**good, "optimizer_hooks": [bound]}))
+    refused(
+        ConfigError, lambda: megasdc.attach(_engine(0), {**good, "optimizer_hooks": [{**bound, "parameters": ["*"]}]})
+    )
     blocked = Path(folder) / f"file_{dist.get_rank()}"
     blocked.write_text("")
     run_dir = str(blocked / "runs") if dist.get_rank() == 1 else folder
@@ -218,6 +321,9 @@ def test_what_cannot_be_guarded_says_why(tmp_path: Path) -> None:
         ("engine: got transformers", "needed: what deepspeed.initialize returns first"),
         ("audit.intervall: unknown key", "did you mean audit.interval?", "logging: missing"),
         ("audit.submodules.0: got '*.up_prj'", "nearest: "),
+        ("0.hook: got 'momentum_reset'", "1.theta: missing", "2.where: got 'local'; allowed here: before_norm"),
+        ("optimizer_hooks.0.parameters.0: got '*.down_prj.*', which matches no parameter",),
+        ("got bounds with ZeRO 0",),
         ("logging.run_dir", "rank 1"),
         ("engine: it has a guard already",),
         ("submodule lm_head of its model was added, removed or replaced",),

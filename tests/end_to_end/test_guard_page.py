@@ -19,7 +19,7 @@ FAULT = r"\n    if engine.global_rank == 1.*\n.*register_forward_hook.*"
 
 
 def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    text = PAGE.read_text(encoding="utf-8").partition("## Try it")[2]
+    text = PAGE.read_text(encoding="utf-8").partition("## Try it")[2].partition("## Settings")[0]
     (settings,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     (command,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     folder.mkdir()
