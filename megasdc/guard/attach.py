@@ -27,6 +27,7 @@ from megasdc.guard.engine import check_engine, check_environment, dims_of
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.settings import load_settings
+from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
@@ -115,6 +116,7 @@ class Guard:
         self._world, self._copies = self._groups()
         self._suspects = Suspects()
         self._bounds: GuardBounds | None = None
+        self._trace: GuardTrace | None = None
         try:
             self._begin()
         except BaseException:
@@ -126,7 +128,7 @@ class Guard:
         watched = self._prepare()
         self._modules = _modules_of(engine.module)
         self._algorithm = default_algorithm(engine.device)
-        recorder = Recorder(watched, self._algorithm)
+        recorder = Recorder(engine.module, watched, self._algorithm)
         self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed)
         self._undo.callback(self._probe.close)
         self._undo.callback(set_deterministic(settings.determinism))
@@ -137,7 +139,13 @@ class Guard:
             interval = settings.logging.interval
             self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
             self._undo.callback(self._bounds.close)
-        if settings.audit.enabled or self._bounds is not None:
+        if settings.trace.enabled:
+            patterns, interval = settings.audit.submodules, settings.trace.interval
+            self._trace = GuardTrace(
+                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, _precision(engine))
+            )
+            self._undo.callback(self._trace.close)
+        if settings.audit.enabled or self._bounds is not None or self._trace is not None:
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._await()
@@ -197,8 +205,10 @@ class Guard:
         return step // interval % self.dims.data
 
     def _await(self) -> None:
-        """Keep the next forward pass, if this rank's is to be audited."""
+        """Keep the next forward pass, if this rank's is to be audited; record the step, if it is due."""
         self._probe.wanted = self._source(self._step) == self.dims.dp_rank
+        if self._trace is not None:
+            self._trace.begin(self._step)
 
     def _before(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Audit a step that is due, bound its gradients, and take it.
@@ -209,6 +219,8 @@ class Guard:
         """
         step = self._step
         source = self._source(step)
+        if self._trace is not None:
+            self._trace.pause()
         if source is not None:
             self._audit(step, source)
         if self._bounds is not None:
@@ -216,6 +228,8 @@ class Guard:
         result = take_step(*args, **options)
         if self._bounds is not None:
             self._bounds.after_step(step)
+        if self._trace is not None:
+            self._trace.end()
         self._await()
         return result
 

@@ -123,8 +123,7 @@ class Probe:
         with self._as_of(batch, step), self._recorder.recording(step):
             try:
                 outputs, inputs = self._forward(batch)
-                self._recorder.add_outputs(outputs)
-                self._recorder.begin_backward()
+                self._recorder.end_forward(outputs)
                 self._recorder.add_gradients(self._backward(outputs, inputs))
             except RuntimeError as error:
                 if "deterministic" not in str(error):

@@ -1,6 +1,6 @@
 """Recording of what the submodules of any model compute: checksums of outputs, gradients of inputs and of parameters.
 
-Hooks are on the model while a batch is recorded, and at no other time.
+Hooks are on the model while something is recorded, and at no other time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,59 +69,111 @@ def check_patterns(path: str, what: str, patterns: Sequence[str], names: Sequenc
 
 
 class Recorder:
-    """Records the results of submodules as a trace.
+    """Records the results of submodules as a trace, while it is attached; it changes no bit of them.
 
     Args:
-        watched: submodules; results that are computed several times in a batch are numbered.
+        watched: submodules; results that are computed several times in a micro-batch are numbered.
         algorithm: of checksums.
     """
 
-    def __init__(self, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
-        self._watched, self._algorithm = watched, algorithm
+    def __init__(self, model: nn.Module, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
+        self._model, self._watched, self._algorithm = model, watched, algorithm
         self._addresses: list[Address] = []
         self._values: list[int | Tensor] = []
-        self._times: Counter[tuple[str, str, str]] = Counter()
-        self._step, self._in_backward = 0, False
+        self._times: Counter[tuple[Any, ...]] = Counter()
+        self._step = 0
+        self._micro_batch: int | None = None
+        """Of the forward pass that runs, or ran last; None: nothing is recorded."""
+        self._in_forward, self._backward = False, 0
+        self._undo = ExitStack()
+
+    def attach(self, step: int) -> None:
+        """Begin a trace of a step of training, whose micro-batches are counted by the model's forward passes."""
+        self._begin(step)
+        count = iter(range(1 << 30))
+
+        def begin(*_: Any) -> None:
+            trains = self._model.training and torch.is_grad_enabled()
+            self._micro_batch, self._in_forward = next(count) if trains else None, True
+
+        def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._in_forward = False
+            if self._micro_batch is not None:
+                self.add_outputs(list(tensors_in(output)))
+
+        self._hold(self._model.register_forward_pre_hook(begin))
+        self._hold(self._model.register_forward_hook(end))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._hold(parameter.register_hook(partial(self._add_gradient, name)))
+
+    def detach(self) -> None:
+        """Remove every hook; what was recorded stays until ``take``."""
+        self._undo.close()
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record what is computed in a ``with`` block; its results are addressed as of a step."""
-        self._addresses, self._values, self._step, self._in_backward = [], [], step, False
-        self._times.clear()
-        with ExitStack() as undo:
-            for one in self._watched:
-                undo.callback(one.module.register_forward_pre_hook(self._tapped(one), with_kwargs=True).remove)
-                undo.callback(one.module.register_forward_hook(self._seen(one)).remove)
+        """Record one forward pass that is computed in a ``with`` block, as micro-batch 0 of a step."""
+        self._begin(step)
+        self._micro_batch, self._in_forward = 0, True
+        try:
             yield
+        finally:
+            self.detach()
 
-    def begin_backward(self) -> None:
-        """A forward pass from now on is a recomputation."""
-        self._in_backward = True
+    def end_forward(self, outputs: Sequence[Tensor]) -> None:
+        """Record the results of the whole model; a forward pass from now on is a recomputation."""
+        self._in_forward = False
+        self.add_outputs(outputs)
 
     def add_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Record the gradients of parameters, by name; None: there is none."""
         for name, gradient in gradients.items():
             if gradient is not None:
-                fqn, _, slot = name.rpartition(".")
-                self._add(WEIGHT_GRAD, fqn or ROOT, slot, gradient)
+                self._add_gradient(name, gradient)
 
     def add_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Record the results of the whole model."""
+        """Record the results of the whole model, and see when the backward pass of them begins."""
+        micro_batch = self._micro_batch
         for number, tensor in enumerate(outputs):
-            self._add(FORWARD, ROOT, _slot("output", number), tensor)
+            self._add(FORWARD, ROOT, _slot("output", number), tensor, micro_batch)
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin_backward(micro_batch))
 
     def take(self) -> Trace:
-        """The trace of the last batch.
+        """The trace since it was attached.
 
         Sync: waits for the device once.
         """
-        return Trace(self._addresses, read_back(self._values))
+        trace = Trace(self._addresses, read_back(self._values))
+        self._addresses, self._values = [], []
+        return trace
+
+    def _begin(self, step: int) -> None:
+        self.detach()
+        self._addresses, self._values, self._step = [], [], step
+        self._micro_batch, self._in_forward, self._backward = None, False, 0
+        self._times.clear()
+        for one in self._watched:
+            self._hold(one.module.register_forward_pre_hook(self._tapped(one), with_kwargs=True))
+            self._hold(one.module.register_forward_hook(self._seen(one)))
+
+    def _hold(self, handle: Any) -> None:
+        self._undo.callback(handle.remove)
+
+    def _begin_backward(self, micro_batch: int | None) -> None:
+        self._backward = micro_batch or 0
+
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        fqn, _, slot = name.rpartition(".")
+        self._add(WEIGHT_GRAD, fqn or ROOT, slot, gradient, self._backward)
 
     def _seen(self, one: Watched) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            phase = RECOMPUTE if self._in_backward else FORWARD
+            phase = FORWARD if self._in_forward else RECOMPUTE
+            micro_batch = self._micro_batch if self._in_forward else self._backward
             for number, tensor in enumerate(tensors_in(output)):
-                self._add(phase, one.fqn, _slot("output", number), tensor)
+                self._add(phase, one.fqn, _slot("output", number), tensor, micro_batch)
 
         return hook
 
@@ -129,26 +182,29 @@ class Recorder:
         in_place = getattr(one.module, "inplace", False)
 
         def hook(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            if in_place or not torch.is_grad_enabled():
+            if in_place or self._micro_batch is None or not torch.is_grad_enabled():
                 return None
+            micro_batch = self._micro_batch if self._in_forward else self._backward
             count = iter(range(1 << 30))
 
             def tap(tensor: Tensor) -> Tensor:
                 slot = _slot("input", next(count))
                 if not (tensor.requires_grad and tensor.is_floating_point()):
                     return tensor
-                return tap_gradient(tensor, lambda gradient: self._add(BACKWARD, one.fqn, slot, gradient))
+                return tap_gradient(tensor, lambda gradient: self._add(BACKWARD, one.fqn, slot, gradient, micro_batch))
 
             return map_tensors(args, tap), map_tensors(options, tap)
 
         return hook
 
-    def _add(self, phase: str, fqn: str, slot: str, value: Tensor) -> None:
-        self._times[phase, fqn, slot] += 1
-        if (times := self._times[phase, fqn, slot]) > 1:
+    def _add(self, phase: str, fqn: str, slot: str, value: Tensor, micro_batch: int | None) -> None:
+        if micro_batch is None:
+            return
+        self._times[micro_batch, phase, fqn, slot] += 1
+        if (times := self._times[micro_batch, phase, fqn, slot]) > 1:
             slot = f"{slot}#{times}"
         value = value.detach()
-        self._addresses.append(Address(self._step, 0, phase, fqn, slot))
+        self._addresses.append(Address(self._step, micro_batch, phase, fqn, slot))
         self._values.append(self._algorithm.start(torch.view_as_real(value) if value.is_complex() else value))
 
 

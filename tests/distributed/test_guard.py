@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import megasdc
 from megasdc.errors import ConfigError, StorageError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.campaign import bench_guard
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.trainings import (
@@ -126,6 +129,54 @@ def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
     ((_, incident),) = load_incidents(tmp_path / "reports", [])
     assert (incident.verdict, incident.done) == ("not_reproduced", "committed")
     assert [one.step for one in read_events(tmp_path, kind="audit", name="agreed")] == [2, 4]
+
+
+# --- what it records --------------------------------------------------------------------------------------------------
+
+
+def _traced(folder: str, planted: Planted | None, stages: int) -> list[float]:
+    """Body of a rank: train with a trace of each second step, audits beside it; the losses."""
+    here = planted if planted is not None and planted.rank == dist.get_rank() else None
+    config = deepspeed_config(1, "fp32")
+    if stages > 1:
+        engine = pipeline_engine(config, stages, here)
+    else:
+        engine = llama_engine(config, here)
+        engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = {"policy": dict.fromkeys(("persistent", "inconclusive"), "warn")}
+    guard = megasdc.attach(engine, _settings(folder, trace={"enabled": True, "interval": 2}, sdc=policy))
+    losses = train(engine, STEPS, guard.dims.dp_rank)
+    guard.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stages", "planted"),
+    [
+        (1, Planted(1, "model.layers.0.mlp.up_proj", "backward", PERSISTENT)),
+        (2, Planted(2, "6", "forward", PERSISTENT)),
+    ],
+    ids=["llama", "pipeline"],
+)
+def test_traces_of_two_trainings_are_compared(tmp_path: Path, stages: int, planted: Planted) -> None:
+    """Equal ones agree in every result; of a wrong rank the first result is told, in its micro-batch and direction."""
+    for name, fault in (("one", None), ("again", None), ("wrong", planted)):
+        run_distributed(_traced, 2 * stages, str(tmp_path / name), fault, stages)
+    same, different = (_compared(tmp_path, name) for name in ("again", "wrong"))
+    assert (same.returncode, different.returncode) == (0, 1), same.stdout + same.stderr
+    said = " ".join(different.stdout.split())
+    assert f"step 1, micro-batch 0, {planted.phase} of {planted.submodule} (" in said
+    found = read_folder(tmp_path / "one" / "trace")
+    steps = {address.step for _, trace in found.values() for address in trace.addresses}
+    assert steps == {1, 3}
+    phases = {address.phase for address in found[0][1].addresses}
+    assert phases == {"forward", "backward", "weight_grad", "parameter"} | ({"recompute"} if stages == 1 else set())
+
+
+def _compared(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+    tool = Path(__file__).parents[2] / "tools" / "compare_traces.py"
+    command = [sys.executable, str(tool), str(folder / "one"), str(folder / name)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 # --- what it bounds ---------------------------------------------------------------------------------------------------

@@ -46,6 +46,13 @@ class GuardSdcSection(Section):
     policy: GuardPolicySection = section(GuardPolicySection)
 
 
+class GuardTraceSection(Section):
+    """Checksums of what submodules compute in training, written to the run folder."""
+
+    enabled: bool = setting(False, "Record a trace of the submodules that audits compare.")
+    interval: PositiveInt = setting(1, "Steps between recorded steps; the first is always recorded.")
+
+
 class GuardLoggingSection(Section):
     """Where a guard writes."""
 
@@ -59,5 +66,6 @@ class GuardSettings(Section):
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)
+    trace: GuardTraceSection = section(GuardTraceSection)
     optimizer_hooks: list[HookSpec] = setting([], "What bounds gradients, in this order; empty: nothing.")
     logging: GuardLoggingSection
