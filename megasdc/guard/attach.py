@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -234,7 +235,7 @@ class Guard:
         return result
 
     def _audit(self, step: int, source: int) -> None:
-        problem, own, batch = None, Trace(), None
+        began, problem, own, batch = time.monotonic(), None, Trace(), None
         copies = read_copies(self._engine, self._algorithm, step)
         try:
             batch = self._probe.share(self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
@@ -253,7 +254,8 @@ class Guard:
             self._act(step, self._settle(step, own, batch))
         else:
             self._agreed = step
-            self._tell("audit", "agreed", step=step, compared=len(own))
+            seconds = round(time.monotonic() - began, 3)
+            self._tell("audit", "agreed", step=step, compared=len(own), seconds=seconds)
 
     def _settle(self, step: int, own: Trace, batch: Batch) -> Settled:
         dims, group = self.dims, self._world

@@ -18,10 +18,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "attach.md"
 FAULT = r"\n    if engine.global_rank == 1.*\n.*register_forward_hook.*"
 
 
-def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, script: str, command: str) -> subprocess.CompletedProcess[str]:
     text = PAGE.read_text(encoding="utf-8").partition("## Try it")[2].partition("## Settings")[0]
     (settings,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    (command,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [command]
     folder.mkdir()
     (folder / "train.py").write_text(script)
     (folder / "guard.json").write_text(settings)
@@ -33,7 +33,8 @@ def _run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_the_wrong_rank_is_named(tmp_path: Path) -> None:
     """Started by DeepSpeed's own launcher."""
     (script,) = re.findall(r"```python\n(import deepspeed\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    done = _run(tmp_path / "wrong", script)
+    command = "deepspeed --num_gpus 3 train.py"
+    done = _run(tmp_path / "wrong", script, command)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0 and "the step is not taken" in said, done.stdout + done.stderr
     assert "rank 1 at step 15, micro-batch 0, forward of model.layers.1.mlp.up_proj (output): persistent" in said
@@ -42,6 +43,6 @@ def test_the_wrong_rank_is_named(tmp_path: Path) -> None:
     assert (incident.step, [one.rank for one in incident.flagged]) == (15, [1])
     right, count = re.subn(FAULT, "", script)
     assert count == 1
-    done = _run(tmp_path / "right", right)
+    done = _run(tmp_path / "right", right, command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "right" / "runs" / "guarded" / "reports").exists()
