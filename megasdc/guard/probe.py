@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.errors import ConfigError
-from megasdc.guard.record import Recorder, map_tensors, tensors_in
+from megasdc.guard.record import Recorder, map_in, tensors_in
 from megasdc.sdc.trace import Trace
 
 FP16_SCALE = 1024.0
@@ -86,7 +86,7 @@ class Probe:
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         buffers = {name: value.detach().cpu() for name, value in self._model.named_buffers()}
-        batch = Batch(map_tensors(args, sent), map_tensors(options, sent), autocast, buffers)
+        batch = Batch(map_in(Tensor, args, sent), map_in(Tensor, options, sent), autocast, buffers)
         try:
             file = io.BytesIO()
             torch.save(batch, file)
@@ -147,7 +147,7 @@ class Probe:
                 inputs.append(value.requires_grad_())
             return value
 
-        args, options = _map_sent(batch.args, received), _map_sent(batch.options, received)
+        args, options = map_in(_Sent, batch.args, received), map_in(_Sent, batch.options, received)
         mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
         with torch.enable_grad(), mixed:
             output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called
@@ -202,13 +202,3 @@ def _fill(buffers: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Ten
         for name, (buffer, _) in buffers.items():
             if name in values and values[name].shape == buffer.shape:
                 buffer.copy_(values[name])
-
-
-def _map_sent(value: Any, change: Any) -> Any:
-    if isinstance(value, _Sent):
-        return change(value)
-    if type(value) is dict:
-        return {key: _map_sent(inner, change) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map_sent(inner, change) for inner in value)
-    return value

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from megasdc.model.submodules import tap_gradient
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
+T = TypeVar("T")
 ROOT = "model"
 """Name of the whole model, of which submodules have none."""
 
@@ -193,7 +194,7 @@ class Recorder:
                     return tensor
                 return tap_gradient(tensor, lambda gradient: self._add(BACKWARD, one.fqn, slot, gradient, micro_batch))
 
-            return map_tensors(args, tap), map_tensors(options, tap)
+            return map_in(Tensor, args, tap), map_in(Tensor, options, tap)
 
         return hook
 
@@ -222,14 +223,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-def map_tensors(value: Any, change: Any) -> Any:
-    """The same tuples, lists and dicts inside one another, with each tensor changed; other objects stay as they are."""
-    if isinstance(value, Tensor):
+def map_in(kind: type[T], value: Any, change: Callable[[T], Any]) -> Any:
+    """The same tuples, lists and dicts inside one another, with each object of a kind changed; others stay."""
+    if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
-        return {key: map_tensors(inner, change) for key, inner in value.items()}
+        return {key: map_in(kind, inner, change) for key, inner in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(inner, change) for inner in value)
+        return type(value)(map_in(kind, inner, change) for inner in value)
     return value
 
 
