@@ -126,12 +126,10 @@ class Probe:
                 self._recorder.end_forward(outputs)
                 self._recorder.add_gradients(self._backward(outputs, inputs))
             except RuntimeError as error:
-                if "deterministic" not in str(error):
+                if (reason := _why_not(error)) is None:
                     raise
-                raise ConfigError(
-                    "audit.enabled: got true, and the model has an operation that does not repeat bit for bit, so that "
-                    f"replicas cannot be compared: {str(error).splitlines()[0]} Replace it, or set it to false."
-                ) from error
+                first = str(error).splitlines()[0]
+                raise ConfigError(f"audit.enabled: got true, and {reason}; or set it to false. {first}") from error
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -166,16 +164,7 @@ class Probe:
             weights.append((drawn * (FP16_SCALE if half else 1.0)).expand(one.shape).to(one))
         if not outputs:  # nothing of this stage is trained
             return {}
-        try:
-            gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-            raise ConfigError(
-                "audit.enabled: got true, and the model recomputes activations by reentrant checkpointing, which "
-                "torch.autograd.grad cannot pass: use use_reentrant=False (in Hugging Face: "
-                'gradient_checkpointing_kwargs={"use_reentrant": False}), or set it to false.'
-            ) from error
+        gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
         return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 
     @contextmanager
@@ -195,6 +184,21 @@ class Probe:
             vars(self._model).update(stage)
             restore_rng(state)
             _fill(before, {name: value for name, (_, value) in before.items()})
+
+
+def _why_not(error: RuntimeError) -> str | None:
+    """Why PyTorch cannot compute a model so, and what helps; None: for another reason."""
+    text = str(error)
+    if "checkpoint" in text.lower():
+        return (
+            "the model recomputes activations by reentrant checkpointing, which torch.autograd.grad cannot pass: use "
+            'use_reentrant=False (in Hugging Face: gradient_checkpointing_kwargs={"use_reentrant": False})'
+        )
+    if "deterministic" in text:
+        return "an operation of the model does not repeat bit for bit, so that replicas cannot be compared: replace it"
+    if "modified inplace" in text:
+        return "a submodule writes into its inputs, whose gradients are looked at: choose others by audit.submodules"
+    return None
 
 
 def _fill(buffers: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,84 @@ def test_no_bit_of_a_healthy_training_changes(tmp_path: Path) -> None:
     assert not (tmp_path / "reports").exists()
     (attached, *_) = read_events(tmp_path, kind="guard", name="attached")
     assert "model.layers.0.self_attn" in attached.fields["watched"]
+
+
+class _Normed(nn.Module):
+    """Batch normalisation, whose buffers are of each replica's own samples, and a residual that is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(self.first(x))
+        out += x
+        return self.last(out).square().mean()
+
+
+@dataclass
+class _Answer:
+    values: torch.Tensor
+    aside: torch.Tensor | None = None
+
+
+class _Spectrum(nn.Module):
+    """Complex results, without parameters."""
+
+    def forward(self, x: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        return torch.fft.rfft(x) * (1.0 if scale is None else scale)
+
+
+class _Shared(nn.Module):
+    """One submodule called twice, a frozen one, and no loss: an object of its own with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.twice, self.spectrum = nn.Embedding(16, 8), nn.Linear(8, 8), _Spectrum()
+        self.words.requires_grad_(False)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, *, ids: torch.Tensor, mask: torch.Tensor | None = None) -> _Answer:
+        x = self.drop(self.twice(torch.tanh(self.twice(self.words(ids)))))
+        return _Answer(self.spectrum(x, scale=None).abs().sum(-1), aside=x.detach())
+
+
+def _odd_models(folder: str) -> list[bool]:
+    """Body of a rank: whether weights and buffers are, bit for bit, those without a guard, by model."""
+    import deepspeed
+
+    alike = []
+    for kind in (_Normed, _Shared):
+        ends = []
+        for guarded in (False, True):
+            torch.manual_seed(3)
+            model = kind()
+            parameters = [one for one in model.parameters() if one.requires_grad]
+            config = deepspeed_config(1, "fp32")
+            engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+            guard = megasdc.attach(engine, _settings(f"{folder}/{kind.__name__}")) if guarded else None
+            draw = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(2 * STEPS):
+                if kind is _Normed:
+                    loss = engine(torch.randn(4, 8, generator=draw))
+                else:
+                    loss = engine(ids=torch.randint(0, 16, (4, 5), generator=draw)).values.mean()
+                engine.backward(loss)
+                engine.step()
+            if guard is not None:
+                guard.close()
+            ends.append(_digest(engine.module))
+            engine.destroy()
+        alike.append(ends[0] == ends[1])
+    return alike
+
+
+def test_odd_models_are_audited_and_left_as_they_are(tmp_path: Path) -> None:
+    """Buffers of a replica, in-place sums, complex results, frozen and shared submodules, results of any class."""
+    assert run_distributed(_odd_models, 2, str(tmp_path)) == [[True, True]] * 2
+    for name in ("_Normed", "_Shared"):
+        agreed = list(read_events(tmp_path / name, kind="audit", name="agreed"))
+        assert [one.step for one in agreed] == [1, 2, 4] and all(one.fields["compared"] > 5 for one in agreed)
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class Kind:
 
 def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
     """Of runs that can leave a replica out: what makes results wrong is found in its first step."""
-    return Kind(title, None, prepare, INJECTED, (3, 3), engines=(SSH,), checked=True, **more)
+    return Kind(title, None, prepare, INJECTED, (3, 99), engines=(SSH,), checked=True, **more)
 
 
 KINDS = {
@@ -245,15 +245,15 @@ KINDS = {
     "samples": Kind("some samples give NaN", None, _poisoned_samples, SKIPPED, engines=(SSH,)),
     "wrong": Kind("one host of three replicas computes wrong results", None, _wrong_results, INJECTED, (3, 99)),
     "unsure": Kind("one host of two replicas computes wrong results", None, _wrong_results, INJECTED, (2, 2), 3),
-    "halted": _checked("one host of three is wrong: all halt, and it is replaced", _wrong_results),
+    "halted": _checked("one host is wrong: all halt, and it is replaced", _wrong_results),
     "isolated": _checked(
-        "one host of three is wrong: the others go on until it is replaced", _wrong_but_others_go_on, changes_size=True
+        "one host is wrong: the others go on until it is replaced", _wrong_but_others_go_on, changes_size=True
     ),
     "halted_alone": _checked(
-        "one host of three is wrong, no spare: all halt", _wrong_with_fewer, spares=0, changes_size=True
+        "one host is wrong, no spare: all halt", _wrong_with_fewer, spares=0, changes_size=True
     ),
     "isolated_alone": _checked(
-        "one host of three is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
+        "one host is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
     ),
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""
