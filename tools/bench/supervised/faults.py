@@ -212,7 +212,7 @@ class Kind:
 
 def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
     """Of runs that can leave a replica out: what makes results wrong is found in its first step."""
-    return Kind(title, None, prepare, INJECTED, (3, 99), engines=(SSH,), checked=True, **more)
+    return Kind(title, None, prepare, INJECTED, (3, 3), engines=(SSH,), checked=True, **more)
 
 
 KINDS = {
@@ -249,9 +249,7 @@ KINDS = {
     "isolated": _checked(
         "one host is wrong: the others go on until it is replaced", _wrong_but_others_go_on, changes_size=True
     ),
-    "halted_alone": _checked(
-        "one host is wrong, no spare: all halt", _wrong_with_fewer, spares=0, changes_size=True
-    ),
+    "halted_alone": _checked("one host is wrong, no spare: all halt", _wrong_with_fewer, spares=0, changes_size=True),
     "isolated_alone": _checked(
         "one host is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
     ),
