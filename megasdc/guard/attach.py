@@ -27,6 +27,7 @@ from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
+from megasdc.guard.saves import SaveMarks
 from megasdc.guard.settings import load_settings
 from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
@@ -149,6 +150,8 @@ class Guard:
         if settings.audit.enabled or self._bounds is not None or self._trace is not None:
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
+        self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
+        self._undo.callback(self._saves.close)
         self._await()
         names = [one.fqn for one in watched]
         self._tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
@@ -254,6 +257,7 @@ class Guard:
             self._act(step, self._settle(step, own, batch))
         else:
             self._agreed = step
+            self._saves.agreed(step)
             seconds = round(time.monotonic() - began, 3)
             self._tell("audit", "agreed", step=step, compared=len(own), seconds=seconds)
 
@@ -315,6 +319,8 @@ class Guard:
             ranks=tuple(self._ranks),
             evidence=Evidence(found.compared, found.differing),
             environment=Environment(installed_versions(), self.dims.layout, _precision(self._engine)),
+            verified_checkpoint=_text(self._saves.verified),
+            newest_candidate=_text(self._saves.candidate),
             script=Script(shlex.join(sys.argv), self._agreed),
         )
         try:
@@ -344,6 +350,10 @@ class Guard:
 
 def _modules_of(model: Any) -> dict[str, int]:
     return {fqn: id(module) for fqn, module in model.named_modules()}
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _precision(engine: Any) -> str:

@@ -132,6 +132,38 @@ def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
     assert [one.step for one in read_events(tmp_path, kind="audit", name="agreed")] == [2, 4]
 
 
+def _with_checkpoints(folder: str) -> int:
+    """Body of a rank: audits before steps 1, 3 and 6, saves after steps 1, 3 and 4, a wrong weight before step 6."""
+    engine = _engine(1)
+    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
+    own = engine.save_checkpoint
+    for steps, tag in ((1, None), (2, "third"), (1, None)):
+        train(engine, steps, guard.dims.dp_rank)
+        own(f"{folder}/saved", tag)
+    train(engine, 1, guard.dims.dp_rank)
+    if guard.dims.rank == 0:
+        engine.module.lm_head.weight.data[0, 0] += 1.0
+    with pytest.raises(SystemExit) as caught:
+        train(engine, 1, guard.dims.dp_rank)
+    guard.close()
+    assert "save_checkpoint" not in vars(engine)
+    return int(str(caught.value.code))
+
+
+def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
+    """And no other; the report says from which to go on."""
+    assert run_distributed(_with_checkpoints, 3, str(tmp_path)) == [73] * 3
+    marked = {path.parent.name for path in (tmp_path / "saved").glob("*/megasdc_verified.json")}
+    assert marked == {"global_step1"}
+    ((page, incident),) = load_incidents(tmp_path / "reports", [])
+    assert (incident.step, [one.rank for one in incident.flagged]) == (6, [0])
+    saved = tmp_path / "saved"
+    found = incident.verified_checkpoint, incident.newest_candidate
+    assert found == (str(saved / "global_step1"), str(saved / "global_step4"))
+    assert f"Go on from {saved / 'global_step1'}" in page.read_text()
+    assert [one.step for one in read_events(tmp_path, kind="verify", name="checkpoint")] == [1]
+
+
 # --- what it records --------------------------------------------------------------------------------------------------
 
 

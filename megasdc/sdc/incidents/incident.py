@@ -342,6 +342,9 @@ def _go_on(incident: Incident) -> Instruction:
     verified, candidate = incident.verified_checkpoint, incident.newest_candidate
     if incident.done != "halted":
         return Instruction("The run continues; no restart is needed.")
+    if incident.script is not None and verified is not None:
+        newer = f"; newer ones, up to {candidate}, may hold what went wrong" if candidate else ""
+        return Instruction(f"Go on from {verified}, the newest checkpoint after which all replicas have agreed{newer}.")
     if incident.script is not None:
         newest = f"at most {incident.script.agreed - 1} steps" if incident.script.agreed else "no step of this start"
         return Instruction(
