@@ -302,8 +302,7 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
         OSError: the folder cannot be written.
     """
     with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:  # NFS needs a readable file for a shared lock
-        unlocked = _lock_shared(folder, file)
-        found = read_holder(folder)
+        unlocked, found = _lock_shared(folder, file)
         ours = found is not None and found.token == token
         free = ours or (unlocked and (found is None or not found.may_live))
         if not free:
@@ -311,8 +310,11 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
         yield free
 
 
-def _lock_shared(folder: Path, file: IO[str]) -> bool:
-    """Take a shared lock, waiting for a holder without a live record; False: a launch holds it. True without flock."""
+def _lock_shared(folder: Path, file: IO[str]) -> tuple[bool, Holder | None]:
+    """Take a shared lock, waiting for a holder without a live record; False: a launch holds it. True without flock.
+
+    The record is the one that was there at that moment: a holder may release the folder in the next.
+    """
     end = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -320,14 +322,14 @@ def _lock_shared(folder: Path, file: IO[str]) -> bool:
         except BlockingIOError:
             found = read_holder(folder)
             if (found is not None and found.may_live) or time.monotonic() > end:
-                return False
+                return False, found
             time.sleep(0.1)
         except OSError as error:
             if error.errno not in WITHOUT_FLOCK:
                 raise
-            return True
+            return True, read_holder(folder)
         else:
-            return True
+            return True, read_holder(folder)
 
 
 def read_holder(folder: Path) -> Holder | None:

@@ -274,6 +274,16 @@ def test_a_line_is_written_only_where_no_other_launch_works(tmp_path: Path, othe
             assert free == silent
 
 
+def test_a_folder_that_its_launch_releases_meanwhile_can_be_written(
+    tmp_path: Path, other: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank holds it while another finds it locked, and is gone when that looks who holds it."""
+    seen = iter([read_holder(tmp_path)])
+    monkeypatch.setattr(run_lock, "read_holder", lambda folder: next(seen, None))
+    with others_kept_out(tmp_path, "theirs", said.append) as free:
+        assert free and not said
+
+
 def test_nfs_shares_a_lock_with_readers_alone(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux refuses a shared lock there on a file that is open for writing alone (flock(2))."""
 
