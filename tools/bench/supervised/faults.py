@@ -166,13 +166,15 @@ def _wrong_but_others_go_on(run: Target, sections: dict[str, Any]) -> None:
 
 
 def _wrong_with_fewer(run: Target, sections: dict[str, Any]) -> None:
+    """Two of three replicas are enough."""
     _wrong_results(run, sections)
-    sections["supervise"]["min_hosts"] = run.num_hosts - 1
+    sections["supervise"]["min_hosts"] = run.num_hosts * 2 // 3
 
 
 def _wrong_others_with_fewer(run: Target, sections: dict[str, Any]) -> None:
+    """Likewise."""
     _wrong_but_others_go_on(run, sections)
-    sections["supervise"]["min_hosts"] = run.num_hosts - 1
+    sections["supervise"]["min_hosts"] = run.num_hosts * 2 // 3
 
 
 def _fewer_hosts(run: Target, sections: dict[str, Any]) -> None:
