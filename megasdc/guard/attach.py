@@ -131,7 +131,7 @@ class Guard:
         self._modules = _modules_of(engine.module)
         self._algorithm = default_algorithm(engine.device)
         recorder = Recorder(engine.module, watched, self._algorithm)
-        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed)
+        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
         self._undo.callback(self._probe.close)
         self._undo.callback(set_deterministic(settings.determinism))
         self._suspects.on_start(engine.device, self._world)
@@ -144,7 +144,8 @@ class Guard:
         if settings.trace.enabled:
             patterns, interval = settings.audit.submodules, settings.trace.interval
             self._trace = GuardTrace(
-                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, _precision(engine))
+                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, _precision(engine)),
+                self._tell,
             )
             self._undo.callback(self._trace.close)
         if settings.audit.enabled or self._bounds is not None or self._trace is not None:
@@ -152,7 +153,8 @@ class Guard:
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
         self._undo.callback(self._saves.close)
-        self._await()
+        if self._trace is not None:
+            self._trace.begin(self._step)
         names = [one.fqn for one in watched]
         self._tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
 
@@ -208,11 +210,10 @@ class Guard:
             return None
         return step // interval % self.dims.data
 
-    def _await(self) -> None:
-        """Keep the next forward pass, if this rank's is to be audited; record the step, if it is due."""
-        self._probe.wanted = self._source(self._step) == self.dims.dp_rank
-        if self._trace is not None:
-            self._trace.begin(self._step)
+    def _wanted(self) -> int | None:
+        """The step that runs, if this rank's batch is audited in it."""
+        step = self._step  # of the engine itself: a checkpoint may have been loaded
+        return step if self._source(step) == self.dims.dp_rank else None
 
     def _before(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Audit a step that is due, bound its gradients, and take it.
@@ -224,7 +225,7 @@ class Guard:
         step = self._step
         source = self._source(step)
         if self._trace is not None:
-            self._trace.pause()
+            self._trace.pause(step)
         if source is not None:
             self._audit(step, source)
         if self._bounds is not None:
@@ -234,14 +235,14 @@ class Guard:
             self._bounds.after_step(step)
         if self._trace is not None:
             self._trace.end()
-        self._await()
+            self._trace.begin(self._step)
         return result
 
     def _audit(self, step: int, source: int) -> None:
         began, problem, own, batch = time.monotonic(), None, Trace(), None
         copies = read_copies(self._engine, self._algorithm, step)
         try:
-            batch = self._probe.share(self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
+            batch = self._probe.share(step, self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
             self._check_model()
             own = self._probe.compute(batch, step)
         except ConfigError as error:

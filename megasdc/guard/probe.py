@@ -8,7 +8,7 @@ no hook of ZeRO; random state and buffers are put back.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +62,20 @@ class Probe:
         device: of its parameters.
         recorder: of what submodules compute.
         seed: of random numbers in audits.
+        wants: returns the step that runs, where its first batch is to be kept on this rank; else None.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, recorder: Recorder, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        recorder: Recorder,
+        seed: int,
+        wants: Callable[[], int | None],
+    ) -> None:
         self._model, self._device, self._recorder, self._seed = model, device, recorder, seed
-        self._kept: bytes | str | None = None
-        self.wanted = False
-        """Whether the next forward pass of training is kept."""
+        self._wants = wants
+        self._kept: tuple[int, bytes | str] | None = None
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     def close(self) -> None:
@@ -76,9 +83,11 @@ class Probe:
         self._handle.remove()
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not (self.wanted and self._model.training and torch.is_grad_enabled()):
+        step = self._wants()
+        if step is None or not (self._model.training and torch.is_grad_enabled()):
             return
-        self.wanted = False
+        if self._kept is not None and self._kept[0] == step:
+            return
 
         def sent(tensor: Tensor) -> _Sent:
             return _Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
@@ -90,22 +99,23 @@ class Probe:
         try:
             file = io.BytesIO()
             torch.save(batch, file)
-            self._kept = file.getvalue()
+            self._kept = step, file.getvalue()
         except Exception as error:  # of any class: what a model is given need not be plain values
-            self._kept = f"what the model was given cannot be sent to other ranks: {type(error).__name__}: {error}"
+            reason = f"what the model was given cannot be sent to other ranks: {type(error).__name__}: {error}"
+            self._kept = step, reason
 
-    def share(self, source: int, group: dist.ProcessGroup | None) -> Batch:
-        """The batch that a rank has kept, on all ranks of a host group that hold the same parameters.
+    def share(self, step: int, source: int, group: dist.ProcessGroup | None) -> Batch:
+        """The batch of a step that a rank has kept, on all ranks of a host group that hold the same parameters.
 
         Raises:
             ConfigError: it cannot be sent, or no forward pass was seen; on all ranks of the group.
 
         Collective: the group.
         """
-        kept = "no forward pass of the engine's model with gradients was seen in this step" if source >= 0 else None
-        held: list[Any] = [self._kept or kept]
+        found_none = "no forward pass of the engine's model with gradients was seen in this step"
+        held: list[Any] = [self._kept[1] if self._kept is not None and self._kept[0] == step else found_none]
         dist.broadcast_object_list(held, src=source, group=group)
-        self._kept, self.wanted = None, False
+        self._kept = None
         if isinstance(held[0], str):
             raise ConfigError(f"audit.enabled: got true, and no batch can be audited: {held[0]}; set it to false.")
         found = torch.load(io.BytesIO(held[0]), weights_only=False)  # from a rank of this very training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class GuardTrace:
     Args:
         folder: of the run; the files are in ``trace`` there.
         patterns: by which submodules were chosen; None: the default.
+        tell: writes an event on rank 0, from its kind, name and fields.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class GuardTrace:
         interval: int,
         patterns: Sequence[str] | None,
         precision: str,
+        tell: Callable[..., None],
     ) -> None:
         self._engine, self._algorithm, self._dims = engine, algorithm, dims
+        self._tell = tell
         self._folder, self._interval = folder / FOLDER, interval
         self._recorder = Recorder(engine.module, watched, algorithm)
         self._writer: TraceWriter | None = None
@@ -71,9 +74,17 @@ class GuardTrace:
             self._step = step
             self._recorder.attach(step)
 
-    def pause(self) -> None:
-        """Record nothing that is computed before the optimizer's step."""
+    def pause(self, step: int) -> None:
+        """Record nothing that is computed before the optimizer's step.
+
+        Args:
+            step: that is about to be taken; what was recorded as another, before a checkpoint was loaded, is left out.
+        """
         self._recorder.detach()
+        if self._step not in (None, step):
+            self._tell("trace", "left_out", step=step, recorded_as=self._step)
+            self._recorder.take()
+            self._step = None
 
     def end(self) -> None:
         """Write what was recorded, with the parameters after the step."""

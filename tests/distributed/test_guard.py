@@ -431,6 +431,43 @@ def test_odd_models_are_audited_and_left_as_they_are(tmp_path: Path) -> None:
         assert [one.step for one in agreed] == [1, 2, 4] and all(one.fields["compared"] > 5 for one in agreed)
 
 
+def _changed_meanwhile(folder: str) -> list[Any]:
+    """Body of a rank: two guards, evaluations, one closed and attached again, a checkpoint loaded; audits of each."""
+    one, other = _engine(), _engine()
+    guard = megasdc.attach(one, _settings(f"{folder}/one", trace={"enabled": True, "interval": 2}))
+    beside = megasdc.attach(other, _settings(f"{folder}/other", audit={"interval": 3}))
+    train(one, 2, dist.get_rank())
+    for _ in range(3):
+        other.eval()
+        with torch.no_grad():
+            other(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+        other.train()
+        train(other, 1, dist.get_rank())
+    found: list[Any] = [guard.audits, beside.audits]
+    guard.close()
+    train(one, 2, dist.get_rank())
+    one.save_checkpoint(f"{folder}/saved")
+    guard = megasdc.attach(one, _settings(f"{folder}/one", trace={"enabled": True, "interval": 2}))
+    train(one, 2, dist.get_rank())
+    found.append(guard.audits)
+    one.load_checkpoint(f"{folder}/saved")
+    train(one, 2, dist.get_rank())
+    found += [guard.audits, one.global_steps]
+    guard.close()
+    beside.close()
+    return found
+
+
+def test_a_training_may_evaluate_load_and_be_guarded_again(tmp_path: Path) -> None:
+    """Audits are at the steps that the engine counts; a step of a trace that was recorded as another is left out."""
+    assert run_distributed(_changed_meanwhile, 2, str(tmp_path)) == [[2, 2, 2, 4, 6]] * 2
+    agreed = [one.step for one in read_events(tmp_path / "one", kind="audit", name="agreed")]
+    assert agreed == [1, 2, 5, 6, 5, 6]
+    (left_out,) = read_events(tmp_path / "one", kind="trace", name="left_out")
+    assert (left_out.step, left_out.fields["recorded_as"]) == (5, 7)
+    assert [one.step for one in read_events(tmp_path / "other", kind="audit", name="agreed")] == [1, 3]
+
+
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
