@@ -24,7 +24,7 @@ from megasdc.errors import ConfigError, CorruptionError, StorageError
 from megasdc.events import EventLog
 from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
-from megasdc.guard.engine import check_engine, check_environment, dims_of
+from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
@@ -144,8 +144,7 @@ class Guard:
         if settings.trace.enabled:
             patterns, interval = settings.audit.submodules, settings.trace.interval
             self._trace = GuardTrace(
-                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, _precision(engine)),
-                self._tell,
+                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
         if settings.audit.enabled or self._bounds is not None or self._trace is not None:
@@ -319,7 +318,7 @@ class Guard:
             disputed=found.disputed(self._ranks, step),
             ranks=tuple(self._ranks),
             evidence=Evidence(found.compared, found.differing),
-            environment=Environment(installed_versions(), self.dims.layout, _precision(self._engine)),
+            environment=Environment(installed_versions(), self.dims.layout, precision_of(self._engine)),
             verified_checkpoint=_text(self._saves.verified),
             newest_candidate=_text(self._saves.candidate),
             script=Script(shlex.join(sys.argv), self._agreed),
@@ -355,7 +354,3 @@ def _modules_of(model: Any) -> dict[str, int]:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _precision(engine: Any) -> str:
-    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"

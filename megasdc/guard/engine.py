@@ -86,6 +86,11 @@ def dims_of(engine: Any) -> ParallelDims:
     return dims
 
 
+def precision_of(engine: Any) -> str:
+    """``fp32``, ``bf16`` or ``fp16``."""
+    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
 def _is_compiled(module: Any) -> bool:
     """Whether ``torch.compile`` or ``Module.compile`` was used on it."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

@@ -12,6 +12,7 @@ import torch
 from megasdc.addresses import MICRO_BATCH_PHASES, PARAMETER
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.guard.copies import read_copies
+from megasdc.guard.engine import precision_of
 from megasdc.guard.record import Recorder, Watched
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.device import device_name
@@ -40,7 +41,6 @@ class GuardTrace:
         folder: Path,
         interval: int,
         patterns: Sequence[str] | None,
-        precision: str,
         tell: Callable[..., None],
     ) -> None:
         self._engine, self._algorithm, self._dims = engine, algorithm, dims
@@ -57,7 +57,7 @@ class GuardTrace:
             "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
             "accumulation_steps": engine.gradient_accumulation_steps(),
             "algorithm": algorithm.name,
-            "precision": precision,
+            "precision": precision_of(engine),
             "device": device_name(engine.device),
             "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),
             "versions": installed_versions(),
