@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -221,6 +222,14 @@ class Guard:
             CorruptionExit: on all ranks, where the policy is to halt; the step is not taken.
             NonFiniteExit: likewise, for NaN or Inf in gradients.
         """
+        try:
+            return self._step_guarded(take_step, *args, **options)
+        except SystemExit:
+            self.close()
+            atexit.register(_end_groups)
+            raise
+
+    def _step_guarded(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         step = self._step
         source = self._source(step)
         if self._trace is not None:
@@ -346,6 +355,12 @@ class Guard:
                 self._events.emit(kind, name, step=step, **fields)
             except OSError as error:
                 logger.error("the event %s/%s of step %s is not written: %s", kind, name, step, error)
+
+
+def _end_groups() -> None:
+    """End all process groups when Python ends: threads of gloo that still run may abort it, with another exit code."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _modules_of(model: Any) -> dict[str, int]:
