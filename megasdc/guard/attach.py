@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime
 import logging
 import os
 import shlex
@@ -38,7 +37,7 @@ from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.device import gather_places
 from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.gather import gather_traces, repeat_disputed
-from megasdc.sdc.incidents.incident import Environment, Evidence, Incident, Script
+from megasdc.sdc.incidents.incident import Environment, Script
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import settle
@@ -313,30 +312,20 @@ class Guard:
             raise CorruptionExit(text)
 
     def _report(self, step: int, found: Settled, action: str) -> str | None:
-        incident = Incident(
-            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            run_dir=str(self._folder),
-            step=step,
-            micro_batch=found.micro_batch,
-            tier=found.tier,  # type: ignore[arg-type]
-            verdict=found.worst.verdict,  # type: ignore[arg-type]
-            basis=found.worst.basis,  # type: ignore[arg-type]
-            policy=action,  # type: ignore[arg-type]
-            done="halted" if action == "halt" else "committed",
-            flagged=found.flagged(self._ranks, step),
-            disputed=found.disputed(self._ranks, step),
-            ranks=tuple(self._ranks),
-            evidence=Evidence(found.compared, found.differing),
-            environment=Environment(installed_versions(), self.dims.layout, precision_of(self._engine)),
-            verified_checkpoint=_text(self._saves.verified),
-            newest_candidate=_text(self._saves.candidate),
-            script=Script(shlex.join(sys.argv), self._agreed),
-        )
         try:
+            incident = found.incident(
+                *(self._folder, step, action, self._ranks),
+                environment=Environment(installed_versions(), self.dims.layout, precision_of(self._engine)),
+                verified_checkpoint=_text(self._saves.verified),
+                newest_candidate=_text(self._saves.candidate),
+                script=Script(shlex.join(sys.argv), self._agreed),
+            )
             return str(write_incident(incident)[1])
         except StorageError as error:
             logger.error("%s", error)
-            return None
+        except Exception:  # any error in the evidence: the other ranks wait for the page
+            logger.exception("the incident of step %d cannot be reported", step)
+        return None
 
     def _check_model(self) -> None:
         """Refuse to audit a model whose submodules are others than when the guard was attached."""

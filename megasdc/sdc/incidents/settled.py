@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from megasdc.addresses import Address
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incidents.incident import DisputedRank, FlaggedRank, RankPlace, how_often
+from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe is the incident's."""
+DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
+"""What was done, by what was to be."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,32 @@ class Settled:
     def text(self) -> str:
         """The rulings as a sentence for people."""
         return "; ".join(map(_say, self.rulings))
+
+    def incident(self, run_dir: Path, step: int, action: str, ranks: Sequence[RankPlace], **more: Any) -> Incident:
+        """The incident that a report describes.
+
+        Args:
+            action: of ``DONE``.
+            ranks: places of all.
+            **more: fields of ``Incident`` that a finding does not know.
+        """
+        return Incident(
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            run_dir=str(run_dir),
+            step=step,
+            micro_batch=self.micro_batch,
+            tier=self.tier,  # type: ignore[arg-type]
+            verdict=self.worst.verdict,  # type: ignore[arg-type]
+            basis=self.worst.basis,  # type: ignore[arg-type]
+            policy=action,  # type: ignore[arg-type]
+            done=DONE[action],  # type: ignore[arg-type]
+            flagged=self.flagged(ranks, step),
+            disputed=self.disputed(ranks, step),
+            ranks=tuple(ranks),
+            evidence=Evidence(self.compared, self.differing),
+            opinions=self.opinions,
+            **more,
+        )
 
     def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
         """Ranks named as wrong, in a step; ``ranks``: places of all."""

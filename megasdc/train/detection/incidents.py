@@ -5,7 +5,6 @@ The mark for the next start is written first and needs only its own file; errors
 
 from __future__ import annotations
 
-import datetime
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from megasdc.sdc.device import gather_places
 from megasdc.sdc.incidents.incident import (
     FAULT_FIELDS,
     Environment,
-    Evidence,
     Incident,
     RankPlace,
 )
@@ -36,7 +34,6 @@ from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
-DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
 SHOWN_EVENTS = 20
 SHOWN_GAPS = 5
 
@@ -134,21 +131,8 @@ class Incidents:
         if len(gaps) > SHOWN_GAPS:
             gaps[SHOWN_GAPS:] = [f"and {len(gaps) - SHOWN_GAPS} more"]
         newest = max(set(saved) - set(verified), default=None)
-        return Incident(
-            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            run_dir=str(self._run.folder),
-            step=step,
-            micro_batch=found.micro_batch,
-            tier=found.tier,  # type: ignore[arg-type]
-            verdict=found.worst.verdict,  # type: ignore[arg-type]
-            basis=found.worst.basis,  # type: ignore[arg-type]
-            policy=action,  # type: ignore[arg-type]
-            done=DONE[action],  # type: ignore[arg-type]
-            flagged=found.flagged(self._ranks, step),
-            disputed=found.disputed(self._ranks, step),
-            ranks=tuple(self._ranks),
-            evidence=Evidence(found.compared, found.differing),
-            opinions=found.opinions,
+        return found.incident(
+            *(self._run.folder, step, action, self._ranks),
             environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
             earlier=earlier,
             golden=sections.sdc.golden,

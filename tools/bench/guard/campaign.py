@@ -16,7 +16,7 @@ from typing import Any
 from megasdc.errors import CorruptionError
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.sdc.replay import NOT_REPRODUCED, PERSISTENT
-from tools.bench.guard.cases import CLEAN, INTERVAL, KINDS, PHASES, STEPS, Case, draw_case
+from tools.bench.guard.cases import INTERVAL, KINDS, PHASES, STEPS, Case, draw_case
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.rank import run_cases
 from tools.bench.guard.trainings import TRANSIENT
@@ -112,7 +112,7 @@ def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Gua
             named = [(flag.rank, flag.first.fqn, flag.first.phase) for flag in one.flagged]
             if named != [wrong] or one.disputed:
                 problems.append(f"named were {named}, disputed {len(one.disputed)} ranks")
-        if case.kind != CLEAN and not incidents:
+        if not incidents:
             problems.append("nothing was found")
         allowed = {PERSISTENT: {PERSISTENT}, TRANSIENT: {NOT_REPRODUCED}}.get(case.kind)
         if allowed is not None and not set(verdicts) <= allowed:
