@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import LaunchError
-from megasdc.launcher import probe
 from megasdc.launcher.hosts import Placement
+from megasdc.launcher.on_host import probe
 from megasdc.launcher.remote import Transport
 from megasdc.versions.installed import check_range
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megasdc.health.front_server import FrontServer
 from megasdc.health.own_address import own_address_towards
 from megasdc.health.wire import front_path
-from megasdc.launcher import files_on_host
+from megasdc.launcher.on_host import files
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.supervision import say
 
@@ -27,7 +27,7 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
     Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
     Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder.
     """
-    server = _open(plan) if plan.watched else None
+    server = _open(plan) if plan.program.watched else None
     try:
         yield
     finally:
@@ -41,7 +41,7 @@ def _open(plan: LaunchPlan) -> FrontServer | None:
     health = plan.run_dir / "health"
     try:
         address = LOCAL_ADDRESS if plan.master_addr is None else own_address_towards(plan.master_addr)
-        server = FrontServer(plan.launch_id, address, health, say, plan.alert_command)
+        server = FrontServer(plan.launch_id, address, health, say, plan.program.alert_command)
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
@@ -55,6 +55,6 @@ def _open(plan: LaunchPlan) -> FrontServer | None:
 def _on_first_host(plan: LaunchPlan, text: str | None) -> str:
     """Write the file of this front on rank 0's host, or remove it; returns what went wrong, empty: nothing."""
     request = {"path": str(front_path(plan.run_dir / "health", plan.launch_id)), "text": text}
-    first, program = plan.placement.hosts[0], Path(files_on_host.__file__)
+    first, program = plan.placement.hosts[0], Path(files.__file__)
     (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
     return answer.problem or ""

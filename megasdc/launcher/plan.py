@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megasdc.config import RunConfig, check_layout, load_config
 from megasdc.errors import LaunchError
 from megasdc.launcher import command, environment
 from megasdc.launcher.checks import HostNeeds
 from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
 from megasdc.launcher.own_lines import logs_folder
 from megasdc.launcher.rank import RankCommand
+from megasdc.launcher.rank_program import RankProgram, program_of
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
@@ -25,6 +26,8 @@ from megasdc.run_lock import ENDED_LAUNCHES_VARIABLE
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+SLOTS_VARIABLE = "MEGASDC_SLOTS"
+"""Hosts and slots of a launch in the order of ranks, as JSON, for programs that do not gather them."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class LaunchPlan:
     """A request that was checked on this host: hosts, ranks, environment, and what every host needs.
 
     ``master_port`` is None if the launcher options name one, or DeepSpeed's default is used; ``through_runner``:
-    whether DeepSpeed's runner is needed; ``watched``: whether agents watch the ranks' health; ``alert_command``: gets
-    an incident of it.
+    whether DeepSpeed's runner is needed.
     """
 
     request: LaunchRequest
@@ -42,12 +44,15 @@ class LaunchPlan:
     transport: Transport
     needs: HostNeeds
     rank: RankCommand
-    run_dir: Path
+    program: RankProgram
     master_addr: str | None
     through_runner: bool
-    watched: bool
-    alert_command: tuple[str, ...]
     master_port: int | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self.program.run_dir
 
     def command(self) -> list[str]:
         """Return the command that starts all ranks."""
@@ -81,11 +86,11 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
         ConfigError: the configuration or its layout is wrong.
         LaunchError: hostfile, filters, options or environment are wrong; lists all problems.
     """
-    config = load_config(request.config_path, request.overrides, request.allow_changed)
+    cwd = Path.cwd()
+    program = program_of(request, cwd)
     problems: list[str] = []
     options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args))
     placement = _collect_error(problems, lambda: _place(request))
-    cwd = Path.cwd()
     files = environment.env_files(os.environ, cwd)
     if request.hostfile is not None:
         filtered = bool(request.include or request.exclude or request.num_gpus is not None)
@@ -95,25 +100,24 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
             problems += environment.env_file_problems(file)
     if problems or placement is None or options is None:
         raise LaunchError("\n".join(problems))
-    check_layout(config, len(placement.host_of_rank))
+    program.check_ranks(len(placement.host_of_rank))
     _tell_left_out(request, placement, tell)
     _tell_unused(request, options, tell)
     launch_id = request.launch_id or new_launch_id()
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
     named = {LAUNCH_ID_VARIABLE: launch_id, ENDED_LAUNCHES_VARIABLE: ",".join(request.ended)}
-    rank = _rank_command(request, cwd, {**forwarded, **named}, options)
+    named |= {SLOTS_VARIABLE: json.dumps(placement.slots)} if request.program is not None else {}
+    rank = _rank_command(program, cwd, {**forwarded, **named}, options)
     return LaunchPlan(
         request,
         launch_id,
         placement,
         Transport(placement.remote and request.backend != "slurm", options.ssh_port),
-        _needs(request, config, rank, _known_port(request, options)),
+        _needs(program, rank, _known_port(request, options)),
         rank,
-        cwd / config.megasdc.logging.run_dir,
+        program,
         options.master_addr or os.environ.get("MASTER_ADDR"),
         through_runner=request.hostfile is not None or bool(options.others),
-        alert_command=tuple(config.megasdc.health.alert_command),
-        watched=config.megasdc.health.is_on(launched=True, studied=config.megasdc.study.replicas is not None),
     )
 
 
@@ -160,17 +164,12 @@ def _tell_unused(request: LaunchRequest, options: command.LauncherOptions, tell:
 
 
 def _rank_command(
-    request: LaunchRequest, cwd: Path, variables: dict[str, str], options: command.LauncherOptions
+    program: RankProgram, cwd: Path, variables: dict[str, str], options: command.LauncherOptions
 ) -> RankCommand:
-    arguments = ["--config", str(request.config_path.absolute())]
-    for override in request.overrides:
-        arguments += ["--set", override]
-    for name in request.allow_changed:
-        arguments += ["--allow-changed", name]
     return RankCommand(
         cwd=str(cwd),
-        script=str(request.script.absolute()),
-        arguments=arguments,
+        program=program.words,
+        arguments=program.arguments,
         environment=variables,
         path=[str(Path(sys.executable).parent)],
         fallback={"MASTER_PORT": str(options.master_port or command.DEFAULT_MASTER_PORT)},
@@ -182,41 +181,16 @@ def _known_port(request: LaunchRequest, options: command.LauncherOptions) -> int
     return options.master_port if request.hostfile is None else options.master_port or command.DEFAULT_MASTER_PORT
 
 
-def compilers_on_cpu(config: RunConfig) -> dict[str, str]:
-    """Compilers needed on hosts without an accelerator, each with the setting that needs it.
-
-    Fused modules use the compiler in CXX if set, which a rank checks itself.
-    """
-    found = {"g++": "megasdc.model.fuse true"} if config.megasdc.model.fuse and not os.environ.get("CXX") else {}
-    if not config.deepspeed["optimizer"]["params"]["torch_adam"]:
-        found |= dict.fromkeys(("g++", "ninja"), "optimizer.params.torch_adam false")
-    return found
-
-
-def _data_remedy(request: LaunchRequest, config: RunConfig, cwd: Path) -> str:
-    """What to do where prepared data cannot be read."""
-    command = config.megasdc.data.prepare_command(request.config_path, request.overrides)
-    return (
-        f"make it with `{command}`, copy or share it; a relative path of data starts at the folder of the launch, {cwd}"
-    )
-
-
-def _needs(request: LaunchRequest, config: RunConfig, rank: RankCommand, master_port: int | None) -> HostNeeds:
-    cwd = Path(rank.cwd)
-    sections = config.megasdc
-    folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
+def _needs(program: RankProgram, rank: RankCommand, master_port: int | None) -> HostNeeds:
     inherited = os.environ.get("PYTHONPATH", "")
     return HostNeeds(
         cwd=rank.cwd,
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
         path=rank.path,
-        readable={
-            **dict.fromkeys([rank.script, rank.arguments[1]], "make, copy or share it"),
-            **{str(cwd / folder): _data_remedy(request, config, cwd) for folder in sections.data.folders},
-        },
-        writable=[str(cwd / folder) for folder in folders],
+        readable=program.readable,
+        writable=program.writable,
         master_port=master_port,
-        compilers=compilers_on_cpu(config),
+        compilers=program.compilers,
         cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
         gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
     )

@@ -27,14 +27,14 @@ SOURCES_OF_RANK_VARIABLES = {
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Command that every rank of a launch runs; ``cwd`` and ``script`` are absolute.
+    """Command that every rank of a launch runs; ``cwd`` is absolute, ``program`` a script's path or -m MODULE.
 
     ``path``: folders put before PATH; ``environment`` is set before the script starts, ``fallback`` only where the
     launcher did not set a variable.
     """
 
     cwd: str
-    script: str
+    program: list[str]
     arguments: list[str]
     environment: dict[str, str]
     path: list[str]
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
         os.chdir(command.cwd)
     except OSError as error:
         raise LaunchError(f"working folder {command.cwd} cannot be entered on this host: {error}") from error
-    arguments = [sys.executable, "-u", command.script, *extra, *command.arguments]
+    arguments = [sys.executable, "-u", *command.program, *extra, *command.arguments]
     os.execve(sys.executable, arguments, rank_environment(command, os.environ))
 
 

@@ -7,6 +7,28 @@ from pathlib import Path
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
+HANG_AFTER_S = 900.0
+
+
+@dataclass(frozen=True)
+class UserProgram:
+    """A training that is not megasdc's own, as on a command line after ``deepspeed`` and its options.
+
+    Attributes:
+        name: path of a Python script, or of a module for ``python -m``.
+        is_module: whether it is the latter.
+        arguments: of the program.
+        run_dir: folder of records, health and events.
+        hang_after_s: seconds in which no rank joins a collective, after which the run is stuck; 0: nothing watches.
+        alert_command: program and arguments; it gets an incident as JSON.
+    """
+
+    name: str
+    run_dir: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    hang_after_s: float = HANG_AFTER_S
+    alert_command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -14,7 +36,7 @@ class LaunchRequest:
     """The user's request; the names are those of ``megasdc launch``.
 
     Attributes:
-        config_path: the run's JSON file.
+        config_path: the run's JSON file; None: ``program`` is launched.
         hostfile: DeepSpeed's hostfile; None runs on this host only.
         num_gpus: ranks on each host; None means all slots of the hostfile.
         include: ``NAME[:SLOT[,SLOT...]][@NAME...]``, use only these.
@@ -25,9 +47,10 @@ class LaunchRequest:
         failure_grace_s: seconds that other ranks get after one has failed.
         launch_id: by which its processes and records can be found; empty: a new one.
         ended: ids of launches of the same run whose end its supervisor has seen; their locks are taken over at once.
+        program: a training that is not megasdc's own; None: ``script`` is launched with the configuration.
     """
 
-    config_path: Path
+    config_path: Path | None
     hostfile: Path | None = None
     num_gpus: int | None = None
     include: str = ""
@@ -40,3 +63,4 @@ class LaunchRequest:
     failure_grace_s: float = FAILURE_GRACE_S
     launch_id: str = ""
     ended: tuple[str, ...] = ()
+    program: UserProgram | None = None

@@ -11,7 +11,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from megasdc.launcher import environment, files_on_host, running_on_host
+from megasdc.launcher import environment
+from megasdc.launcher.on_host import files, running
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.records import LaunchRecords, collect, parse_records, records_dir
 
@@ -93,7 +94,7 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
     """Add the records of hosts to ``records``; return the problem of each host that gave none."""
     request = {"folder": str(records_dir(plan.run_dir, plan.launch_id))}
     unreachable = {}
-    for answer in plan.transport.run(hosts, Path(files_on_host.__file__), request, timeout_s=GATHER_TIMEOUT_S):
+    for answer in plan.transport.run(hosts, Path(files.__file__), request, timeout_s=GATHER_TIMEOUT_S):
         if answer.problem:
             unreachable[answer.host] = answer.problem
             continue
@@ -130,9 +131,9 @@ def _running(plan: LaunchPlan, unreachable: set[str]) -> dict[str, list[int]]:
     hosts = [host for host in plan.placement.hosts if host not in unreachable]
     request = {"launch_id": plan.launch_id}
     if not plan.transport.remote:
-        found = {"this host": running_on_host.answer(request)}
+        found = {"this host": running.answer(request)}
     else:
-        program = Path(running_on_host.__file__)
+        program = Path(running.__file__)
         answers = plan.transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S) if hosts else []
         found = {answer.host: answer.value for answer in answers if not answer.problem}
     return {host: pids for host, pids in found.items() if pids}

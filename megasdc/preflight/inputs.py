@@ -23,7 +23,7 @@ def check_configuration(job: Job) -> Finding:
     """Look for settings that an unattended run hardly wants; it was loaded before."""
     sections, layout = job.config.megasdc, check_layout(job.config, job.num_ranks)
     warnings = find_warnings(job.config)
-    if not job.plan.watched:
+    if not job.plan.program.watched:
         warnings.append("megasdc.health.enabled: false: a run that is stuck is not ended")
     if not (sections.checkpoint.interval or sections.checkpoint.memory.interval):
         warnings.append("megasdc.checkpoint.interval: 0: a failure loses all that was done")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasdc.launcher import running_on_host
+from megasdc.launcher.on_host import running
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
 from megasdc.supervisor.history import Attempt
@@ -38,7 +38,7 @@ class Allocation:
     def unreachable(self, attempt: Attempt) -> tuple[str, ...]:
         """Those of an attempt's hosts that cannot be reached after its end."""
         request = {"launch_id": attempt.launch_id}
-        program = Path(running_on_host.__file__)
+        program = Path(running.__file__)
         answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
         return tuple(one.host for one in answers if one.problem)
 

@@ -78,7 +78,7 @@ def supervise_run(
         stop.set()
 
     with Journal(run_dir / FOLDER, say) as journal:
-        _open(journal, request.config_path, allocation.slots, num_hosts, list(sizes))
+        _open(journal, config_path.absolute(), allocation.slots, num_hosts, list(sizes))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
         steps, skip = config.megasdc.training.steps, config.megasdc.data.skip

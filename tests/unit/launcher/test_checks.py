@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import files_on_host, probe
 from megasdc.launcher.checks import DISTRIBUTIONS, address_from_here, master_address, version_problems
 from megasdc.launcher.front import launch_run
+from megasdc.launcher.on_host import files, probe
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
 
@@ -48,9 +48,7 @@ def test_program_runs_on_this_host(tmp_path: Path) -> None:
     """A request and an answer with any characters go through standard input and output."""
     name = "rank_1.json"
     (tmp_path / name).write_text('quote " and \\ and ä\n')
-    (answer,) = Transport(remote=False).run(
-        ["here"], Path(files_on_host.__file__), {"folder": str(tmp_path)}, timeout_s=60
-    )
+    (answer,) = Transport(remote=False).run(["here"], Path(files.__file__), {"folder": str(tmp_path)}, timeout_s=60)
     assert answer.value == {name: 'quote " and \\ and ä\n'}
 
 
@@ -70,7 +68,7 @@ def test_failures_give_host_and_remedy(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\ncat >/dev/null\necho {stderr!r} >&2\nexit {code}\n".replace("\\n", "\n"))
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (answer,) = Transport(remote=True).run(["h"], Path(files_on_host.__file__), {"folder": "/"}, timeout_s=60)
+    (answer,) = Transport(remote=True).run(["h"], Path(files.__file__), {"folder": "/"}, timeout_s=60)
     assert answer.problem is not None
     assert answer.problem.startswith("h: ") and said in answer.problem
 

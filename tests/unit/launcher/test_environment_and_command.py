@@ -23,7 +23,7 @@ from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
-COMMAND = RankCommand("/w d", "/s.py", ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
+COMMAND = RankCommand("/w d", ["/s.py"], ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
 
 
 def test_command_survives_encoding_as_one_plain_word() -> None:

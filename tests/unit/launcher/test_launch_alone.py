@@ -97,7 +97,7 @@ def test_exit_code_of_the_rank_that_failed(tmp_path: Path) -> None:
     """A whole local launch without DeepSpeed's runner: the ranks' command, the log, and the code that ends it."""
     script = tmp_path / "fails.py"
     script.write_text("import os, sys\nprint(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])\nsys.exit(75)\n")
-    command = RankCommand(str(tmp_path), str(script), ["--config", "c"], {}, [], {"MASTER_PORT": "1"})
+    command = RankCommand(str(tmp_path), [str(script)], ["--config", "c"], {}, [], {"MASTER_PORT": "1"})
     placement = Placement({"localhost": [0]}, remote=False)
     argv = node_command(placement, command, "id", grace_s=5.0, logs=str(tmp_path / "logs"), master_port=4321)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -49,7 +49,7 @@ def test_a_rank_of_a_launcher_that_has_gone_does_not_start():
     """The ranks' own module looks before it becomes the training script."""
     from megasdc.launcher.rank import RankCommand
 
-    word = RankCommand(os.getcwd(), "/no/script.py", [], {}, [], {}).encode()
+    word = RankCommand(os.getcwd(), ["/no/script.py"], [], {}, [], {}).encode()
     done = subprocess.run(
         [sys.executable, "-m", "megasdc.launcher.rank", "id", word],
         env={**os.environ, NODE_PID_VARIABLE: str(1 << 22)},
