@@ -1,4 +1,4 @@
-"""Commands on runs and their data: `prepare-data`, `verify-data`, `launch`, `check-determinism`, `summary`, `top`."""
+"""Commands on runs and their data: `prepare-data`, `launch`, `run`, `check-determinism`, `top` and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
 from megasdc.cli.options import option
-from megasdc.errors import DataError, LaunchError
+from megasdc.errors import ConfigError, DataError, LaunchError
 
 
 @app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
@@ -128,6 +128,47 @@ def launch(
 
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
     result = launch_run(request, dry_run=dry_run, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(asdict(result), indent=2))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command("run", epilog="Example: megasdc run -- deepspeed --num_gpus 8 train.py --my-option 1")
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- deepspeed ...", help="A command line of DeepSpeed's launcher.")
+    ],
+    settings: Annotated[
+        Path | None,
+        input_option("--config", reads=ConfigError, help="JSON file, that of megasdc.attach; without it: defaults."),
+    ] = None,
+    overrides: Overrides = (),
+    supervise: Annotated[
+        bool,
+        typer.Option(
+            "--supervise",
+            help="Start it again after failures, on other hosts where some are the cause: the first --num_nodes of the "
+            "hostfile are used, the others are spares. The script must go on from its newest checkpoint by itself.",
+        ),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Launch any training with DeepSpeed, its script unchanged: check all hosts before, watch who is stuck, and return
+    the true exit code, with first failed rank and cause.
+    """
+    from megasdc.guard.settings import load_settings
+    from megasdc.launcher.deepspeed_command import read_command
+    from megasdc.launcher.front import launch_run
+    from megasdc.supervisor.command import supervise_program
+
+    if supervise and (dry_run or as_json):
+        raise typer.BadParameter("it has neither --dry-run nor --json", param_hint="--supervise")
+    read = read_command(command)
+    found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
+    if supervise:
+        raise typer.Exit(supervise_program(read, found))
+    result = launch_run(read.request(found.logging.run_dir, found.health), dry_run=dry_run, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)

@@ -87,7 +87,7 @@ def find_blame(
         if len(circle) == 2 and (odd := left_out(states, *(by_rank[rank] for rank in circle))):
             return blame("circle", [odd[0]], f"it has left out {odd[1]}, unlike its peers, and {why}")
         return blame("circle", circle, why)
-    alone = [one.rank for one in states if one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR]
+    alone = [one.rank for one in states if _is_at_work(one, edges[one.rank])]
     if alone and len(alone) < len(states):
         return blame("behind", alone, "all others are in transfers or collectives")
     if len(states) == 1 and not edges[states[0].rank]:
@@ -125,6 +125,8 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
             edges[one.rank].add(places.get((one.pp_rank + NEIGHBOUR[one.phase], one.tp_rank, one.dp_rank), UNSEEN))
         elif one.phase in COLLECTIVE and not one.answered:
             edges[one.rank].add(UNSEEN)
+        elif one.phase == Phase.TRAINING and one.may_wait and not _waiting(one):
+            edges[one.rank].add(UNSEEN)  # in a transfer, of which no recorder of gloo knows the other side
         for name, group in one.groups.items():
             if group.waits_in is not None:
                 members = [by_rank[rank] for rank in group.ranks if rank in by_rank]
@@ -133,6 +135,13 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
                 unseen = {UNSEEN} if len(members) < len(group.ranks) else set()
                 edges[one.rank] |= behind or silent | unseen
     return edges
+
+
+def _is_at_work(one: RankState, waits_for: set[int]) -> bool:
+    """Whether a rank is where it waits for no other."""
+    if one.phase == Phase.TRAINING:
+        return one.answered and not waits_for and not _waiting(one)
+    return one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR
 
 
 def _waiting(one: RankState) -> bool:

@@ -131,6 +131,12 @@ def read_hosts(
     return tuple(sorted((one for one in hosts if one.run == run), key=lambda one: one.node)), notes
 
 
+def last_step_seen(run_folder: Path) -> int:
+    """Last step that a rank of the run's last start had done, by what its agents have seen; 0: none."""
+    hosts, _ = read_hosts(run_folder, FileClock(run_folder), {})
+    return max((rank.step - 1 for host in hosts for rank in host.ranks if rank.step), default=0)
+
+
 def _read_host(folder: Path, name: str, clock: FileClock, rank_hosts: Mapping[int, str]) -> HostPosition | None:
     described = min(_descriptions(folder, name, clock), key=lambda one: one[0], default=None)
     if described is None:

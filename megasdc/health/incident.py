@@ -55,6 +55,7 @@ def state_of(
         silent_peers=silent,
         group=progress.group,
         sequence=progress.sequence,
+        may_wait=answer.get("may_wait", False),
     )
 
 

@@ -29,6 +29,8 @@ class Phase(IntEnum):
     SAVE = 13
     DONE = 14
     """This rank takes no more steps: its last hooks have run, or it has failed."""
+    TRAINING = 15
+    """Anything between the first collective of a program and its end, where no more is known of it."""
 
     @property
     def label(self) -> str:
@@ -36,9 +38,14 @@ class Phase(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-SLOW = frozenset({Phase.START, Phase.EVALUATION, Phase.SAVE, Phase.BETWEEN})
+SLOW = frozenset({Phase.START, Phase.EVALUATION, Phase.SAVE, Phase.BETWEEN, Phase.TRAINING})
 """Phases that may rightly take long, however short they were before: they have a larger least limit."""
-COLLECTIVE = frozenset({Phase.REDUCTION, Phase.OPTIMIZER, Phase.AGREEMENT, Phase.EVALUATION, Phase.SAVE, Phase.BETWEEN})
+COLLECTIVE = frozenset(
+    {
+        *(Phase.REDUCTION, Phase.OPTIMIZER, Phase.AGREEMENT, Phase.EVALUATION, Phase.SAVE, Phase.BETWEEN),
+        Phase.TRAINING,
+    }
+)
 """Phases in which a rank may wait for ranks of other replicas."""
 NEIGHBOUR = {
     Phase.RECEIVE_ACTIVATION: -1,

@@ -46,6 +46,7 @@ class RankState:
         silent_peers: addresses that do not acknowledge what it sends, with the number of repetitions.
         group: whose collectives its phase has; empty: it has none.
         sequence: number of the last one that it had joined when its phase began; -1: no group.
+        may_wait: whether the innermost line of its main thread, of any library, may wait for another rank or a device.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankState:
     silent_peers: Mapping[str, int] = field(default_factory=dict)
     group: str = ""
     sequence: int = -1
+    may_wait: bool = False
 
     @property
     def answered(self) -> bool:
@@ -84,4 +86,5 @@ class RankState:
         """Where it is, in words."""
         batch = f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
         where = f" at {self.where}" if self.where else ""
-        return f"{self.phase.label} of step {self.step}{batch}{where}"
+        step = f" of step {self.step}" if self.step > 0 else ""  # of programs that tell none it is not known
+        return f"{self.phase.label}{step}{batch}{where}"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ RECENT = 20
 FRAMES = 40
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """PyTorch's flight recorders of gloo and of NCCL; the latter only where it was built with it."""
+WAITS = re.compile(r"\b(i?recv|i?send|wait|synchronize|item|tolist|cpu)\(")
 Leave = Callable[[int, str], None]
 
 
@@ -75,7 +77,8 @@ class RankWatch:
                 return
 
     def _tell(self, number: int) -> None:
-        answer: dict[str, Any] = {"stacks": stacks(), "where": self._where()}
+        frames = self._frames()
+        answer: dict[str, Any] = {"stacks": stacks(), "where": where(frames), "may_wait": may_wait(frames)}
         try:
             answer["groups"] = collectives()
         except Exception as error:  # what PyTorch keeps to itself may have changed
@@ -89,12 +92,20 @@ class RankWatch:
             return
         self._record.answer(number)
 
-    def _where(self) -> str:
-        """Innermost line of the main thread that is of this project or of the user, not of a library."""
+    def _frames(self) -> traceback.StackSummary:
         assert self._main is not None
-        frames = traceback.extract_stack(sys._current_frames().get(self._main))
-        own = [one for one in frames if "site-packages" not in one.filename and "/lib/python" not in one.filename]
-        return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else ""
+        return traceback.extract_stack(sys._current_frames().get(self._main))
+
+
+def where(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Innermost line that is of this project or of the user, not of a library; empty: none is."""
+    own = [one for one in frames if "site-packages" not in one.filename and "/lib/python" not in one.filename]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else ""
+
+
+def may_wait(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the innermost line, of any library, calls what may wait for another rank or for a device."""
+    return bool(frames) and WAITS.search(frames[-1].line or "") is not None
 
 
 def answer_path(folder: Path, rank: int) -> Path:

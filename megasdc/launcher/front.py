@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -110,7 +112,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with listening_for_agents(plan):
+    with _holding(plan), listening_for_agents(plan):
         verdict, launcher_code = _run(plan, quiet)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
@@ -137,6 +139,29 @@ def _folders_in_use(plan: LaunchPlan) -> list[str]:
         except LaunchError as error:
             problems.append(str(error))
     return problems
+
+
+@contextmanager
+def _holding(plan: LaunchPlan) -> Iterator[None]:
+    """Lock the folder of a run whose ranks do not; on this host, or all that share it.
+
+    Raises:
+        LaunchError: another launch has it.
+        StorageError: it cannot be made.
+    """
+    if not plan.program.holds_run_dir:
+        yield
+        return
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{plan.run_dir} cannot be made: {error.strerror}; choose another by --run-dir") from error
+    holder = run_lock.Holder.this_process(secrets.token_hex(8), plan.launch_id)
+    lock = run_lock.take(plan.run_dir, holder, say, plan.request.ended)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:

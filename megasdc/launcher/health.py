@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from megasdc.health.own_address import own_address_towards
 from megasdc.health.wire import front_path
 from megasdc.launcher.on_host import files
 from megasdc.launcher.plan import LaunchPlan
+from megasdc.launcher.remote import MAX_PARALLEL
 from megasdc.launcher.supervision import say
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -33,8 +35,8 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
     finally:
         if server is not None:
             server.close()
-            if not server.standstill.has_met_agents:  # else rank 0 has removed it
-                _on_first_host(plan, None)
+            if not server.standstill.has_met_agents:  # else ranks have removed it
+                _leave_for_hosts(plan, None)
 
 
 def _open(plan: LaunchPlan) -> FrontServer | None:
@@ -45,16 +47,26 @@ def _open(plan: LaunchPlan) -> FrontServer | None:
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
-    if problem := _on_first_host(plan, json.dumps(asdict(server.front))):
-        say(f"health: hosts cannot be told where to connect: {problem}; their agents judge by the run folder")
+    if problems := _leave_for_hosts(plan, json.dumps(asdict(server.front))):
+        say(f"health: hosts cannot be told where to connect: {problems[0]}; their agents judge by the run folder")
         server.close()
         return None
     return server
 
 
-def _on_first_host(plan: LaunchPlan, text: str | None) -> str:
-    """Write the file of this front on rank 0's host, or remove it; returns what went wrong, empty: nothing."""
-    request = {"path": str(front_path(plan.run_dir / "health", plan.launch_id)), "text": text}
-    first, program = plan.placement.hosts[0], Path(files.__file__)
-    (answer,) = plan.transport.run([first], program, request, timeout_s=WRITE_TIMEOUT_S)
-    return answer.problem or ""
+def _leave_for_hosts(plan: LaunchPlan, text: str | None) -> list[str]:
+    """Write the file of this front where agents look for it, or remove it; returns what went wrong.
+
+    That is on rank 0's host; of programs whose ranks tell each other nothing, on each host, with a name of its own.
+    """
+    names = {plan.placement.hosts[0]: plan.launch_id}
+    if plan.program.all_meet_front:
+        names = {host: f"{plan.launch_id}.{node}" for node, host in enumerate(plan.placement.hosts)}
+
+    def leave(host: str) -> str:
+        request = {"path": str(front_path(plan.run_dir / "health", names[host])), "text": text}
+        (answer,) = plan.transport.run([host], Path(files.__file__), request, timeout_s=WRITE_TIMEOUT_S)
+        return answer.problem or ""
+
+    with ThreadPoolExecutor(min(MAX_PARALLEL, len(names))) as pool:
+        return [problem for problem in pool.map(leave, names) if problem]

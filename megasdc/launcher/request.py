@@ -7,7 +7,6 @@ from pathlib import Path
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
-HANG_AFTER_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -19,16 +18,16 @@ class UserProgram:
         is_module: whether it is the latter.
         arguments: of the program.
         run_dir: folder of records, health and events.
-        hang_after_s: seconds in which no rank joins a collective, after which the run is stuck; 0: nothing watches.
-        alert_command: program and arguments; it gets an incident as JSON.
+        hang_after_s: see ``megasdc.config.sections.guard``, as the following.
     """
 
     name: str
+    is_module: bool
+    arguments: tuple[str, ...]
     run_dir: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
-    hang_after_s: float = HANG_AFTER_S
-    alert_command: tuple[str, ...] = ()
+    hang_after_s: float
+    hang_floor_s: float
+    alert_command: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.events import Event
+from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import HangIncident
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
@@ -108,7 +109,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
     failed = status_of(run, 0.0).state == "failed"
-    if not (failed or (run.config and trained)):
+    if not (failed or (run.config and trained) or (run.ending is not None and not run.config)):
         raise DataError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = None
     if run.config:
@@ -120,7 +121,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
     first, last = (trained[0], trained[-1]) if trained else ({}, {})
     return RunSummary(
         run_dir=str(folder),
-        steps=last.get("step", 0),
+        steps=last["step"] if trained else last_step_seen(folder),
         planned_steps=None if sections is None else sections.training.steps,
         first_loss=first.get("train/loss"),
         last_loss=last.get("train/loss"),

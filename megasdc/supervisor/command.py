@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import FrameType
 
 from megasdc.config import load_config
+from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import LaunchError
+from megasdc.launcher.deepspeed_command import DeepSpeedCommand
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.supervisor.allocation import Allocation
@@ -52,12 +57,8 @@ def supervise_run(
         StorageError: the journal is damaged, or cannot be written.
     """
     config = load_config(config_path, overrides, allow_changed)
-    allocation = _allocation(hostfile, launcher_args)
-    section, num_hosts = config.megasdc.supervise, config.megasdc.supervise.num_hosts or len(allocation.slots)
-    if num_hosts > len(allocation.slots):
-        raise LaunchError(
-            f"megasdc.supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
-        )
+    allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
+    num_hosts = _num_hosts(section.num_hosts, allocation)
     sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
     for hosts, problem in impossible.items():
         say(f"with {hosts} hosts the run cannot go on: {problem}")
@@ -69,6 +70,56 @@ def supervise_run(
         allow_changed=tuple(allow_changed),
         script=DEFAULT_SCRIPT if script is None else script.absolute(),
     )
+    steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
+    engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation, sizes)
+    return _supervise(str(request.config_path), engine, run_dir, section, num_hosts, list(sizes), allocation)
+
+
+def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int:
+    """Supervise a training that is not megasdc's own; as ``supervise_run``.
+
+    Raises:
+        LaunchError, StorageError: likewise.
+    """
+    if command.include or command.exclude or command.num_gpus is not None:
+        raise LaunchError(
+            "deepspeed --include, --exclude, --num_gpus: not with --supervise, which chooses hosts itself: write a "
+            "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
+        )
+    section, allocation = settings.supervise, _allocation(command.hostfile, command.launcher_args)
+    num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation)
+    run_dir = Path.cwd() / settings.logging.run_dir
+    request = replace(command, num_hosts=None).request(str(run_dir), settings.health)
+    sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
+    engine = FrontEngine(run_dir / FOLDER, run_dir, 0, [], 0, request, allocation, sizes)
+    name = shlex.join([command.script, *command.arguments])
+    return _supervise(name, engine, run_dir, section, num_hosts, list(sizes), allocation)
+
+
+def _num_hosts(wanted: int | None, allocation: Allocation) -> int:
+    num_hosts = wanted or len(allocation.slots)
+    if num_hosts > len(allocation.slots):
+        raise LaunchError(
+            f"supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
+        )
+    return num_hosts
+
+
+def _supervise(
+    name: str,
+    engine: FrontEngine,
+    run_dir: Path,
+    section: SuperviseSection,
+    num_hosts: int,
+    sizes: Sequence[int],
+    allocation: Allocation,
+) -> int:
+    """Supervise a run.
+
+    Args:
+        name: of what is run, which its journal keeps.
+        sizes: numbers of hosts with which it can go on.
+    """
     stop = Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -78,11 +129,9 @@ def supervise_run(
         stop.set()
 
     with Journal(run_dir / FOLDER, say) as journal:
-        _open(journal, config_path.absolute(), allocation.slots, num_hosts, list(sizes))
+        _open(journal, name, allocation.slots, num_hosts, sizes)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
-        steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
-        engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation, sizes)
         ledger = None if section.ledger is None else Ledger(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
@@ -142,21 +191,20 @@ def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
         journal.write(SUSPECTED, hosts=kept)
 
 
-def _open(journal: Journal, config: Path, slots: dict[str, int], num_hosts: int, sizes: Sequence[int]) -> None:
+def _open(journal: Journal, name: str, slots: dict[str, int], num_hosts: int, sizes: Sequence[int]) -> None:
     """Write what begins the journal, or goes on with it: the run, or that it is taken over, and changed hosts.
 
     Raises:
         LaunchError: it is the journal of another run.
     """
     history = History.of(journal.entries)
-    if history.stage and history.config != str(config):
+    if history.stage and history.config != name:
         raise LaunchError(
-            f"{journal.path} is of the run of {history.config}, not of {config}; give that file, or another "
-            "megasdc.logging.run_dir"
+            f"{journal.path} is of the run of {history.config}, not of {name}; give that, or another logging.run_dir"
         )
     if (history.slots, history.num_hosts, history.sizes) != (slots, num_hosts, tuple(sizes)):
         journal.write(HOSTS, slots=slots, num_hosts=num_hosts, sizes=sizes)
     if not history.stage or history.exit_code is not None:
-        journal.write("opened", config=str(config))
+        journal.write("opened", config=name)
     else:
         journal.write(TAKEN_OVER)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from megasdc import run_lock
 from megasdc.errors import PeerError
 from megasdc.events import read_events
+from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
 from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
@@ -68,7 +69,7 @@ class FrontEngine:
     Args:
         folder: of the supervisor, for hostfiles and what fronts say.
         run_dir: of the run.
-        steps: of the run.
+        steps: of the run; 0: not known, it is done when it ends well.
         skip: samples that the configuration skips, ranges [first, end).
         rewind_steps: see ``megasdc.supervisor.back.find_back``.
         request: what is launched, but for hosts and launch id.
@@ -179,7 +180,6 @@ class FrontEngine:
         path = self._file(attempt, "json")
         result = FrontResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
         code = None if result is None else result.exit_code
-        rows = read_metrics(self._run_dir) if self._run_dir.is_dir() else []
         hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
@@ -196,11 +196,20 @@ class FrontEngine:
             interrupted=self._interrupted(attempt, result),
             hang=hangs[-1] if hangs else None,
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
-            reached=max((row["step"] for row in rows if "train/loss" in row), default=0),
+            reached=self._reached(),
             steps=self._steps,
             trained=trained_since(self._run_dir, attempt.planned_at),
             back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
+
+    def _reached(self) -> int:
+        """Last step that was done; of programs that write no metrics by what was seen of their ranks."""
+        if not self._run_dir.is_dir():
+            return 0
+        rows = read_metrics(self._run_dir)
+        if self._request.program is None:
+            return max((row["step"] for row in rows if "train/loss" in row), default=0)
+        return last_step_seen(self._run_dir)
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)

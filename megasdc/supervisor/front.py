@@ -19,7 +19,7 @@ from typing import Any
 from megasdc.durable import write_durably
 from megasdc.errors import MegasdcError
 from megasdc.launcher.front import launch_run
-from megasdc.launcher.request import LaunchRequest
+from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.launcher.supervision import say
 
 MODULE = "megasdc.supervisor.front"
@@ -48,10 +48,11 @@ def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
 
 def run(launch: dict[str, Any]) -> FrontResult:
     """Launch, and wait for the end; every error becomes a result."""
-    paths = {name: Path(launch[name]) for name in ("config_path", "hostfile", "script")}
-    words = {name: tuple(value) for name, value in launch.items() if isinstance(value, list)}
+    named = ("config_path", "hostfile", "script")
+    paths = {name: None if launch[name] is None else Path(launch[name]) for name in named}
     try:
-        found = launch_run(LaunchRequest(**{**launch, **paths, **words}))
+        program = launch["program"] and {"program": UserProgram(**_with_tuples(launch["program"]))}
+        found = launch_run(LaunchRequest(**{**_with_tuples(launch), **paths, **(program or {})}))
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
         return FrontResult(*ended, stopped_by=found.stopped_by)
     except MegasdcError as error:
@@ -60,6 +61,10 @@ def run(launch: dict[str, Any]) -> FrontResult:
     except Exception as error:  # whatever it is, the supervisor has to know
         traceback.print_exc()
         return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def main() -> int:

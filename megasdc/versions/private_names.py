@@ -190,7 +190,7 @@ OWNERS = (
         names=("_get_backend", "_device_types"),
     ),
     Owner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
-    Owner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_names")),
+    Owner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_map", "pg_names")),
     Owner("torch.distributed:ProcessGroup", "the same", names=("_get_sequence_number_for_group",)),
     Owner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
     Owner(

@@ -6,9 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, section, setting
+from megasdc.config.fields import (
+    NO_MATTER,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    section,
+    setting,
+)
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.sections.supervise import SuperviseSection
 
 Policy = Literal["halt", "warn"]
 
@@ -60,12 +70,30 @@ class GuardLoggingSection(Section):
     interval: PositiveInt = setting(100, "Steps between reports of bounds.")
 
 
+class GuardHealthSection(Section):
+    """Who is stuck: with `megasdc run`, and what the guard tells of phases and steps."""
+
+    hang_after_s: NonNegativeFloat = setting(
+        900.0,
+        "Seconds without progress on any rank after which the run is stuck, and is ended, where phases are unknown or "
+        "were seldom timed yet; 0: nothing watches.",
+    )
+    hang_floor_s: PositiveFloat = setting(
+        60.0, "Least such seconds in phases that were timed: ten times the 99th percentile of their durations."
+    )
+    alert_command: list[str] = setting(
+        [], "Program and arguments that get an incident of it as JSON on standard input; empty: none.", NO_MATTER
+    )
+
+
 class GuardSettings(Section):
-    """The whole file."""
+    """The whole file, for `megasdc.attach` and `megasdc run` alike."""
 
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)
     trace: GuardTraceSection = section(GuardTraceSection)
     optimizer_hooks: list[HookSpec] = setting([], "What bounds gradients, in this order; empty: nothing.")
+    health: GuardHealthSection = section(GuardHealthSection)
+    supervise: SuperviseSection = section(SuperviseSection)
     logging: GuardLoggingSection

@@ -93,7 +93,7 @@ class RunRecord:
 
 def is_run(path: Path) -> bool:
     """Whether a folder holds a run."""
-    return any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "events"))
+    return any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "events", "done"))
 
 
 def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:

@@ -44,6 +44,10 @@ def status_of(run: RunRecord, now: float) -> Status:
         if reason == ALL_DONE:
             return Status("done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}.")
         return Status("stopped", step, planned, f"stopped at {at}: {reason}.")
+    if (
+        run.ending is not None and run.ending.time >= since and not run.config
+    ):  # of a training that is not megasdc's own
+        return Status("done", step, planned, "done.")
     if run.written_at is None:
         return Status("silent", step, planned, "nothing was written yet.")
     quiet_s = max(0.0, now - run.written_at)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +21,19 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.stage_replay import ReplayBackward, ReplayForward
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
-from megasdc.health.agent import AGENT_FILE, AgentOptions
+from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
 from megasdc.health.phases import Phase
-from megasdc.health.process_state import process_state, started_at
-from megasdc.health.rank_state import GONE
+from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import RankWatch
-from megasdc.health.record import Identity, RecordReader, RecordWriter
+from megasdc.health.record import Identity, RecordWriter
+from megasdc.health.record_folder import record_folder, remove_leftovers
 from megasdc.health.wire import FrontAddress, keep_front, take_front
 from megasdc.parallel.collectives import gather_objects
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
-from megasdc.shared_memory import own_prefix, shared_folder
 
 logger = logging.getLogger(__name__)
 
-LEFT_S = 600.0
-"""Records whose folder has not changed for so long, and whose processes are gone, are nobody's."""
 PHASES: Mapping[type, Phase] = {
     schedule.LoadMicroBatch: Phase.DATA,
     schedule.ForwardPass: Phase.FORWARD,
@@ -175,7 +169,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
         keep_front(front)
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
-    folder = shared_folder() / f"{own_prefix()}{name}-{nodes.index(host)}"
+    folder = record_folder(name, nodes.index(host))
     identity = Identity(
         run=name,
         rank=dims.rank,
@@ -204,7 +198,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
     record, problem = None, ""
     try:
         if identity.local_rank == 0:
-            _remove_leftovers(folder.parent)
+            remove_leftovers()
         folder.mkdir(mode=0o700, exist_ok=True)
         record = RecordWriter(folder, identity)
     except (OSError, StorageError) as error:
@@ -216,16 +210,3 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
         shutil.rmtree(folder, ignore_errors=True)
         raise StorageError(problems[0])
     return record
-
-
-def _remove_leftovers(shared: Path) -> None:
-    """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
-    for folder in set(shared.glob(f"{own_prefix()}*")) - set(shared.glob(f"{own_prefix()}memory-*")):
-        try:
-            is_old = time.time() - folder.stat().st_mtime > LEFT_S
-            pids = [json.loads((folder / AGENT_FILE).read_text())] if (folder / AGENT_FILE).exists() else []
-            pids += [asdict(RecordReader(path).identity) for path in folder.glob("rank_*.record")]
-        except (OSError, ValueError):
-            continue
-        if is_old and all(process_state(one["pid"], one["started_at"]) == GONE for one in pids):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,124 @@
+"""Entry point of a rank of a training that is not megasdc's own: runs its script as Python would, tells how it ends.
+
+Called as ``python -u -m megasdc.launcher.user_program [--local_rank=N] SETTINGS``, the settings those of
+``megasdc.launcher.request.UserProgram`` as JSON. The script sees what it would see without it: its own arguments, its
+folder first on ``sys.path``, ``__main__``. Added are the records of start and end, and the progress record that this
+host's agent watches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
+from megasdc.health.program_health import ProgramHealth
+from megasdc.health.rank_watch import record_collectives
+from megasdc.launcher.orphans import follow_parent
+from megasdc.launcher.plan import SLOTS_VARIABLE
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.program import INTERRUPTED
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the program, and end the process with its exit code.
+
+    A rank that has failed ends without the destructors of its process groups, which may wait for ranks that have gone;
+    what the program has registered with ``atexit`` runs first.
+    """
+    *extra, text = argv
+    settings = json.loads(text)
+    rank, run_dir = int(os.environ["RANK"]), Path(settings["run_dir"])
+    follow_parent()
+    record_collectives(os.environ)
+    end: dict[str, Any] = {"code": 0, "error": None}
+
+    def leave() -> None:
+        if health is not None:
+            health.close()
+        write_done(run_dir, rank, end["code"], end["error"])
+        if end["code"]:
+            _flush()
+            os._exit(end["code"])
+
+    def leave_at_once(code: int, message: str) -> None:
+        error = ERRORS_BY_EXIT_CODE.get(code, HangError)(message)
+        print(f"rank {rank}: {error}", file=sys.stderr)
+        write_done(run_dir, rank, code, error)
+        _flush()
+        os._exit(code)
+
+    write_started(run_dir, rank)
+    health = _watch(settings, rank, run_dir, leave_at_once)
+    atexit.register(leave)  # the first to be registered is the last to be called
+    end["code"], end["error"] = _run(settings, extra)
+    if end["code"]:
+        sys.exit(end["code"])
+
+
+def _watch(
+    settings: Mapping[str, Any], rank: int, run_dir: Path, leave: Callable[[int, str], None]
+) -> ProgramHealth | None:
+    """Watch this rank; without shared memory it trains nevertheless, with a warning."""
+    if settings["hang_after_s"] == 0:
+        return None
+    slots, launch_id = json.loads(os.environ[SLOTS_VARIABLE]), os.environ[LAUNCH_ID_VARIABLE]
+    try:
+        limits = settings["hang_floor_s"], settings["hang_after_s"]
+        return ProgramHealth(slots, rank, run_dir, launch_id, limits, settings["alert_command"], leave)
+    except (StorageError, OSError) as error:
+        logger.warning("health: rank %d is not watched: %s", rank, error)
+        return None
+
+
+def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseException | None]:
+    """Run the program; its exit code, and what it has raised, which is printed as Python would."""
+    name = settings["name"]
+    sys.argv = [name, *extra, *settings["arguments"]]
+    try:
+        if settings["is_module"]:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(name).resolve().parent)
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            code = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+            code = 1
+        return code, error if code else None
+    except KeyboardInterrupt as error:
+        return INTERRUPTED, error
+    except BaseException as error:
+        traceback.print_exception(type(error), error, _without_own_frames(error))
+        return error.exit_code if isinstance(error, MegasdcError) else 1, error
+    return 0, None
+
+
+def _without_own_frames(error: BaseException) -> Any:
+    """The traceback from the first line of the program on, if it came so far."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        found = found.tb_next
+    return found or error.__traceback__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,165 @@
+"""``megasdc run``: a training that is not megasdc's own is checked, watched, judged, and started again by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megasdc.supervisor.history import History
+from megasdc.supervisor.journal import read_journal
+from tools.hosts import Cluster, unavailable_reason
+
+REASON = unavailable_reason()
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+SCRIPT = Path(__file__).with_name("user_training.py")
+QUICK = {"health": {"hang_after_s": 8}, "supervise": {"pause_s": 1.0, "spare_test_s": 0, "returns": 0}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the script alone."""
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    return tmp_path
+
+
+def settings(folder: Path, **sections: Any) -> str:
+    """A file for guard and launch."""
+    path = folder / "guard.json"
+    path.write_text(json.dumps({"logging": {"run_dir": "runs/train"}, **QUICK, **sections}))
+    return str(path)
+
+
+def words(*options: str, command: tuple[str, ...]) -> list[str]:
+    """A command line of ``megasdc run``."""
+    return [sys.executable, "-m", "megasdc", "run", *options, "--", "deepspeed", *command]
+
+
+def run(folder: Path, *options: str, ranks: int = 2, script: tuple[str, ...] = ("train.py",)) -> Any:
+    """Run on this host."""
+    command = words(*options, command=("--num_gpus", str(ranks), *script))
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+def digest_of(text: str) -> str:
+    """What a training has ended with."""
+    (found,) = re.findall(r"trained to (\w+)", text)
+    return str(found)
+
+
+def without_megasdc(folder: Path, ranks: int) -> str:
+    """The end of the same training by DeepSpeed's own launcher, without a fault."""
+    plain = folder / "plain"
+    plain.mkdir()
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    shutil.copy(SCRIPT, plain / "train.py")
+    done = subprocess.run(
+        [*launcher, "train.py"], cwd=plain, capture_output=True, text=True, check=True, env={**os.environ}, timeout=300
+    )
+    return digest_of(done.stdout)
+
+
+def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(folder: Path) -> None:
+    """Bits and arguments as with ``deepspeed``; a rank that raises, and one that hangs, is named, with a true code."""
+    done = run(folder)
+    assert done.returncode == 0 and "all 2 ranks are done" in done.stderr, done.stderr
+    assert digest_of(done.stdout) == without_megasdc(folder, 2)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "fault_fail_1_3").touch()
+    failed = run(folder, "--json")
+    found = json.loads(failed.stdout)
+    assert (failed.returncode, found["exit_code"], found["failed_rank"]) == (1, 1, 1)
+    assert "ValueError): a bug of the user's" in found["lines"][0]
+    assert "user_program.py" not in failed.stderr, "the traceback begins in the script"
+    (folder / "fault_hang_1_7").touch()
+    hung = run(folder, "--config", settings(folder))
+    assert hung.returncode == 75, hung.stderr
+    assert re.search(r"rank 1 on localhost .*\(training of step 8 at train.py:\d+ <module>\): others wait", hung.stderr)
+    shown = subprocess.run(
+        [sys.executable, "-m", "megasdc", "summary", "runs/train"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "exit code 75" in shown.stdout and "steps             7 of ?" in shown.stdout
+
+
+def test_what_cannot_be_launched_is_refused(folder: Path) -> None:
+    """Each with its reason, the remedy, and a documented exit code; nothing is started."""
+    cases = (
+        (words(command=("--num_gpus", "2", "no.py")), 78, "no.py: no such file"),
+        (words(command=("--no_python", "train.py")), 78, "--no_python: ranks are Python programs"),
+        (words(command=("--num_gpus", "2")), 78, "the following arguments are required: script"),
+        ([sys.executable, "-m", "megasdc", "run", "--", "torchrun", "train.py"], 78, "need deepspeed's command line"),
+        (words("--set", "supervise.min_hosts=2", command=("train.py",)), 70, "supervise.min_hosts: got 2"),
+        (words("--set", "health.hang_after=2", command=("train.py",)), 70, "hang_after_s"),
+        (words("--supervise", command=("--num_gpus", "2", "train.py")), 78, "not with --supervise"),
+    )
+    for command, code, text in cases:
+        refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+        assert (refused.returncode, text in refused.stderr) == (code, True), refused.stderr
+    assert not (folder / "runs").exists()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Cluster]:
+    """Four hosts."""
+    if REASON is not None:
+        pytest.skip(REASON)
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 4, env=env) as cluster:
+        yield cluster
+
+
+def supervise(hosts: Cluster, folder: Path, ranks: int, *script: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start a supervised training on the first hosts; what it says goes to a file."""
+    command = ("--hostfile", str(hosts.hostfile()), "--num_nodes", str(ranks), "train.py", *script)
+    log = folder / "log"
+    with open(log, "ab") as file:
+        argv = words("--config", settings(folder), "--supervise", command=command)
+        return hosts.popen("node1", argv, cwd=str(folder), stdout=file, stderr=file), log
+
+
+def kinds_of(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
+    """What each attempt ended with, and whom that named."""
+    history = History.of(read_journal(folder / "runs" / "train" / "supervise"))
+    return [(one.diagnosis.kind, one.diagnosis.hosts) for one in history.failures]
+
+
+@pytest.mark.cluster
+def test_a_training_goes_on_by_itself_after_a_lost_host(hosts: Cluster, folder: Path) -> None:
+    """A host is powered off: a spare takes its place, the script goes on from its checkpoint, to the same bits."""
+    process, log = supervise(hosts, folder, 2)
+    end = time.monotonic() + 120
+    while "took step 12" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    hosts.power_off("node2")
+    assert process.wait(timeout=300) == 0, log.read_text()
+    assert kinds_of(folder) == [("host_lost", ("node2",)), ("done", ())]
+    assert digest_of(log.read_text()) == without_megasdc(folder, 2)
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+def test_a_training_goes_on_by_itself_after_faults_of_each_kind(hosts: Cluster, folder: Path) -> None:
+    """A rank is killed, one hangs, one computes wrong results, which the guard finds; the bits of the end are the same."""
+    for name in ("fault_kill_1_7", "fault_hang_2_12"):
+        (folder / name).touch()
+    (folder / "wrong").write_text("node2")
+    process, log = supervise(hosts, folder, 3, "--guard", settings(folder, audit={"interval": 3}))
+    assert process.wait(timeout=500) == 0, log.read_text()
+    found = kinds_of(folder)
+    assert found[0] == ("corrupt_again", ("node2",)), log.read_text()
+    assert sorted(kind for kind, _ in found[1:]) == ["done", "hang", "rank_lost"]
+    assert digest_of(log.read_text()) == without_megasdc(folder, 3)
