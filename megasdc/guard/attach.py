@@ -25,12 +25,14 @@ from megasdc.events import EventLog
 from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
+from megasdc.guard.health import GuardPhases, GuardStragglers
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
 from megasdc.guard.settings import load_settings
 from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
+from megasdc.health.program_health import current_health
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot
@@ -147,11 +149,19 @@ class Guard:
                 *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
-        if settings.audit.enabled or self._bounds is not None or self._trace is not None:
+        self._stragglers: GuardStragglers | None = None
+        if (ratio := settings.health.slow_ratio) is not None and self.dims.data > 1:
+            self._stragglers = GuardStragglers(
+                *(engine, self.dims, ratio, self._world, self._folder, self._events.origin, self._tell)
+            )
+            self._undo.callback(self._stragglers.close)
+        if settings.audit.enabled or any((self._bounds, self._trace, self._stragglers)):
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
         self._undo.callback(self._saves.close)
+        if (health := current_health()) is not None:
+            self._undo.callback(GuardPhases(engine, health).close)
         if self._trace is not None:
             self._trace.begin(self._step)
         names = [one.fqn for one in watched]
@@ -243,6 +253,8 @@ class Guard:
         if self._trace is not None:
             self._trace.end()
             self._trace.begin(self._step)
+        if self._stragglers is not None:
+            self._stragglers.after_step(step)
         return result
 
     def _audit(self, step: int, source: int) -> None:

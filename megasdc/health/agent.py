@@ -6,7 +6,7 @@ without it a run goes on as without health. It never waits for a disk or the net
 
 When no rank of its host has moved for as long as its phase may last (``megasdc.health.limits``), the agent asks the
 ranks for their stacks and tells what it knows: to the front of the launch, if there is one that knows all hosts
-(``megasdc.health.front_server``), and in the run folder (``megasdc.health.board``). Once every host that still shows
+(``megasdc.health.front.server``), and in the run folder (``megasdc.health.board``). Once every host that still shows
 signs of life has done so, the front, or each agent for itself, comes to the same blame (``megasdc.health.blame``),
 writes the incident, and the ranks are told to leave with exit code 75; those that do not are killed. Hosts without a
 front whose run folder is not shared know only of their own ranks, and say so.
@@ -30,7 +30,8 @@ from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
 from megasdc.health.board import FolderBoard, OwnState, node_name
 from megasdc.health.devices.telemetry import Telemetry
-from megasdc.health.front_link import FrontLink
+from megasdc.health.front.link import FrontLink
+from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations
@@ -38,7 +39,6 @@ from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_state import GONE
 from megasdc.health.watched import WatchedRanks
-from megasdc.health.wire import FrontAddress, Hello
 
 POLL_S = 1.0
 KEEP_S = 300.0

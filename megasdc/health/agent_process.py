@@ -14,10 +14,10 @@ from dataclasses import asdict
 
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.board import FolderBoard, OwnState
-from megasdc.health.front_link import FrontLink
+from megasdc.health.front.link import FrontLink
+from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.process_state import process_state
 from megasdc.health.rank_state import GONE
-from megasdc.health.wire import FrontAddress, Hello
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 START_S = 60.0

@@ -18,12 +18,12 @@ from typing import Any
 from megasdc.config.sections.health import HealthSection
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
+from megasdc.health.front.wire import take_front
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import Leave, RankWatch
 from megasdc.health.record import Identity, RecordWriter, record_path
 from megasdc.health.record_folder import record_folder, remove_leftovers
-from megasdc.health.wire import take_front
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,17 @@ class ProgramHealth:
     def recorder(self, phase: Phase) -> Callable[[int, int], None]:
         """What records a change to a phase, given step and micro-batch; from now on its user tells all of them."""
         self.is_told = True
-        return self._record.recorder(phase)
+        enter = self._record.recorder(phase)
+
+        def record(step: int, micro_batch: int) -> None:
+            self._step = step
+            enter(step, micro_batch)
+
+        return record
+
+    def let_go(self) -> None:
+        """Nobody else tells any more what this rank does."""
+        self.is_told = False
 
     def close(self) -> None:
         """Say that this rank watches no more."""

@@ -1,4 +1,4 @@
-"""The front's side of health during a launch: agents of all hosts connect to it (``megasdc.health.front_server``)."""
+"""The front's side of health during a launch: agents of all hosts connect to it (``megasdc.health.front.server``)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from megasdc.health.front_server import FrontServer
-from megasdc.health.own_address import own_address_towards
-from megasdc.health.wire import front_path
+from megasdc.health.front.own_address import own_address_towards
+from megasdc.health.front.server import FrontServer
+from megasdc.health.front.wire import front_path
 from megasdc.launcher.on_host import files
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.remote import MAX_PARALLEL

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from megasdc.health.front.own_address import own_address_towards
 from megasdc.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
 from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
-from megasdc.health.own_address import own_address_towards
 from megasdc.stress.state import LINKS, HostState
 
 PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)

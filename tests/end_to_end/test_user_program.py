@@ -153,7 +153,7 @@ def test_a_training_goes_on_by_itself_after_a_lost_host(hosts: Cluster, folder: 
 @pytest.mark.full
 @pytest.mark.cluster
 def test_a_training_goes_on_by_itself_after_faults_of_each_kind(hosts: Cluster, folder: Path) -> None:
-    """A rank is killed, one hangs, one computes wrong results, which the guard finds; the bits of the end are the same."""
+    """A rank is killed, one hangs, one computes wrong results, which the guard finds; the end has the same bits."""
     for name in ("fault_kill_1_7", "fault_hang_2_12"):
         (folder / name).touch()
     (folder / "wrong").write_text("node2")

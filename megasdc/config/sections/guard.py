@@ -81,6 +81,9 @@ class GuardHealthSection(Section):
     hang_floor_s: PositiveFloat = setting(
         60.0, "Least such seconds in phases that were timed: ten times the 99th percentile of their durations."
     )
+    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = setting(
+        1.05, "A rank whose forward passes take so many times as long as those of its peers is a straggler; null: none."
+    )
     alert_command: list[str] = setting(
         [], "Program and arguments that get an incident of it as JSON on standard input; empty: none.", NO_MATTER
     )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from megasdc.health.front.own_address import own_address_towards
 from megasdc.health.links.probe import HELLO_BYTES, accept, connect, listen
 from megasdc.health.links.rings import RankPair
-from megasdc.health.own_address import own_address_towards
 from megasdc.parallel.collectives import gather_objects
 
 CONNECT_S = 5.0

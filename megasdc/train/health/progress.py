@@ -7,48 +7,32 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 
 from megasdc.config import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.engine.stage_replay import ReplayBackward, ReplayForward
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
+from megasdc.health.front.wire import FrontAddress, keep_front, take_front
+from megasdc.health.instructions import PHASES
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordWriter
 from megasdc.health.record_folder import record_folder, remove_leftovers
-from megasdc.health.wire import FrontAddress, keep_front, take_front
 from megasdc.parallel.collectives import gather_objects
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-PHASES: Mapping[type, Phase] = {
-    schedule.LoadMicroBatch: Phase.DATA,
-    schedule.ForwardPass: Phase.FORWARD,
-    schedule.BackwardPass: Phase.BACKWARD,
-    ReplayForward: Phase.FORWARD,
-    ReplayBackward: Phase.BACKWARD,
-    schedule.SendActivation: Phase.SEND_ACTIVATION,
-    schedule.RecvActivation: Phase.RECEIVE_ACTIVATION,
-    schedule.SendGrad: Phase.SEND_GRADIENT,
-    schedule.RecvGrad: Phase.RECEIVE_GRADIENT,
-    schedule.ReduceTiedGrads: Phase.REDUCTION,
-    schedule.ReduceGrads: Phase.REDUCTION,
-    schedule.OptimizerStep: Phase.OPTIMIZER,
-}
-"""Phase of each instruction of the pipeline engine."""
 NEWS = {"unwatched": "nothing watches this host", "agent_restarted": "this host is watched again"}
 LeaveRank = Callable[[int, BaseException | None], None]
 

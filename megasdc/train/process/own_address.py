@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 
 from megasdc.engine.run import Run
-from megasdc.health.own_address import own_address_towards
+from megasdc.health.front.own_address import own_address_towards
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

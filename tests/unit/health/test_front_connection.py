@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from megasdc.health import agent_process, board, front_server, wire
+from megasdc.health import agent_process, board
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.agent_process import AgentProcess
 from megasdc.health.board import FolderBoard, OwnState
-from megasdc.health.front_link import FrontLink
-from megasdc.health.front_server import FrontServer
+from megasdc.health.front import server as front_server
+from megasdc.health.front import wire
+from megasdc.health.front.link import FrontLink
+from megasdc.health.front.server import FrontServer
+from megasdc.health.front.wire import FrontAddress, Hello, WireError, front_path, take_front
 from megasdc.health.phases import Phase
-from megasdc.health.wire import FrontAddress, Hello, WireError, front_path, take_front
 
 
 @pytest.fixture

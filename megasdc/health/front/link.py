@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from megasdc.health.board import LOST_S, OwnState
-from megasdc.health.wire import ANSWER_S, FrontAddress, Hello, Wire
+from megasdc.health.front.wire import ANSWER_S, FrontAddress, Hello, Wire
 
 RETRY_S = 10.0
 

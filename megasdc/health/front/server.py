@@ -21,8 +21,8 @@ from typing import Any
 
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.board import LOST_S
+from megasdc.health.front.wire import FrontAddress, Hello, Wire, WireError
 from megasdc.health.incident import Conclusion, conclude
-from megasdc.health.wire import FrontAddress, Hello, Wire, WireError
 
 MAX_UNKNOWN = 64
 """Connections at a time that have not shown yet that they know the secret."""
