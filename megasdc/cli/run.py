@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -176,7 +177,18 @@ def run(
 
 @app.command("check-determinism", epilog="Example: megasdc check-determinism --config configs/smoke.json --steps 3")
 def check_determinism(
-    config: ConfigOption,
+    config: Annotated[
+        Path | None,
+        input_option(
+            "--config", reads=ConfigError, help="The run's JSON file; with a command, that of megasdc.attach."
+        ),
+    ] = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- deepspeed ...]", help="Check a script that attaches a guard: a command line of DeepSpeed's."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each run.")] = 3,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Ranks on this machine; default: the fewest that fit.")
@@ -186,20 +198,45 @@ def check_determinism(
     as_json: Json = False,
 ) -> None:
     """List what could make two runs differ, then make two short runs here and compare every loss, gradient norm,
-    result, optimizer state and parameter bit by bit.
+    result, optimizer state and parameter bit by bit; of a script what its guard traces.
 
     Exit code 0: no cause was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
     are equal, or were not made (--lint-only), but a cause was found that can make others differ.
     """
-    from megasdc.config import load_config
     from megasdc.progress import progress_bars
-    from megasdc.repeat.check import check_determinism
 
-    loaded = load_config(config, overrides)
+    if command and (lint_only or ranks is not None):
+        raise typer.BadParameter("not with a command", param_hint="--ranks, --lint-only")
+    if not command and config is None:
+        needed = "needed, or a command: megasdc check-determinism -- deepspeed train.py"
+        raise typer.BadParameter(needed, param_hint="--config")
     with progress_bars(quiet=as_json) as on_progress:
-        report = check_determinism(loaded, ranks=ranks, steps=steps, lint_only=lint_only, on_progress=on_progress)
+        if command:
+            report = _check_script(command, config, overrides, steps, on_progress)
+        else:
+            options = {"ranks": ranks, "steps": steps, "lint_only": lint_only, "on_progress": on_progress}
+            report = _check_run(config, overrides, options)
     typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     raise typer.Exit(report.exit_code)
+
+
+def _check_run(config: Any, overrides: Sequence[str], options: dict[str, Any]) -> Any:
+    from megasdc.config import load_config
+    from megasdc.repeat.check import check_determinism
+
+    return check_determinism(load_config(config, overrides), **options)
+
+
+def _check_script(
+    command: list[str], settings: Path | None, overrides: Sequence[str], steps: int, progress: Any
+) -> Any:
+    from megasdc.guard.settings import load_settings
+    from megasdc.launcher.deepspeed_command import read_command
+    from megasdc.repeat.program import check_program
+
+    read = read_command(command)
+    found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
+    return check_program(read, found, steps, progress)
 
 
 @app.command("summary", epilog="Example: megasdc summary runs/smoke")

@@ -29,7 +29,7 @@ from megasdc.guard.health import GuardPhases, GuardStragglers
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
-from megasdc.guard.settings import load_settings
+from megasdc.guard.settings import Trial, load_settings
 from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.health.program_health import current_health
@@ -83,21 +83,22 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
     Collective: all ranks of the world; with a ``Trainer`` none before training begins.
     """
     check_private_names(GUARD)
-    found = load_settings(settings)
+    found, trial = load_settings(settings), Trial.of(os.environ)
+    found = found if trial is None else trial.applied(found)
     if is_trainer(engine):
         check_trainer(engine)
-        return TrainerGuard(engine, lambda made: _guard(made, found))
-    return _guard(engine, found)
+        return TrainerGuard(engine, lambda made: _guard(made, found, trial))
+    return _guard(engine, found, trial)
 
 
-def _guard(engine: Any, settings: GuardSettings) -> Guard:
+def _guard(engine: Any, settings: GuardSettings, trial: Trial | None) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
     if settings.audit.enabled or settings.determinism.enabled:
         check_environment(engine.device.type, settings.determinism.enabled, os.environ)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
-    guard = Guard(engine, settings)
+    guard = Guard(engine, settings, trial)
     _guarded.add(engine)
     return guard
 
@@ -110,10 +111,10 @@ class Guard:
         audits: how many were done.
     """
 
-    def __init__(self, engine: Any, settings: GuardSettings) -> None:
+    def __init__(self, engine: Any, settings: GuardSettings, trial: Trial | None = None) -> None:
         self.dims = dims_of(engine)
         self.audits = 0
-        self._engine, self._settings = engine, settings
+        self._engine, self._settings, self._trial = engine, settings, trial
         self._undo = ExitStack()
         self._agreed: int | None = None
         self._folder = Path(settings.logging.run_dir)
@@ -139,6 +140,7 @@ class Guard:
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
+        self._last = None if self._trial is None else self._first + self._trial.steps - 1
         if specs := settings.optimizer_hooks:
             interval = settings.logging.interval
             self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
@@ -158,7 +160,7 @@ class Guard:
         if settings.audit.enabled or any((self._bounds, self._trace, self._stragglers)):
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
-        self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
+        self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0, saves=self._trial is None)
         self._undo.callback(self._saves.close)
         if (health := current_health()) is not None:
             self._undo.callback(GuardPhases(engine, health).close)
@@ -255,6 +257,8 @@ class Guard:
             self._trace.begin(self._step)
         if self._stragglers is not None:
             self._stragglers.after_step(step)
+        if step == self._last:
+            raise SystemExit(0)
         return result
 
     def _audit(self, step: int, source: int) -> None:

@@ -23,14 +23,15 @@ class SaveMarks:
     Args:
         tell: writes an event on rank 0, from its kind, name and fields.
         writes: whether this rank writes the marks.
+        saves: false: nothing is saved at all.
 
     Attributes:
         verified: folder of the newest marked checkpoint; None: there is none.
         candidate: folder of the newest one that is not marked; None: likewise.
     """
 
-    def __init__(self, engine: Any, tell: Callable[..., None], *, writes: bool) -> None:
-        self._engine, self._tell, self._writes = engine, tell, writes
+    def __init__(self, engine: Any, tell: Callable[..., None], *, writes: bool, saves: bool = True) -> None:
+        self._engine, self._tell, self._writes, self._saves = engine, tell, writes, saves
         self._save = engine.save_checkpoint
         self._waiting: list[tuple[int, Path]] = []
         self.verified: Path | None = None
@@ -47,6 +48,9 @@ class SaveMarks:
 
     def _noting(self, save_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
         step = int(self._engine.global_steps)
+        if not self._saves:
+            self._tell("guard", "not_saved", step=step)
+            return True
         result = self._save(save_dir, tag, *args, **options)
         self._waiting.append((step, Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))))
         return result

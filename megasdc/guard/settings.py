@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,36 @@ from megasdc.config.schema import type_problems, unusable_problems
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import ConfigError
+
+TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
+"""Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
+saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
+FOLDER = "trace"
+"""Of traces, in the folder of the run."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run that is compared with another one."""
+
+    folder: str
+    steps: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Trial | None:
+        """That of this process; None: it is an ordinary training."""
+        text = environ.get(TRIAL_VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+    def applied(self, settings: GuardSettings) -> GuardSettings:
+        """The settings with what a trial has otherwise."""
+        return settings.model_copy(
+            update={
+                "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
+                "audit": settings.audit.model_copy(update={"enabled": False}),
+                "trace": settings.trace.model_copy(update={"enabled": True, "interval": 1}),
+            }
+        )
 
 
 def load_settings(

@@ -14,13 +14,12 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.guard.copies import read_copies
 from megasdc.guard.engine import precision_of
 from megasdc.guard.record import Recorder, Watched
+from megasdc.guard.settings import FOLDER
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.device import device_name
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
 from megasdc.tensors.checksum import ChecksumAlgorithm
-
-FOLDER = "trace"
 
 
 class GuardTrace:
