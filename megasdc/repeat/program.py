@@ -113,7 +113,7 @@ def _run_once(
     except TraceError as error:
         raise LaunchError(
             f"{command.script}: its {ranks} ranks left no whole trace of {steps} steps: {error}; the script must "
-            "attach a guard, `megasdc.attach(engine, ...)`, and take so many steps; on several hosts the folder of temporary "
-            "files must be shared (TMPDIR)"
+            "attach a guard, `megasdc.attach(engine, ...)`, and take so many steps; on several hosts the folder of "
+            "temporary files must be shared (TMPDIR)"
         ) from error
     return {rank: trace for rank, (_, trace) in found.items()}, ParallelDims(**found[0][0]["layout"])

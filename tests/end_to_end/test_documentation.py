@@ -43,6 +43,7 @@ GUIDES = (
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
     "isolation",
     "attach",
+    "run",
     "supervise",
     "preflight",
     "plan-run",
@@ -79,6 +80,16 @@ RUN_ELSEWHERE = {
         f"{HOSTS}/test_stress_hosts.py::test_a_link_with_a_delay_in_one_direction_is_named"
     ),
     "deepspeed --num_gpus 3 train.py": f"{HOSTS}/test_guard_page.py::test_the_wrong_rank_is_named",
+    "megasdc run -- deepspeed --num_gpus 2": (
+        f"{HOSTS}/test_user_program.py::test_a_training_ends_as_without_megasdc_and_its_failures_are_named"
+    ),
+    "megasdc run --config guard.json": (
+        f"{HOSTS}/test_user_program.py::test_a_training_goes_on_by_itself_after_a_lost_host"
+    ),
+    "megasdc run --supervise": f"{HOSTS}/test_user_program.py::test_a_training_goes_on_by_itself_after_a_lost_host",
+    "megasdc check-determinism --config guard.json": (
+        f"{HOSTS}/test_user_program.py::test_two_runs_of_a_script_are_compared"
+    ),
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",

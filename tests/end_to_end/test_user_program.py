@@ -111,6 +111,26 @@ def test_what_cannot_be_launched_is_refused(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.full
+def test_two_runs_of_a_script_are_compared(folder: Path) -> None:
+    """Equal ones are, of one that looks at the clock the first result that differs is named; none saves anything."""
+    given = settings(folder, determinism={"enabled": True})
+    check = [sys.executable, "-m", "megasdc", "check-determinism", "--config", given, "--steps", "6", "--json", "--"]
+    script = ("deepspeed", "--num_gpus", "2", "train.py", "--guard", given)
+    done = subprocess.run([*check, *script], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["difference"] is None and not (folder / "checkpoints").exists()
+    text = (folder / "train.py").read_text()
+    assert text.count("loss = engine(") == 1
+    odd = "model[0].bias.data += time.time() % 1 * (engine.global_steps == 3)\n    loss = engine("
+    (folder / "train.py").write_text(text.replace("loss = engine(", odd))
+    done = subprocess.run([*check, *script], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "step 4, micro-batch 0, forward of 0" in json.loads(done.stdout)["difference"]["address"]
+    unguarded = subprocess.run([*check, *script[:-2]], cwd=folder, capture_output=True, text=True, check=False)
+    assert unguarded.returncode == 78 and "must attach a guard" in unguarded.stderr, unguarded.stderr
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Cluster]:
     """Four hosts."""
@@ -123,10 +143,11 @@ def hosts(tmp_path: Path) -> Iterator[Cluster]:
 
 def supervise(hosts: Cluster, folder: Path, ranks: int, *script: str) -> tuple[subprocess.Popen[str], Path]:
     """Start a supervised training on the first hosts; what it says goes to a file."""
-    command = ("--hostfile", str(hosts.hostfile()), "--num_nodes", str(ranks), "train.py", *script)
+    command = ("--hostfile", str(hosts.hostfile()), "--num_nodes", str(ranks), "train.py", "--steps", "30", *script)
     log = folder / "log"
     with open(log, "ab") as file:
-        argv = words("--config", settings(folder), "--supervise", command=command)
+        options = ("--config", settings(folder), "--set", "health.hang_after_s=9", "--supervise")
+        argv = words(*options, command=command)
         return hosts.popen("node1", argv, cwd=str(folder), stdout=file, stderr=file), log
 
 

@@ -34,6 +34,7 @@ def status_of(run: RunRecord, now: float) -> Status:
     step, planned = run.last_step, run.setting("megasdc.training.steps")
     planned = planned if isinstance(planned, int) else None
     at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
+    at = at if step or run.config else "a step that is not known"
     since = run.started_at or 0.0
     if run.ending is not None and run.ending.exit_code and run.ending.time >= since:
         text = f"failed at {at} with exit code {run.ending.exit_code}: {run.ending.text}"
