@@ -30,6 +30,7 @@ ONCE = "--set megasdc.supervise.failures_per_hour=1 --set megasdc.logging.run_di
 """A host that cannot be reached is tried once more, and no more."""
 LITTLE = "--num-ranks 1 --skip data,hosts,storage,steps,resume,cost,spares"
 """Of a preflight: configuration and golden values alone."""
+DRY = "--dry-run --set logging.run_dir={base}/guarded"
 PASSING = (1, 2)
 """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 
@@ -87,6 +88,9 @@ COMMANDS = (
     Command(
         "launch --dry-run --num-ranks 1 --config {base}/run.json --script {in}", "s.py", 78, prints=False, damaged=0
     ),
+    Command(f"run {DRY} --config {{in}} -- deepspeed --num_gpus 1 {{base}}/s.py", "guard.json", 70, prints=False),
+    Command(f"run {DRY} -- deepspeed --num_gpus 1 {{in}}", "s.py", 78, prints=False, damaged=0),
+    Command(f"run {DRY} -- deepspeed --hostfile {{in}} {{base}}/s.py", "hostfile", 78, done=78, prints=False),
     Command("check-determinism --lint-only --config {in}", "run.json", 70),
     Command("inspect-data {in} --at-step 2", "run", 71),
     Command("inspect-data --config {in} --world-size 2 --at-step 2", "run.json", 70),
@@ -207,6 +211,7 @@ def build_base(base: Path) -> None:
     shutil.copy(repository / "launch" / "pretrain_gpt.py", base / "s.py")
     np.save(base / "latencies.npy", np.random.default_rng(1).random((4, 8, 3)))
     (base / "hostfile").write_text("nowhere.invalid slots=1\n")
+    (base / "guard.json").write_text("{}")
     (base / "questions.jsonl").write_text('{"prompt": "def ", "choices": ["a", "b"], "answer": 0}\n')
     fault = {"rank": 0, "kind": "scale", "factor": 2.0, "submodule": "*.mlp.linear_fc1"}
     (base / "faults.json").write_text(json.dumps({"faults": [fault]}))

@@ -175,3 +175,19 @@ def test_a_connection_that_carries_nothing_is_named_before_whom_ranks_wait_for()
     assert blame.text == "n1 acknowledges nothing that n0 sends (6 repetitions)"
     unknown = find_blame([first, last])
     assert unknown.hosts == ("10.0.0.2", "n0"), "a host that has reported no address"
+
+
+def training(rank: int, joined: int, ended: int, *, may_wait: bool = False) -> RankState:
+    """A rank of a program of which nothing is known but its collectives and the innermost line of its main thread."""
+    found = state(rank, Phase.TRAINING, groups={WORLD: group(joined, ended)})
+    return replace(found, step=0, where="train.py:9 <module>", may_wait=may_wait)
+
+
+def test_of_unknown_programs_who_has_not_joined_is_named_and_who_may_be_in_a_transfer_is_not() -> None:
+    """A rank in its own code is the cause; one in a transfer, whose other side is unknown, is not, nor is a victim."""
+    blame = find_blame([training(0, 7, 6), training(1, 6, 6), training(2, 7, 6)])
+    assert blame.ranks == (1,) and "rank 1 on n1 (training at train.py:9 <module>)" in blame.text
+    receives, works = training(1, 6, 6, may_wait=True), replace(training(3, 5, 5), groups={})
+    assert find_blame([training(0, 7, 6), receives]).ranks == (), "who has not sent to rank 1 is not known"
+    assert find_blame([training(0, 7, 6), receives, works]).ranks == (3,)
+    assert find_blame([receives, training(2, 6, 6, may_wait=True)]).ranks == ()
