@@ -180,7 +180,7 @@ def test_a_connection_that_carries_nothing_is_named_before_whom_ranks_wait_for()
 def training(rank: int, joined: int, ended: int, *, may_wait: bool = False) -> RankState:
     """A rank of a program of which nothing is known but its collectives and the innermost line of its main thread."""
     found = state(rank, Phase.TRAINING, groups={WORLD: group(joined, ended)})
-    return replace(found, step=0, where="train.py:9 <module>", may_wait=may_wait)
+    return replace(found, step=0, micro_batch=-1, where="train.py:9 <module>", may_wait=may_wait)
 
 
 def test_of_unknown_programs_who_has_not_joined_is_named_and_who_may_be_in_a_transfer_is_not() -> None:

@@ -21,7 +21,11 @@ def test_options_of_the_launcher_and_of_the_script_are_told_apart() -> None:
     request = read_command([*words, "", "a b"]).request("runs/x", HEALTH)
     assert (request.num_gpus, request.hostfile, request.launcher_args) == (4, None, ("--master_port", "29555", "-q"))
     program = request.program
-    assert program is not None and (program.name, program.is_module, program.run_dir) == ("my/train.py", False, "runs/x")
+    assert program is not None and (program.name, program.is_module, program.run_dir) == (
+        "my/train.py",
+        False,
+        "runs/x",
+    )
     assert program.arguments == ("--num_gpus", "5", "-e", "--no_python", "x", "--", "", "a b")
 
 
