@@ -17,7 +17,8 @@ HEALTH = GuardHealthSection()
 
 def test_options_of_the_launcher_and_of_the_script_are_told_apart() -> None:
     """What comes after the script is its own, also where the launcher has an option of that name."""
-    words = ["deepspeed", "--num_gpus=4", "--master_port", "29555", "-q", "my/train.py", "--num_gpus", "5", "-e", "--no_python", "x", "--"]
+    words = ["deepspeed", "--num_gpus=4", "--master_port", "29555", "-q", "my/train.py", "--num_gpus", "5", "-e"]
+    words += ["--no_python", "x", "--"]
     request = read_command([*words, "", "a b"]).request("runs/x", HEALTH)
     assert (request.num_gpus, request.hostfile, request.launcher_args) == (4, None, ("--master_port", "29555", "-q"))
     program = request.program
