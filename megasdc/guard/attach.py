@@ -25,6 +25,7 @@ from megasdc.events import EventLog
 from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
+from megasdc.guard.golden import GuardGolden
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
@@ -91,7 +92,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
 def _guard(engine: Any, settings: GuardSettings) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
-    if settings.audit.enabled or settings.determinism.enabled:
+    if settings.audit.enabled or settings.golden.path is not None or settings.determinism.enabled:
         check_environment(engine.device.type, settings.determinism.enabled, os.environ)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
@@ -119,6 +120,7 @@ class Guard:
         self._suspects = Suspects()
         self._bounds: GuardBounds | None = None
         self._trace: GuardTrace | None = None
+        self._golden: GuardGolden | None = None
         try:
             self._begin()
         except BaseException:
@@ -137,6 +139,10 @@ class Guard:
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
+        if settings.golden.path is not None:
+            groups = self._world, self._copies
+            self._golden = GuardGolden(engine, watched, self._algorithm, self.dims, groups, settings, self._tell)
+            self._undo.callback(self._golden.close)
         if specs := settings.optimizer_hooks:
             interval = settings.logging.interval
             self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
@@ -147,7 +153,7 @@ class Guard:
                 *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
-        if settings.audit.enabled or self._bounds is not None or self._trace is not None:
+        if settings.audit.enabled or any((self._golden, self._bounds, self._trace)):
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
@@ -233,6 +239,8 @@ class Guard:
         source = self._source(step)
         if self._trace is not None:
             self._trace.pause(step)
+        if self._golden is not None and (found := self._golden.before_step(step, self._suspects.ranks)) is not None:
+            self._act(step, found)
         if source is not None:
             self._audit(step, source)
         if self._bounds is not None:
@@ -303,7 +311,8 @@ class Guard:
             self._tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self._suspects.add(one.rank for one in found.rulings if one.rank is not None)
         page = gather_objects(self._report(step, found, action) if self.dims.rank == 0 else None, self._world)[0]
-        text = f"the audit of step {step} found silent data corruption: {found.text}. " + (
+        what = "golden trace" if found.tier == "golden" else "audit"
+        text = f"the {what} of step {step} found silent data corruption: {found.text}. " + (
             f"What to do: {page}" if page else "The incident report could not be written"
         )
         if self.dims.rank == 0:

@@ -31,7 +31,7 @@ which are reentrant; 0 while a batch is audited."""
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A tensor on its way to another rank."""
 
     value: Tensor
@@ -63,6 +63,7 @@ class Probe:
         recorder: of what submodules compute.
         seed: of random numbers in audits.
         wants: returns the step that runs, where its first batch is to be kept on this rank; else None.
+        setting: what errors are about, and the value that they advise.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Probe:
         recorder: Recorder,
         seed: int,
         wants: Callable[[], int | None],
+        setting: tuple[str, str] = ("audit.enabled: got true", "false"),
     ) -> None:
         self._model, self._device, self._recorder, self._seed = model, device, recorder, seed
-        self._wants = wants
+        self._wants, (self._said, self._off) = wants, setting
         self._kept: tuple[int, bytes | str] | None = None
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
@@ -89,8 +91,8 @@ class Probe:
         if self._kept is not None and self._kept[0] == step:
             return
 
-        def sent(tensor: Tensor) -> _Sent:
-            return _Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
+        def sent(tensor: Tensor) -> Sent:
+            return Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
 
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -117,7 +119,7 @@ class Probe:
         dist.broadcast_object_list(held, src=source, group=group)
         self._kept = None
         if isinstance(held[0], str):
-            raise ConfigError(f"audit.enabled: got true, and no batch can be audited: {held[0]}; set it to false.")
+            raise ConfigError(f"{self._said}, and no batch can be computed: {held[0]}; set it to {self._off}.")
         found = torch.load(io.BytesIO(held[0]), weights_only=False)  # from a rank of this very training
         assert isinstance(found, Batch), "what _keep has written"
         return found
@@ -139,7 +141,7 @@ class Probe:
                 if (reason := _why_not(error)) is None:
                     raise
                 first = str(error).splitlines()[0]
-                raise ConfigError(f"audit.enabled: got true, and {reason}; or set it to false. {first}") from error
+                raise ConfigError(f"{self._said}, and {reason}; or set it to {self._off}. {first}") from error
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,13 +151,13 @@ class Probe:
         """
         inputs = []
 
-        def received(sent: _Sent) -> Tensor:
+        def received(sent: Sent) -> Tensor:
             value = (sent.value if sent.on_host else sent.value.to(self._device)).clone()
             if sent.requires_grad:
                 inputs.append(value.requires_grad_())
             return value
 
-        args, options = map_in(_Sent, batch.args, received), map_in(_Sent, batch.options, received)
+        args, options = map_in(Sent, batch.args, received), map_in(Sent, batch.options, received)
         mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
         with torch.enable_grad(), mixed:
             output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called

@@ -75,10 +75,17 @@ class Recorder:
     Args:
         watched: submodules; results that are computed several times in a micro-batch are numbered.
         algorithm: of checksums.
+        listener: is given every result, too.
     """
 
-    def __init__(self, model: nn.Module, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
-        self._model, self._watched, self._algorithm = model, watched, algorithm
+    def __init__(
+        self,
+        model: nn.Module,
+        watched: Sequence[Watched],
+        algorithm: ChecksumAlgorithm,
+        listener: Callable[[Address, Tensor], None] | None = None,
+    ) -> None:
+        self._model, self._watched, self._algorithm, self._listener = model, watched, algorithm, listener
         self._addresses: list[Address] = []
         self._values: list[int | Tensor] = []
         self._times: Counter[tuple[Any, ...]] = Counter()
@@ -205,8 +212,12 @@ class Recorder:
         if (times := self._times[micro_batch, phase, fqn, slot]) > 1:
             slot = f"{slot}#{times}"
         value = value.detach()
-        self._addresses.append(Address(self._step, micro_batch, phase, fqn, slot))
-        self._values.append(self._algorithm.start(torch.view_as_real(value) if value.is_complex() else value))
+        value = torch.view_as_real(value) if value.is_complex() else value
+        address = Address(self._step, micro_batch, phase, fqn, slot)
+        self._addresses.append(address)
+        self._values.append(self._algorithm.start(value))
+        if self._listener is not None:
+            self._listener(address, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -46,6 +46,15 @@ class GuardSdcSection(Section):
     policy: GuardPolicySection = section(GuardPolicySection)
 
 
+class GuardGoldenSection(Section):
+    """What the model computes with seeded parameters, compared with what trusted hardware computed."""
+
+    path: str | None = setting(None, "Golden file; null: nothing is compared.")
+    record: bool = setting(False, "Write the file in the first step, in place of comparing with it.")
+    interval: PositiveInt = setting(1000, "Steps from one comparison to the next; the first step is always compared.")
+    seed: NonNegativeInt = setting(1234, "Of parameters, and of what the model draws itself.")
+
+
 class GuardTraceSection(Section):
     """Checksums of what submodules compute in training, written to the run folder."""
 
@@ -66,6 +75,7 @@ class GuardSettings(Section):
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)
+    golden: GuardGoldenSection = section(GuardGoldenSection)
     trace: GuardTraceSection = section(GuardTraceSection)
     optimizer_hooks: list[HookSpec] = setting([], "What bounds gradients, in this order; empty: nothing.")
     logging: GuardLoggingSection
