@@ -31,10 +31,10 @@ def _settings(folder: Path | str, golden: Path | str, **fields: Any) -> dict[str
 
 
 def _engine(stages: int, precision: str = "fp32", planted: Planted | None = None, **fields: Any) -> Any:
-    config = deepspeed_config(1, precision)
     if stages > 1:
-        return pipeline_engine(config, stages, planted)
-    return llama_engine(config, planted, **{"attention_dropout": 0.1, **fields})
+        return pipeline_engine(deepspeed_config(1, precision), stages, planted)
+    zero = int(precision != "fp32")  # without ZeRO the optimizer steps from what parameters hold
+    return llama_engine(deepspeed_config(zero, precision), planted, **{"attention_dropout": 0.1, **fields})
 
 
 def _trained(
