@@ -26,6 +26,7 @@ from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
 from megasdc.guard.golden import GuardGolden
+from megasdc.guard.nonfinite import GuardNonFinite
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
@@ -121,6 +122,7 @@ class Guard:
         self._bounds: GuardBounds | None = None
         self._trace: GuardTrace | None = None
         self._golden: GuardGolden | None = None
+        self._nonfinite: GuardNonFinite | None = None
         try:
             self._begin()
         except BaseException:
@@ -143,6 +145,11 @@ class Guard:
             groups = self._world, self._copies
             self._golden = GuardGolden(engine, watched, self._algorithm, self.dims, groups, settings, self._tell)
             self._undo.callback(self._golden.close)
+        if settings.nonfinite.enabled:
+            self._nonfinite = GuardNonFinite(
+                *(engine, watched, self._algorithm, self.dims, self._world, settings.nonfinite, self._tell)
+            )
+            self._undo.callback(self._nonfinite.close)
         if specs := settings.optimizer_hooks:
             interval = settings.logging.interval
             self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
@@ -153,7 +160,7 @@ class Guard:
                 *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
-        if settings.audit.enabled or any((self._golden, self._bounds, self._trace)):
+        if settings.audit.enabled or any((self._golden, self._nonfinite, self._bounds, self._trace)):
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0)
@@ -239,6 +246,8 @@ class Guard:
         source = self._source(step)
         if self._trace is not None:
             self._trace.pause(step)
+        if self._nonfinite is not None:
+            self._nonfinite.before_step(step)
         if self._golden is not None and (found := self._golden.before_step(step, self._suspects.ranks)) is not None:
             self._act(step, found)
         if source is not None:

@@ -124,15 +124,18 @@ class Probe:
         assert isinstance(found, Batch), "what _keep has written"
         return found
 
-    def compute(self, batch: Batch, step: int) -> Trace:
+    def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None) -> Trace:
         """Compute a batch forward and backward; the results of its submodules.
+
+        Args:
+            state: of random generators, to compute it as training does; None: seeded, in deterministic mode.
 
         Raises:
             ConfigError: the model cannot be computed so; the message says why and what helps.
 
         Sync: waits for the device.
         """
-        with self._as_of(batch, step), self._recorder.recording(step):
+        with self._as_of(batch, step, state), self._recorder.recording(step):
             try:
                 outputs, inputs = self._forward(batch)
                 self._recorder.end_forward(outputs)
@@ -180,21 +183,24 @@ class Probe:
         return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 
     @contextmanager
-    def _as_of(self, batch: Batch, step: int) -> Iterator[None]:
+    def _as_of(self, batch: Batch, step: int, state: dict[str, Any] | None) -> Iterator[None]:
         """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
-        state = capture_rng()
+        own = capture_rng()
         before = {name: (value, value.detach().clone()) for name, value in self._model.named_buffers()}
         stage = {name: getattr(self._model, name) for name in OF_STAGES if hasattr(self._model, name)}
-        undo = set_deterministic(DeterminismSection(enabled=True))
+        undo = set_deterministic(DeterminismSection(enabled=state is None))
         try:
             vars(self._model).update(dict.fromkeys(stage, 0))
             _fill(before, batch.buffers)
-            seed_generators(self._seed, step, 0)
+            if state is None:
+                seed_generators(self._seed, step, 0)
+            else:
+                restore_rng(state)
             yield
         finally:
             undo()
             vars(self._model).update(stage)
-            restore_rng(state)
+            restore_rng(own)
             _fill(before, {name: value for name, (_, value) in before.items()})
 
 
