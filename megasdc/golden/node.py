@@ -24,7 +24,8 @@ from megasdc.golden.library import choose_golden
 from megasdc.golden.result import VerifyResult, judge_reports
 from megasdc.golden.verify import Progress, golden_threads, layout_size
 from megasdc.parallel.local_ranks import hold_store, rank_environment
-from megasdc.sdc.golden import header_digest, load_header
+from megasdc.sdc.golden.file import load_header
+from megasdc.sdc.golden.sealed import header_digest
 
 
 def verify_as_launched(

@@ -30,7 +30,7 @@ with imports_kept():
     from megasdc.golden.drill import Drill
     from megasdc.parallel import groups
     from megasdc.parallel.dims import ParallelDims
-    from megasdc.sdc.golden import load_golden, load_header
+    from megasdc.sdc.golden.file import load_golden, load_header
     from megasdc.sdc.trace_file import TraceWriter
     from megasdc.sdc.verdict import find
     from megasdc.tensors.checksum import default_algorithm

@@ -16,7 +16,7 @@ from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import hold_store, rank_environment
 from megasdc.sdc.compare import compare_traces
-from megasdc.sdc.golden import Golden, save_golden
+from megasdc.sdc.golden.file import Golden, save_golden
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import read_trace
 from megasdc.train.workload import workload_cases, workload_config

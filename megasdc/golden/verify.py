@@ -12,7 +12,7 @@ from megasdc.errors import ConfigError, TraceError
 from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.golden.result import VerifyResult, judge_reports
 from megasdc.parallel.local_ranks import count_accelerators, hold_store, rank_environment
-from megasdc.sdc.golden import load_header
+from megasdc.sdc.golden.file import load_header
 
 Progress = Callable[[int, int | None], None]
 """Called with runs done by all ranks, and the total; None where time decides."""

@@ -25,7 +25,9 @@ from megasdc.events import EventLog
 from megasdc.guard.bounds import GuardBounds, check_bounds
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
+from megasdc.guard.golden import GuardGolden
 from megasdc.guard.health import GuardPhases, GuardStragglers
+from megasdc.guard.nonfinite import GuardNonFinite
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
@@ -94,7 +96,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
 def _guard(engine: Any, settings: GuardSettings, trial: Trial | None) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
-    if settings.audit.enabled or settings.determinism.enabled:
+    if settings.audit.enabled or settings.golden.path is not None or settings.determinism.enabled:
         check_environment(engine.device.type, settings.determinism.enabled, os.environ)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
@@ -122,6 +124,9 @@ class Guard:
         self._suspects = Suspects()
         self._bounds: GuardBounds | None = None
         self._trace: GuardTrace | None = None
+        self._stragglers: GuardStragglers | None = None
+        self._golden: GuardGolden | None = None
+        self._nonfinite: GuardNonFinite | None = None
         try:
             self._begin()
         except BaseException:
@@ -141,6 +146,15 @@ class Guard:
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
         self._last = None if self._trial is None else self._first + self._trial.steps - 1
+        if settings.golden.path is not None:
+            groups = self._world, self._copies
+            self._golden = GuardGolden(engine, watched, self._algorithm, self.dims, groups, settings, self._tell)
+            self._undo.callback(self._golden.close)
+        if settings.nonfinite.enabled:
+            self._nonfinite = GuardNonFinite(
+                *(engine, watched, self._algorithm, self.dims, self._world, settings.nonfinite, self._tell)
+            )
+            self._undo.callback(self._nonfinite.close)
         if specs := settings.optimizer_hooks:
             interval = settings.logging.interval
             self._bounds = GuardBounds(engine, specs, self.dims, self._world, interval, self._tell)
@@ -151,13 +165,13 @@ class Guard:
                 *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
-        self._stragglers: GuardStragglers | None = None
         if (ratio := settings.health.slow_ratio) is not None and self.dims.data > 1:
             self._stragglers = GuardStragglers(
                 *(engine, self.dims, ratio, self._world, self._folder, self._events.origin, self._tell)
             )
             self._undo.callback(self._stragglers.close)
-        if settings.audit.enabled or any((self._bounds, self._trace, self._stragglers)):
+        parts = self._golden, self._nonfinite, self._bounds, self._trace, self._stragglers
+        if settings.audit.enabled or any(parts):
             engine._take_model_step = partial(self._before, engine._take_model_step)
             self._undo.callback(vars(engine).pop, "_take_model_step")
         self._saves = SaveMarks(engine, self._tell, writes=self.dims.rank == 0, saves=self._trial is None)
@@ -245,6 +259,10 @@ class Guard:
         source = self._source(step)
         if self._trace is not None:
             self._trace.pause(step)
+        if self._nonfinite is not None:
+            self._nonfinite.before_step(step)
+        if self._golden is not None and (found := self._golden.before_step(step, self._suspects.ranks)) is not None:
+            self._act(step, found)
         if source is not None:
             self._audit(step, source)
         if self._bounds is not None:
@@ -319,7 +337,8 @@ class Guard:
             self._tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe(ruling))
         self._suspects.add(one.rank for one in found.rulings if one.rank is not None)
         page = gather_objects(self._report(step, found, action) if self.dims.rank == 0 else None, self._world)[0]
-        text = f"the audit of step {step} found silent data corruption: {found.text}. " + (
+        what = "golden trace" if found.tier == "golden" else "audit"
+        text = f"the {what} of step {step} found silent data corruption: {found.text}. " + (
             f"What to do: {page}" if page else "The incident report could not be written"
         )
         if self.dims.rank == 0:

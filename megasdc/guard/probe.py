@@ -31,7 +31,7 @@ which are reentrant; 0 while a batch is audited."""
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A tensor on its way to another rank."""
 
     value: Tensor
@@ -63,6 +63,7 @@ class Probe:
         recorder: of what submodules compute.
         seed: of random numbers in audits.
         wants: returns the step that runs, where its first batch is to be kept on this rank; else None.
+        setting: what errors are about, and the value that they advise.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Probe:
         recorder: Recorder,
         seed: int,
         wants: Callable[[], int | None],
+        setting: tuple[str, str] = ("audit.enabled: got true", "false"),
     ) -> None:
         self._model, self._device, self._recorder, self._seed = model, device, recorder, seed
-        self._wants = wants
+        self._wants, (self._said, self._off) = wants, setting
         self._kept: tuple[int, bytes | str] | None = None
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
@@ -89,8 +91,8 @@ class Probe:
         if self._kept is not None and self._kept[0] == step:
             return
 
-        def sent(tensor: Tensor) -> _Sent:
-            return _Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
+        def sent(tensor: Tensor) -> Sent:
+            return Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
 
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -117,20 +119,23 @@ class Probe:
         dist.broadcast_object_list(held, src=source, group=group)
         self._kept = None
         if isinstance(held[0], str):
-            raise ConfigError(f"audit.enabled: got true, and no batch can be audited: {held[0]}; set it to false.")
+            raise ConfigError(f"{self._said}, and no batch can be computed: {held[0]}; set it to {self._off}.")
         found = torch.load(io.BytesIO(held[0]), weights_only=False)  # from a rank of this very training
         assert isinstance(found, Batch), "what _keep has written"
         return found
 
-    def compute(self, batch: Batch, step: int) -> Trace:
+    def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None) -> Trace:
         """Compute a batch forward and backward; the results of its submodules.
+
+        Args:
+            state: of random generators, to compute it as training does; None: seeded, in deterministic mode.
 
         Raises:
             ConfigError: the model cannot be computed so; the message says why and what helps.
 
         Sync: waits for the device.
         """
-        with self._as_of(batch, step), self._recorder.recording(step):
+        with self._as_of(batch, step, state), self._recorder.recording(step):
             try:
                 outputs, inputs = self._forward(batch)
                 self._recorder.end_forward(outputs)
@@ -139,7 +144,7 @@ class Probe:
                 if (reason := _why_not(error)) is None:
                     raise
                 first = str(error).splitlines()[0]
-                raise ConfigError(f"audit.enabled: got true, and {reason}; or set it to false. {first}") from error
+                raise ConfigError(f"{self._said}, and {reason}; or set it to {self._off}. {first}") from error
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,13 +154,13 @@ class Probe:
         """
         inputs = []
 
-        def received(sent: _Sent) -> Tensor:
+        def received(sent: Sent) -> Tensor:
             value = (sent.value if sent.on_host else sent.value.to(self._device)).clone()
             if sent.requires_grad:
                 inputs.append(value.requires_grad_())
             return value
 
-        args, options = map_in(_Sent, batch.args, received), map_in(_Sent, batch.options, received)
+        args, options = map_in(Sent, batch.args, received), map_in(Sent, batch.options, received)
         mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
         with torch.enable_grad(), mixed:
             output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called
@@ -178,21 +183,24 @@ class Probe:
         return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 
     @contextmanager
-    def _as_of(self, batch: Batch, step: int) -> Iterator[None]:
+    def _as_of(self, batch: Batch, step: int, state: dict[str, Any] | None) -> Iterator[None]:
         """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
-        state = capture_rng()
+        own = capture_rng()
         before = {name: (value, value.detach().clone()) for name, value in self._model.named_buffers()}
         stage = {name: getattr(self._model, name) for name in OF_STAGES if hasattr(self._model, name)}
-        undo = set_deterministic(DeterminismSection(enabled=True))
+        undo = set_deterministic(DeterminismSection(enabled=state is None))
         try:
             vars(self._model).update(dict.fromkeys(stage, 0))
             _fill(before, batch.buffers)
-            seed_generators(self._seed, step, 0)
+            if state is None:
+                seed_generators(self._seed, step, 0)
+            else:
+                restore_rng(state)
             yield
         finally:
             undo()
             vars(self._model).update(stage)
-            restore_rng(state)
+            restore_rng(own)
             _fill(before, {name: value for name, (_, value) in before.items()})
 
 

@@ -75,10 +75,17 @@ class Recorder:
     Args:
         watched: submodules; results that are computed several times in a micro-batch are numbered.
         algorithm: of checksums.
+        listener: is given every result, too.
     """
 
-    def __init__(self, model: nn.Module, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
-        self._model, self._watched, self._algorithm = model, watched, algorithm
+    def __init__(
+        self,
+        model: nn.Module,
+        watched: Sequence[Watched],
+        algorithm: ChecksumAlgorithm,
+        listener: Callable[[Address, Tensor], None] | None = None,
+    ) -> None:
+        self._model, self._watched, self._algorithm, self._listener = model, watched, algorithm, listener
         self._addresses: list[Address] = []
         self._values: list[int | Tensor] = []
         self._times: Counter[tuple[Any, ...]] = Counter()
@@ -137,7 +144,7 @@ class Recorder:
         """Record the results of the whole model, and see when the backward pass of them begins."""
         micro_batch = self._micro_batch
         for number, tensor in enumerate(outputs):
-            self._add(FORWARD, ROOT, _slot("output", number), tensor, micro_batch)
+            self._add(FORWARD, ROOT, slot_of("output", number), tensor, micro_batch)
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._begin_backward(micro_batch))
 
@@ -174,7 +181,7 @@ class Recorder:
             phase = FORWARD if self._in_forward else RECOMPUTE
             micro_batch = self._micro_batch if self._in_forward else self._backward
             for number, tensor in enumerate(tensors_in(output)):
-                self._add(phase, one.fqn, _slot("output", number), tensor, micro_batch)
+                self._add(phase, one.fqn, slot_of("output", number), tensor, micro_batch)
 
         return hook
 
@@ -189,7 +196,7 @@ class Recorder:
             count = iter(range(1 << 30))
 
             def tap(tensor: Tensor) -> Tensor:
-                slot = _slot("input", next(count))
+                slot = slot_of("input", next(count))
                 if not (tensor.requires_grad and tensor.is_floating_point()):
                     return tensor
                 return tap_gradient(tensor, lambda gradient: self._add(BACKWARD, one.fqn, slot, gradient, micro_batch))
@@ -205,8 +212,12 @@ class Recorder:
         if (times := self._times[micro_batch, phase, fqn, slot]) > 1:
             slot = f"{slot}#{times}"
         value = value.detach()
-        self._addresses.append(Address(self._step, micro_batch, phase, fqn, slot))
-        self._values.append(self._algorithm.start(torch.view_as_real(value) if value.is_complex() else value))
+        value = torch.view_as_real(value) if value.is_complex() else value
+        address = Address(self._step, micro_batch, phase, fqn, slot)
+        self._addresses.append(address)
+        self._values.append(self._algorithm.start(value))
+        if self._listener is not None:
+            self._listener(address, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -234,5 +245,6 @@ def map_in(kind: type[T], value: Any, change: Callable[[T], Any]) -> Any:
     return value
 
 
-def _slot(name: str, number: int) -> str:
+def slot_of(name: str, number: int) -> str:
+    """Name of one of several tensors."""
     return name if number == 0 else f"{name}.{number}"

@@ -41,6 +41,7 @@ class Trial:
             update={
                 "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
                 "audit": settings.audit.model_copy(update={"enabled": False}),
+                "golden": settings.golden.model_copy(update={"path": None}),
                 "trace": settings.trace.model_copy(update={"enabled": True, "interval": 1}),
             }
         )

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD
-from megasdc.model.submodules import Submodule
 
 OnInputs = Callable[[str, str, list[Tensor]], None]
 """Called with (phase, fqn, tensors); phase is forward, also in recomputation, or backward."""
+
+
+class Named(Protocol):
+    """A submodule with its full dotted name; ``module`` None: no module computes it."""
+
+    @property
+    def fqn(self) -> str:
+        """Its name."""
+
+    @property
+    def module(self) -> Any:
+        """What computes it."""
 
 
 class InputProbe:
@@ -26,10 +37,10 @@ class InputProbe:
     not modules, are not reported: their input is the result of the submodule before them.
 
     Args:
-        submodules: result of ``list_submodules``.
+        submodules: such as those of ``list_submodules``.
     """
 
-    def __init__(self, submodules: Iterable[Submodule], show: OnInputs) -> None:
+    def __init__(self, submodules: Iterable[Named], show: OnInputs) -> None:
         self._undo = ExitStack()
         self._show = show
         for submodule in submodules:

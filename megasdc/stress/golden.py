@@ -69,7 +69,7 @@ def load_folder(folder: Path) -> GoldenFolder:
 
 def _load_training(file: Path) -> GoldenTraining | None:
     """A golden trace; None if it is of several ranks, since each device is tested alone."""
-    from megasdc.sdc.golden import load_golden
+    from megasdc.sdc.golden.file import load_golden
     from megasdc.stress.drill import ALONE
     from megasdc.stress.training import encode
 

@@ -40,9 +40,9 @@ class Slot:
         """Configures all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
         import torch
 
+        from megasdc.sdc.golden.machine import machine_key
         from megasdc.stress.drill import SlotDrill
         from megasdc.stress.products import Products
-        from megasdc.train.detection.golden_key import machine_key
 
         self._timeout_s = task["timeout_s"]
         self._link_end = LinkEnd(self._timeout_s / 2)

@@ -12,7 +12,7 @@ from megasdc.engine.observer import Listener
 from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
 from megasdc.parallel.local_ranks import hold_store
-from megasdc.sdc.golden import key_differences
+from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.sdc.verdict import find

@@ -107,6 +107,19 @@ OWNERS = (
         mentioned=("_take_model_step", "is_compiled"),
         used_by=GUARD,
     ),
+    Owner(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "a guard's look at gradients",
+        mentioned=("averaged_gradients", "cpu_offload", "local_overflow"),
+        used_by=GUARD,
+    ),
+    Owner(
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
+        "a guard's look at gradients",
+        mentioned=("fp32_groups_gradient_flat_partition", "fp32_groups_gradients_flat"),
+        used_by=GUARD,
+    ),
+    Owner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
     Owner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
     Owner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",

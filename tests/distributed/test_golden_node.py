@@ -17,7 +17,7 @@ from megasdc.golden.cells import RankReport
 from megasdc.golden.node import Collector
 from megasdc.golden.record import record
 from megasdc.parallel.local_ranks import free_port
-from megasdc.sdc.golden import Golden, load_golden, save_golden
+from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 

@@ -12,8 +12,8 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state
 
 from megasdc.config import load_config
 from megasdc.golden.record import record
+from megasdc.sdc.golden.answer import GoldenAnswer
 from megasdc.sdc.incidents.incident import Incident, incident_from_json
-from megasdc.train.detection.golden_answer import GoldenAnswer
 from megasdc.train.detection.golden_check import GoldenCheck
 
 pytestmark = pytest.mark.distributed

@@ -12,8 +12,9 @@ import torch
 import megasdc
 from megasdc.config import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import key_differences
-from megasdc.train.detection.golden_key import golden_key, machine_key, processor_name
+from megasdc.sdc.golden.file import key_differences
+from megasdc.sdc.golden.machine import machine_key, processor_name
+from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.workload import workload_config
 
 ARM = """processor\t: 0

@@ -56,6 +56,26 @@ class GuardSdcSection(Section):
     policy: GuardPolicySection = section(GuardPolicySection)
 
 
+class GuardGoldenSection(Section):
+    """What the model computes with seeded parameters, compared with what trusted hardware computed."""
+
+    path: str | None = setting(None, "Golden file; null: nothing is compared.")
+    record: bool = setting(False, "Write the file in the first step, in place of comparing with it.")
+    interval: PositiveInt = setting(1000, "Steps from one comparison to the next; the first step is always compared.")
+    seed: NonNegativeInt = setting(1234, "Of parameters, and of what the model draws itself.")
+
+
+class GuardNonFiniteSection(Section):
+    """The first place of NaN or Inf in a step whose loss or gradients are not finite."""
+
+    enabled: bool = setting(True, "Look before each optimizer step, and search where something is not finite.")
+    keep_mib: NonNegativeInt = setting(
+        256,
+        "Most MiB of what the model is given in a step that references keep in memory; what is beyond is not searched.",
+    )
+    searches: PositiveInt = setting(20, "Most searches; each takes as long as the micro-batches of a step.")
+
+
 class GuardTraceSection(Section):
     """Checksums of what submodules compute in training, written to the run folder."""
 
@@ -95,6 +115,8 @@ class GuardSettings(Section):
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)
+    golden: GuardGoldenSection = section(GuardGoldenSection)
+    nonfinite: GuardNonFiniteSection = section(GuardNonFiniteSection)
     trace: GuardTraceSection = section(GuardTraceSection)
     optimizer_hooks: list[HookSpec] = setting([], "What bounds gradients, in this order; empty: nothing.")
     health: GuardHealthSection = section(GuardHealthSection)

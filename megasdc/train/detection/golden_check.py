@@ -23,10 +23,10 @@ from megasdc.engine.observer import Listener
 from megasdc.errors import TraceError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import Golden, load_golden, load_header
+from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
+from megasdc.sdc.golden.file import Golden, load_golden, load_header
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import trace_gaps
-from megasdc.train.detection.golden_answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
 from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.workload import Workload
 

@@ -12,7 +12,7 @@ from megasdc.golden import verify
 from megasdc.golden.cells import RankReport, watch
 from megasdc.golden.result import judge_reports
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import Golden, save_golden
+from megasdc.sdc.golden.file import Golden, save_golden
 
 HEADER = {"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "config": {}}
 

@@ -21,11 +21,11 @@ from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incidents.incident import incident_from_json
 from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.golden_answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.referee import Referee
 

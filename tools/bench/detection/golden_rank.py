@@ -21,7 +21,7 @@ from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import Golden, load_golden, save_golden
+from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, find, judge
 from megasdc.tensors.bits import as_bits

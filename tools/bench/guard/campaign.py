@@ -2,21 +2,23 @@
 
 Real ranks of this machine train as users of DeepSpeed do; on one of three replicas a submodule is wrong: always, half
 of the times, or once, in its output, in the gradient of its input, or in that of its weight. Rank, submodule and
-direction must be named, and nobody else; in trainings without a fault nothing may be found.
+direction must be named, and nobody else; in trainings without a fault nothing may be found. With a golden trace
+(``--golden``) all replicas are wrong alike, and all must be named.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megasdc.errors import CorruptionError
+from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.sdc.replay import NOT_REPRODUCED, PERSISTENT
-from tools.bench.guard.cases import INTERVAL, KINDS, PHASES, STEPS, Case, draw_case
+from tools.bench.guard.cases import CLEAN, INTERVAL, KINDS, PHASES, RECORD, VERIFY, Case, draw_case
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.rank import run_cases
 from tools.bench.guard.trainings import TRANSIENT
@@ -48,7 +50,12 @@ class GuardResult(Result):
 
     def report(self) -> Report:
         """Counts by training and by kind of fault, and what was not right."""
-        for title, key in (("training", lambda one: one.case.name), ("fault", lambda one: one.case.kind)):
+        by: dict[str, Callable[[Guarded], str]] = {
+            "training": lambda one: one.case.name,
+            "fault": lambda one: one.case.kind,
+            "check": lambda one: one.case.golden or "audit",
+        }
+        for title, key in by.items():
             groups: dict[str, list[Guarded]] = {}
             for one in self.trainings:
                 groups.setdefault(key(one), []).append(one)
@@ -80,6 +87,7 @@ def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done
         kind, phase = KINDS[turn % len(KINDS)], PHASES[turn // len(KINDS) % len(PHASES)]
         cases.append(draw_case(name, kind, ("fp32", "bf16")[(number + turn) % 2], phase, chance))
     found = list[Guarded]()
+    cases += _golden_cases(options, chance)
     with scratch_folder() as folder:
         for ranks in sorted({one.ranks for one in cases}):
             some = [one for one in cases if one.ranks == ranks]
@@ -95,6 +103,18 @@ def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done
     return GuardResult(machine, options, found)
 
 
+def _golden_cases(options: GuardOptions, chance: random.Random) -> list[Case]:
+    """Trainings that record, then those that verify."""
+    drawn, names = list[Case](), options.drawn
+    for number in range(options.golden):
+        kind, phase = KINDS[number % len(KINDS)], PHASES[number // len(KINDS) % len(PHASES)]
+        turn = number // len(names)
+        case = draw_case(names[number % len(names)], kind, ("fp32", "bf16")[turn % 2], phase, chance)
+        drawn.append(replace(case, golden=VERIFY))
+    kinds = dict.fromkeys((one.name, one.precision) for one in drawn)
+    return [Case(name, CLEAN, precision, None, 1, RECORD) for name, precision in kinds] + drawn
+
+
 def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Guarded:
     incidents = [one for _, one in load_incidents(folder / "reports", [])]
     verdicts = tuple(one.verdict for one in incidents)
@@ -102,15 +122,17 @@ def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Gua
     halted = any(one.done == "halted" for one in incidents)
     if set(codes) != {CorruptionError.exit_code if halted else 0}:
         problems.append(f"ranks ended with exit codes {list(codes)}")
-    if not halted and audits != -(-STEPS // INTERVAL):
+    if case.golden:
+        audits = sum(1 for _ in read_events(folder, kind="golden"))
+    if not halted and audits != -(-case.steps // INTERVAL):
         problems.append(f"{audits} audits were made")
     if case.planted is None:
         problems += [f"something was found: {one.flagged or one.disputed}" for one in incidents]
     else:
-        wrong = (case.planted.rank, case.planted.submodule, case.planted.phase)
+        wrong = [(rank, case.planted.submodule, case.planted.phase) for rank in case.wrong]
         for one in incidents:
             named = [(flag.rank, flag.first.fqn, flag.first.phase) for flag in one.flagged]
-            if named != [wrong] or one.disputed:
+            if named != wrong or one.disputed:
                 problems.append(f"named were {named}, disputed {len(one.disputed)} ranks")
         if not incidents:
             problems.append("nothing was found")

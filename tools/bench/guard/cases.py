@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tools.bench.guard.trainings import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRAINER, TRANSIENT, Planted
 
 CLEAN = "clean"
+RECORD, VERIFY = "golden record", "golden verify"
 KINDS = (CLEAN, PERSISTENT, INTERMITTENT, TRANSIENT)
 PHASES = ("forward", "backward", "weight_grad")
 TRAININGS = {
@@ -43,6 +44,7 @@ class Case:
         name: of ``TRAININGS``.
         kind: of ``KINDS``.
         planted: None: no fault.
+        golden: ``RECORD`` a golden file, or ``VERIFY`` with it, where a fault is on all replicas; empty: audits.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Case:
     precision: str
     planted: Planted | None
     steps: int = STEPS
+    golden: str = ""
 
     @property
     def training(self) -> str:
@@ -67,12 +70,20 @@ class Case:
         return STAGES if self.training == PIPELINE else 1
 
     @property
+    def wrong(self) -> list[int]:
+        """Ranks with the fault."""
+        if self.planted is None:
+            return []
+        first = self.planted.rank // REPLICAS * REPLICAS
+        return list(range(first, first + REPLICAS)) if self.golden else [self.planted.rank]
+
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         return REPLICAS * self.stages
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.precision}: {self.planted or 'no fault'}"
+        return f"{self.name}, {self.precision}: {self.golden} {self.planted or 'no fault'}"
 
 
 def draw_case(name: str, kind: str, precision: str, phase: str, chance: random.Random) -> Case:

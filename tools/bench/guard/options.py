@@ -13,6 +13,7 @@ class GuardOptions(Options):
     """Size of the campaign."""
 
     trainings: int = option(180, "Trainings, kinds of faults, directions and types in turn.", least=1)
+    golden: int = option(0, "Further trainings, with a golden trace and the faults on all replicas.", min=0)
     names: str = option(",".join(TRAININGS), "Which trainings.")
     seed: int = option(1, "Seed of ranks and submodules.", min=0)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tools.bench.guard.cases import INTERVAL, Case
+from tools.bench.guard.cases import INTERVAL, RECORD, Case
 from tools.bench.guard.trainings import (
     PIPELINE,
     TRAINER,
@@ -40,9 +41,13 @@ def _run(case: Case, folder: str) -> tuple[int, int]:
 
     import megasdc
 
-    planted = case.planted if case.planted is not None and case.planted.rank == dist.get_rank() else None
+    planted = case.planted if dist.get_rank() in case.wrong else None
     config = deepspeed_config(case.zero, case.precision)
     settings: dict[str, Any] = {"logging": {"run_dir": folder}, "audit": {"interval": INTERVAL}}
+    if case.golden:
+        path = Path(folder).parent / f"{case.name}_{case.precision}.golden"
+        settings["audit"]["enabled"] = False
+        settings["golden"] = {"path": str(path), "record": case.golden == RECORD, "interval": INTERVAL}
     if case.training == TRAINER:
         trainer = llama_trainer(config, planted, f"{folder}_trainer", case.steps)
         attached = megasdc.attach(trainer, settings)

@@ -1,0 +1,177 @@
+"""NaN and Inf in a guarded training: before the optimizer steps, where did the first one appear?
+
+The norm of the gradients that are about to be used, and the loss, are looked at in each step. Only where they are not
+finite the step's micro-batches are computed again, as training did, and each result is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.addresses import BACKWARD
+from megasdc.config.sections.guard import GuardNonFiniteSection
+from megasdc.errors import ConfigError
+from megasdc.guard.kept import MicroBatches
+from megasdc.guard.probe import FP16_SCALE, Probe
+from megasdc.guard.record import ROOT, Recorder, Watched
+from megasdc.optim.zero1 import is_bf16_optimizer
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.finite import FiniteRecorder, NonFinite
+from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, Origin, explain, origin_here
+from megasdc.tensors.checksum import ChecksumAlgorithm
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+class GuardNonFinite:
+    """Looks for NaN and Inf before each optimizer step; it decides nothing.
+
+    Args:
+        watched: submodules whose results are looked at in a search.
+        group: a host group of all ranks.
+        tell: writes an event on rank 0, from its kind, name and fields.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        watched: Sequence[Watched],
+        algorithm: ChecksumAlgorithm,
+        dims: ParallelDims,
+        group: dist.ProcessGroup | None,
+        settings: GuardNonFiniteSection,
+        tell: Callable[..., None],
+    ) -> None:
+        self._engine, self._watched, self._dims, self._group = engine, list(watched), dims, group
+        self._tell, self._left = tell, settings.searches
+        self._order = [*(one.fqn for one in watched), ROOT]
+        self._finite, self._inputs = FiniteRecorder(), InputKinds()
+        recorder = Recorder(engine.module, watched, algorithm, self._finite)
+        off = "nonfinite.enabled: got true", "false"
+        self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
+        self._step = lambda: int(engine.global_steps) + 1
+        self._batches = MicroBatches(engine.module, engine.device, self._step, settings.keep_mib * MIB)
+
+    def close(self) -> None:
+        """Look at nothing from now on."""
+        self._batches.close()
+        self._probe.close()
+
+    def before_step(self, step: int) -> None:
+        """Look at loss and gradients, and search if they are not finite.
+
+        Collective: all ranks of the world; one reduction of two numbers.
+        Sync: waits for the device, as the optimizer does for the norm.
+        """
+        seen = self._batches.finite.take(self._dims)
+        flags = torch.tensor([0.0, float(seen is not None)], device=self._engine.device)
+        flags[0] = _norm_is_bad(self._engine)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        bad_norm, bad_result = (bool(one) for one in flags.tolist())
+        if bad_result or (bad_norm and not self._scale_explains_it()):
+            self._search(step, seen)
+        self._batches.clear()
+
+    def _scale_explains_it(self) -> bool:
+        """Whether gradients may be Inf by a loss scale that has not adapted yet."""
+        engine = self._engine
+        if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
+            return False
+        return float(engine.optimizer.loss_scale) > FP16_SCALE
+
+    def _search(self, step: int, seen: NonFinite | None) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        before = gather_objects(None if seen is None else self._origin_seen(seen), self._group)
+        after, lacks = self._recompute_all(step)
+        found = explain(before, after, self._order, self._dims)
+        if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
+            found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
+        self._tell(EVENT_KIND, "first", step=step, **found.fields, not_recomputed=lacks)
+        if self._dims.rank == 0:
+            text = found.text
+            if found.origin is None and found.reproduced is None:
+                text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
+            logger.warning("step %d: %s%s", step, text, "".join(f"; {one}" for one in lacks))
+            if self._left == 0:
+                logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
+
+    def _origin_seen(self, seen: NonFinite) -> Origin:
+        given = seen.address.phase == BACKWARD  # such a result is an input
+        return origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
+
+    def _recompute_all(self, step: int) -> tuple[list[Origin | None] | None, list[str]]:
+        """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
+        found: list[Origin | None] | None = None
+        lacks: list[str] = []
+        kept = self._batches.kept
+        for number in range(max(gather_objects(len(kept), self._group))):
+            own = kept[number].lacks if number < len(kept) else "no forward pass was seen"
+            reasons = gather_objects(own, self._group)
+            if own is None and not (self._dims.tensor > 1 and any(reasons)):  # tensor ranks compute together
+                origin, own = self._recompute(step, number)
+            else:
+                origin = None
+            of_ranks = gather_objects((origin, own), self._group)
+            missing = [f"micro-batch {number} of rank {rank}: {one}" for rank, (_, one) in enumerate(of_ranks) if one]
+            lacks += missing[:1]
+            if any(one is None for _, one in of_ranks) or any(one for one, _ in of_ranks):
+                found = [one for one, _ in of_ranks]
+            if found is not None and any(found):
+                break
+        return found, lacks
+
+    def _recompute(self, step: int, number: int) -> tuple[Origin | None, str | None]:
+        """The first result of a micro-batch that is not finite, and why it could not be computed to the end."""
+        kept, problem = self._batches.kept[number], None
+        assert kept.batch is not None, "it lacks nothing"
+        self._inputs.clear()
+        with self._inputs.look_at(self._watched):
+            try:
+                self._probe.compute(kept.batch, step, kept.state)
+            except (ConfigError, RuntimeError) as error:  # training goes on
+                problem = str(error).splitlines()[-1].strip()
+        found = self._finite.take(self._dims)
+        if found is None:
+            return None, problem
+        time = int(found.address.slot.partition("#")[2] or 1) - 1
+        origin = origin_here(
+            *(found, self._inputs.finite(found.address, time), self._parameters(found.address.fqn)), inputs_read=True
+        )
+        address = replace(found.address, micro_batch=number)
+        return replace(origin, found=replace(found, address=address)), problem
+
+    def _parameters(self, fqn: str) -> list[Tensor]:
+        model = self._engine.module
+        return [one.detach() for one in (model if fqn == ROOT else model.get_submodule(fqn)).parameters()]
+
+
+def _norm_is_bad(engine: Any) -> Tensor:
+    """Whether the norm of the gradients that this rank's optimizer is about to use is not finite, [] of 0 and 1."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        return torch.tensor(float(optimizer.local_overflow), device=engine.device)
+    if is_bf16_optimizer(optimizer):
+        found = list(optimizer.fp32_groups_gradient_flat_partition)
+    elif hasattr(optimizer, "averaged_gradients"):
+        found = [one for group in optimizer.averaged_gradients.values() for one in group or ()]
+    else:
+        found = [one.grad for one in engine.module.parameters() if one.grad is not None]
+    plain = [(one.coalesce().values() if one.is_sparse else one).detach() for one in found]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in plain if one.dtype == torch.float16]
+    if others := [one for one in plain if one.dtype != torch.float16]:
+        norms.append(torch.nn.utils.get_total_norm(others).float())
+    if not norms:
+        return torch.zeros((), device=engine.device)
+    return (~torch.stack([one.to(engine.device) for one in norms]).isfinite()).any().float()

@@ -1,0 +1,1 @@
+"""Golden traces: their files, for which machines they hold, and what follows where a rank differs from one."""

@@ -1,0 +1,171 @@
+"""The first NaN or Inf of a step over all ranks: what is known of it, and whether it came again when recomputed.
+
+Nothing is repaired here: a non-finite value may mean a diverged model.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.model.inputs import InputProbe, Named
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.compare import execution_key
+from megasdc.sdc.finite import NonFinite, checkable, first_of, kind_of, start_extremes
+
+EVENT_KIND = "nonfinite"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first non-finite result, with facts from its rank.
+
+    ``inputs_finite`` is None where not known. ``inputs_read``: inputs were read, in a repeat; else they are judged by
+    the checked results before this one, which were all finite.
+    """
+
+    found: NonFinite
+    host: str
+    inputs_finite: bool | None
+    inputs_read: bool
+    parameters_finite: bool
+
+
+def origin_here(
+    found: NonFinite, inputs_finite: bool | None, parameters: Sequence[Tensor], *, inputs_read: bool
+) -> Origin:
+    """What is known of a result of this rank.
+
+    Args:
+        parameters: of its submodule.
+
+    Sync: waits for the device.
+    """
+    return Origin(found, socket.gethostname(), inputs_finite, inputs_read, kind_of(parameters) is None)
+
+
+class InputKinds:
+    """Keeps of each submodule's inputs whether they are finite: two numbers a tensor, none of the tensors."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], list[list[Tensor]]] = {}
+        self._fqns: set[str] = set()
+
+    def look_at(self, submodules: Iterable[Named]) -> AbstractContextManager[Any]:
+        """A context in which they are looked at."""
+        watched = [one for one in submodules if one.module is not None]
+        self._fqns = {one.fqn for one in watched}
+        return InputProbe(watched, self._show)
+
+    def clear(self) -> None:
+        """Another micro-batch begins."""
+        self._seen.clear()
+
+    def finite(self, address: Address, time: int = 0) -> bool | None:
+        """Whether the inputs of the submodule with the first non-finite result were finite; None: not known.
+
+        The inputs of what is no module, such as activation and loss, are the result before theirs, which was finite.
+
+        Args:
+            time: of its calls in a micro-batch.
+        """
+        if address.fqn not in self._fqns:
+            return True
+        phase = FORWARD if address.phase in (FORWARD, RECOMPUTE) else BACKWARD
+        times = self._seen.get((phase, address.fqn), [])
+        time += int(address.phase == RECOMPUTE)
+        return kind_of(times[time]) is None if len(times) > time else None
+
+    def _show(self, phase: str, fqn: str, tensors: list[Tensor]) -> None:
+        kept = [value for one in tensors if checkable(one) for value in start_extremes(one)]
+        self._seen.setdefault((phase, fqn), []).append(kept)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Rank and place at which values became NaN or Inf.
+
+    Args:
+        rank: None: no such result was found.
+        reproduced: None: nothing was recomputed.
+    """
+
+    rank: int | None
+    origin: Origin | None
+    reproduced: bool | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For the event, in plain values."""
+        origin = self.origin
+        address = None if origin is None else origin.found.address
+        return {
+            "micro_batch": None if address is None else address.micro_batch,
+            "rank": self.rank,
+            "host": None if origin is None else origin.host,
+            "phase": None if address is None else address.phase,
+            "fqn": None if address is None else address.fqn,
+            "slot": None if address is None else address.slot,
+            "value": None if origin is None else origin.found.kind,
+            "inputs_finite": None if origin is None else origin.inputs_finite,
+            "inputs_read": None if origin is None else origin.inputs_read,
+            "parameters_finite": None if origin is None else origin.parameters_finite,
+            "reproduced": self.reproduced,
+        }
+
+    @property
+    def text(self) -> str:
+        """A sentence for people."""
+        if self.origin is None:
+            if self.reproduced is None:
+                return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
+            return "not reproduced: the step's micro-batches, recomputed, were finite everywhere"
+        inputs = {
+            True: "its inputs were finite",
+            False: "its inputs were not finite either",
+            None: "its inputs are unknown",
+        }
+        again = {True: "reproduced", False: "not reproduced when recomputed", None: "not recomputed"}
+        parameters = "" if self.origin.parameters_finite else ", its parameters are not finite"
+        return (
+            f"{self.origin.found.kind} first at {self.origin.found.address} on rank {self.rank} ({self.origin.host}): "
+            f"{inputs[self.origin.inputs_finite]}{parameters}, {again[self.reproduced]}"
+        )
+
+
+def explain(
+    before: Sequence[Origin | None], after: Sequence[Origin | None] | None, order: Sequence[str], dims: ParallelDims
+) -> Explanation:
+    """The first place over all ranks.
+
+    Args:
+        before: by rank, of the checks of the step.
+        after: by rank, when its micro-batches were recomputed with all checks; None: they were not.
+        order: names of submodules, in the order in which they are computed.
+    """
+    repeats = [None] * len(before) if after is None else after
+    at_first, again = (first_of([_result(one) for one in side], dims) for side in (before, repeats))
+    if again is not None and (at_first is None or _key(again, order, dims) <= _key(at_first, order, dims)):
+        return Explanation(again[0], repeats[again[0]], True)
+    reproduced = None if after is None else False
+    if at_first is None:
+        return Explanation(None, None, reproduced)
+    return Explanation(at_first[0], before[at_first[0]], reproduced)
+
+
+def _result(origin: Origin | None) -> NonFinite | None:
+    return None if origin is None else origin.found
+
+
+def _key(of_rank: tuple[int, NonFinite], order: Sequence[str], dims: ParallelDims) -> tuple[Any, ...]:
+    """Order between the checks of the step and those of a repeat, which count places differently."""
+    rank, one = of_rank
+    place = order.index(one.address.fqn) if one.address.fqn in order else 0
+    backwards = one.address.phase in (BACKWARD, WEIGHT_GRAD)
+    return execution_key(one.address, len(order) - place if backwards else place, dims.at(rank))
