@@ -25,6 +25,8 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.step_agreement import Field
+from megasdc.sdc.audits.findings import Moved
+from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
@@ -32,11 +34,10 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.evidence import Evidence, Moved, Rehearse
+from megasdc.train.detection.evidence import Evidence, Rehearse
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
-from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.process.signals import StopSignals

@@ -25,7 +25,7 @@ from megasdc.model.kinds import (
     QKV,
     RESIDUAL,
 )
-from megasdc.train.detection.exhibits.block import (
+from megasdc.sdc.exhibits.block import (
     SLOTS,
     activation_input,
     activation_output,
@@ -34,11 +34,11 @@ from megasdc.train.detection.exhibits.block import (
     sum_input,
     sum_output,
 )
-from megasdc.train.detection.exhibits.calls import Call, Exhibit
-from megasdc.train.detection.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
-from megasdc.train.detection.exhibits.losses import logits_gradient, loss_output
-from megasdc.train.detection.exhibits.norms import norm_input, norm_output, norm_weight
-from megasdc.train.detection.exhibits.words import (
+from megasdc.sdc.exhibits.calls import Call, Exhibit
+from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
+from megasdc.sdc.exhibits.losses import logits_gradient, loss_output
+from megasdc.sdc.exhibits.norms import norm_input, norm_output, norm_weight
+from megasdc.sdc.exhibits.words import (
     position_input,
     position_output,
     position_weight,

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from megasdc.sdc.audits.findings import differ_in_nan_alone
+from megasdc.sdc.audits.places import places_matter
 from megasdc.tensors.permuted import Tried, Unequal
-from megasdc.train.detection.findings import differ_in_nan_alone
-from megasdc.train.detection.permuted import places_matter
 
 PRODUCT = ("aten::mm", "float32(32, 64)", "float32(64, 48)")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
 from megasdc.sdc.fp64.bounds import Exact, Moments, normalized
 from megasdc.sdc.fp64.bounds import norm_input as exact_input
 from megasdc.sdc.fp64.bounds import norm_weight as exact_weight
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
 def _norm_factors(call: Call) -> tuple[Tensor, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasdc.sdc.exhibits.block import sum_input
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
 from megasdc.sdc.fp64.bounds import Exact, chosen, product, residual
-from megasdc.train.detection.exhibits.block import sum_input
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
 def _local_ids(call: Call) -> Tensor:
