@@ -75,6 +75,9 @@ class Recorder:
     Args:
         watched: submodules; results that are computed several times in a micro-batch are numbered.
         algorithm: of checksums.
+
+    Attributes:
+        listener: called with each address and result, also; None: nothing is.
     """
 
     def __init__(self, model: nn.Module, watched: Sequence[Watched], algorithm: ChecksumAlgorithm) -> None:
@@ -87,6 +90,7 @@ class Recorder:
         """Of the forward pass that runs, or ran last; None: nothing is recorded."""
         self._in_forward, self._backward = False, 0
         self._undo = ExitStack()
+        self.listener: Callable[[Address, Tensor], None] | None = None
 
     def attach(self, step: int) -> None:
         """Begin a trace of a step of training, whose micro-batches are counted by the model's forward passes."""
@@ -205,7 +209,10 @@ class Recorder:
         if (times := self._times[micro_batch, phase, fqn, slot]) > 1:
             slot = f"{slot}#{times}"
         value = value.detach()
-        self._addresses.append(Address(self._step, micro_batch, phase, fqn, slot))
+        address = Address(self._step, micro_batch, phase, fqn, slot)
+        if self.listener is not None:
+            self.listener(address, value)
+        self._addresses.append(address)
         self._values.append(self._algorithm.start(torch.view_as_real(value) if value.is_complex() else value))
 
 

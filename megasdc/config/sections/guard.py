@@ -43,6 +43,11 @@ class GuardSdcSection(Section):
     """What follows from any finding."""
 
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
+    referee: bool = setting(
+        True,
+        "Compute results of PyTorch's linear layers, norms and embeddings that ranks disagree on in fp64, which names "
+        "one of two that differ.",
+    )
     policy: GuardPolicySection = section(GuardPolicySection)
 
 

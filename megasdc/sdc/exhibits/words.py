@@ -11,8 +11,8 @@ from megasdc.sdc.fp64.bounds import Exact, chosen, product, residual
 
 
 def _local_ids(call: Call) -> Tensor:
-    """Rows of this rank's part of the vocabulary, [tokens]; -1: of another rank's."""
-    ids = call.args[0].reshape(-1).cpu() - call.module.vocab_start_index
+    """Rows of this rank's part of the vocabulary, [tokens]; -1: of another rank's. An embedding of PyTorch is whole."""
+    ids = call.args[0].reshape(-1).cpu() - getattr(call.module, "vocab_start_index", 0)
     return torch.where((ids >= 0) & (ids < len(call.module.weight)), ids, -1)
 
 
