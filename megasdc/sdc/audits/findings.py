@@ -67,10 +67,12 @@ class Moved:
 
     Args:
         again: computes it so once more.
+        learn: tries its operations again; whether more of them are not moved from now on.
     """
 
     trace: Trace
     again: Callable[[], Trace]
+    learn: Callable[[], bool]
 
 
 class AuditFindings:
@@ -153,7 +155,8 @@ class AuditFindings:
         Collective: all ranks of the world.
         """
         dims = self._dims
-        audit, elsewhere = (gather_traces(one, dims, self._group) for one in (work.trace, moved.trace))
+        trace = moved.again() if moved.learn() else moved.trace
+        audit, elsewhere = (gather_traces(one, dims, self._group) for one in (work.trace, trace))
         verdicts = judge({rank: [find(audit[rank], elsewhere[rank], dims.at(rank))] for rank in audit}, dims)
         flagged = {
             rank: difference_at(audit[rank], elsewhere[rank], one.first)

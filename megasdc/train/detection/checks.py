@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FINITE_PHASES = (FORWARD, BACKWARD)
 """Phases whose results are checked for NaN and Inf in every step.
@@ -281,11 +283,11 @@ class Detection(Hook):
         if permuted is None or not self._auditing:
             return None
 
-        def moved(compute: Callable[[TrainingEngine, Rehearse], Trace]) -> Trace:
+        def moved(compute: Callable[[TrainingEngine, Rehearse], T]) -> T:
             with nullcontext() if self.rows is None else self.rows.resting():
                 return compute(engine, self.rehearse)
 
-        return Moved(moved(permuted.take), lambda: moved(permuted.replay))
+        return Moved(moved(permuted.take), lambda: moved(permuted.replay), lambda: moved(permuted.learn))
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
         rows = self.rows

@@ -32,7 +32,7 @@ class PermutedReplay:
     """
 
     def __init__(self, run: Run, tracer: Tracer, clock: AbstractContextManager[None]) -> None:
-        self._places = Places(run.dims.rank, run.host_group, run.events.emit)
+        self._places = Places(run.dims, run.host_group, run.events.emit)
         self._tracer, self._clock = tracer, clock
 
     def begin(self, engine: TrainingEngine) -> None:
@@ -71,3 +71,10 @@ class PermutedReplay:
         Collective: all ranks of the world.
         """
         return self._places.compute(engine.step_number, lambda: rehearse(engine, 0)[0])
+
+    def learn(self, engine: TrainingEngine, rehearse: Rehearse) -> bool:
+        """Try the micro-batch's operations again, after all others; whether more of them are not moved from now on.
+
+        Collective: all ranks of the world.
+        """
+        return self._places.learn(engine.step_number, lambda: rehearse(engine, 0)[0])
