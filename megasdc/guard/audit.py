@@ -18,7 +18,8 @@ from megasdc.guard.referee import build_referee
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.findings import AuditFindings, Work
+from megasdc.sdc.audits.findings import AuditFindings, Moved, Work
+from megasdc.sdc.audits.places import Places
 from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.incidents.settled import Settled
@@ -32,13 +33,15 @@ class Audited:
 
     Args:
         copies: what replicas hold alike.
-        agreed: of results and copies.
+        moved: the batch with elements in other places; None: it was not computed so.
+        agreed: of results and copies, and whether any rank's results changed when elements were moved.
     """
 
     step: int
     batch: Batch
     results: Trace
     copies: Trace
+    moved: Moved | None
     agreed: Agreed
 
 
@@ -72,6 +75,7 @@ class Auditor:
         referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
         recorder.listener = referee.listen
         self._findings = AuditFindings(*(dims, world, sdc.repeats, referee, partial(tell, "sdc")), asks=sdc.referee)
+        self._places = Places(dims, world, tell) if settings.audit.permuted else None
 
     def close(self) -> None:
         """Look at no further forward pass."""
@@ -96,8 +100,10 @@ class Auditor:
         if problems := [one for one in gather_objects(problem, self._world) if one]:
             raise ConfigError(problems[0])
         assert batch is not None, "no rank has a problem"
-        agreed = compare_replicas([digest(own), digest(copies)], [], dims, self._world)
-        return Audited(step, batch, own, copies, agreed)
+        moved = self._move(batch, step)
+        matters = moved is not None and digest(moved.trace) != digest(own)
+        agreed = compare_replicas([digest(own), digest(copies)], [matters], dims, self._world)
+        return Audited(step, batch, own, copies, moved, agreed)
 
     def settle(self, audited: Audited, earlier: Collection[int]) -> Iterator[Settled]:
         """What an audit has found, with rulings, each settled once it is asked for; nothing: all agrees.
@@ -107,14 +113,29 @@ class Auditor:
 
         Collective: all ranks of the world.
         """
-        results, copies = audited.agreed.differing
+        (results, copies), (matters,) = audited.agreed.differing, audited.agreed.raised
         if copies:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
             return
         step, batch = audited.step, audited.batch
         work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
+        if matters and audited.moved is not None:
+            yield self._findings.of_permuted(work, audited.moved)
         if results:
             yield self._findings.of_replicas(work)
+
+    def _move(self, batch: Batch, step: int) -> Moved | None:
+        """The batch with elements in other places, where that is asked for."""
+        if (places := self._places) is None:
+            return None
+
+        def compute() -> Trace:
+            return self._probe.compute(batch, step)
+
+        def again() -> Trace:
+            return places.compute(step, compute)
+
+        return Moved(again(), again, lambda: places.learn(step, compute))
 
     def _settle_copies(self, audited: Audited) -> Settled:
         again = read_copies(self._engine, self._algorithm, audited.step)
