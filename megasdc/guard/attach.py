@@ -22,32 +22,24 @@ from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.errors import ConfigError, CorruptionError, StorageError
 from megasdc.events import EventLog
+from megasdc.guard.audit import Auditor
 from megasdc.guard.bounds import GuardBounds, check_bounds
-from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.engine import check_engine, check_environment, dims_of, precision_of
 from megasdc.guard.golden import GuardGolden
 from megasdc.guard.health import GuardPhases, GuardStragglers
 from megasdc.guard.nonfinite import GuardNonFinite
-from megasdc.guard.probe import Batch, Probe
-from megasdc.guard.record import Recorder, Watched, check_patterns, choose_watched
+from megasdc.guard.record import Watched, check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
 from megasdc.guard.settings import Trial, load_settings
 from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.health.program_health import current_health
-from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.device import gather_places
-from megasdc.sdc.evidence import count_differing
-from megasdc.sdc.gather import gather_traces, repeat_disputed
 from megasdc.sdc.incidents.incident import Environment, Script
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.sdc.incidents.settled import Settled, describe
-from megasdc.sdc.replay import settle
 from megasdc.sdc.suspects import Suspects
-from megasdc.sdc.trace import Trace, digest
-from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.versions.private_names import GUARD, check_private_names
 
@@ -136,23 +128,20 @@ class Guard:
     def _begin(self) -> None:
         engine, settings = self._engine, self._settings
         watched = self._prepare()
-        self._modules = _modules_of(engine.module)
-        self._algorithm = default_algorithm(engine.device)
-        recorder = Recorder(engine.module, watched, self._algorithm)
-        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
-        self._undo.callback(self._probe.close)
+        groups, algorithm = (self._world, self._copies), default_algorithm(engine.device)
+        self._auditor = Auditor(engine, settings, watched, self.dims, *groups, self._wanted, self._tell)
+        self._undo.callback(self._auditor.close)
         self._undo.callback(set_deterministic(settings.determinism))
         self._suspects.on_start(engine.device, self._world)
         self._ranks = gather_places(engine.device, self.dims, self._world)
         self._first = self._step
         self._last = None if self._trial is None else self._first + self._trial.steps - 1
         if settings.golden.path is not None:
-            groups = self._world, self._copies
-            self._golden = GuardGolden(engine, watched, self._algorithm, self.dims, groups, settings, self._tell)
+            self._golden = GuardGolden(engine, watched, algorithm, self.dims, groups, settings, self._tell)
             self._undo.callback(self._golden.close)
         if settings.nonfinite.enabled:
             self._nonfinite = GuardNonFinite(
-                *(engine, watched, self._algorithm, self.dims, self._world, settings.nonfinite, self._tell)
+                *(engine, watched, algorithm, self.dims, self._world, settings.nonfinite, self._tell)
             )
             self._undo.callback(self._nonfinite.close)
         if specs := settings.optimizer_hooks:
@@ -162,7 +151,7 @@ class Guard:
         if settings.trace.enabled:
             patterns, interval = settings.audit.submodules, settings.trace.interval
             self._trace = GuardTrace(
-                *(engine, watched, self._algorithm, self.dims, self._folder, interval, patterns, self._tell)
+                *(engine, watched, algorithm, self.dims, self._folder, interval, patterns, self._tell)
             )
             self._undo.callback(self._trace.close)
         if (ratio := settings.health.slow_ratio) is not None and self.dims.data > 1:
@@ -280,55 +269,19 @@ class Guard:
         return result
 
     def _audit(self, step: int, source: int) -> None:
-        began, problem, own, batch = time.monotonic(), None, Trace(), None
-        copies = read_copies(self._engine, self._algorithm, step)
-        try:
-            batch = self._probe.share(step, self.dims.first_replica_rank + source * self.dims.tensor, self._copies)
-            self._check_model()
-            own = self._probe.compute(batch, step)
-        except ConfigError as error:
-            problem = error.problems
-        if problems := [one for one in gather_objects(problem, self._world) if one]:
-            raise ConfigError(problems[0])
-        assert batch is not None, "no rank has a problem"
-        agreed = compare_replicas([digest(own), digest(copies)], [], self.dims, self._world)
+        began = time.monotonic()
+        audited = self._auditor.compute(step, source)
         self.audits += 1
-        if agreed.differing[1]:  # ranks with other parameters compute other results
-            self._act(step, self._settle_copies(step, copies))
-        elif agreed.differing[0]:
-            self._act(step, self._settle(step, own, batch))
-        else:
+        agreed = True
+        for found in self._auditor.settle(audited, self._suspects.ranks):
+            if found.rulings:
+                agreed = False
+                self._act(step, found)
+        if agreed:
             self._agreed = step
             self._saves.agreed(step)
             seconds = round(time.monotonic() - began, 3)
-            self._tell("audit", "agreed", step=step, compared=len(own), seconds=seconds)
-
-    def _settle(self, step: int, own: Trace, batch: Batch) -> Settled:
-        dims, group = self.dims, self._world
-        audit = gather_traces(own, dims, group)
-        ballot = vote(audit, dims)
-        self._tell_finding(step, ballot)
-        again = repeat_disputed(
-            *(ballot, audit, lambda: self._probe.compute(batch, step), self._settings.sdc.repeats, dims, group)
-        )
-        rulings = settle(ballot, again, None, self._suspects.ranks)
-        named = [one.rank for one in rulings if one.rank is not None]
-        return Settled("audit", 0, rulings, *count_differing(audit, dims, named))
-
-    def _settle_copies(self, step: int, copies: Trace) -> Settled:
-        again = read_copies(self._engine, self._algorithm, step)
-        found, repeated = (gather_traces(one, self.dims, self._world) for one in (copies, again))
-        rulings = judge_copies(found, repeated, self.dims)
-        named = [one.rank for one in rulings if one.rank is not None]
-        return Settled("parameters", None, rulings, *count_differing(found, self.dims, named))
-
-    def _tell_finding(self, step: int, ballot: Ballot) -> None:
-        for flag in ballot.flagged:
-            self._tell("sdc", "finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address))
-        if ballot.dispute is not None:
-            self._tell(
-                "sdc", "finding", step=step, tier="audit", ranks=ballot.dispute.ranks, address=ballot.dispute.address
-            )
+            self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
 
     def _act(self, step: int, found: Settled) -> None:
         policy = self._settings.sdc.policy
@@ -362,16 +315,6 @@ class Guard:
             logger.exception("the incident of step %d cannot be reported", step)
         return None
 
-    def _check_model(self) -> None:
-        """Refuse to audit a model whose submodules are others than when the guard was attached."""
-        now = _modules_of(self._engine.module)
-        if now != self._modules:
-            other = sorted(now.items() ^ self._modules.items())
-            raise ConfigError(
-                f"engine: submodule {other[0][0]} of its model was added, removed or replaced after the guard was "
-                "attached; close the guard before, and attach again."
-            )
-
     def _tell(self, kind: str, name: str, *, step: int | None = None, **fields: Any) -> None:
         """Write an event on rank 0; one that cannot be written is logged, since other ranks go on."""
         if self.dims.rank == 0:
@@ -385,10 +328,6 @@ def _end_groups() -> None:
     """End all process groups when Python ends: threads of gloo that still run may abort it, with another exit code."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _modules_of(model: Any) -> dict[str, int]:
-    return {fqn: id(module) for fqn, module in model.named_modules()}
 
 
 def _text(path: Path | None) -> str | None:

@@ -72,7 +72,8 @@ class GuardGolden:
         """Stages compute what they are given in the file, and nothing of one another: each is judged for itself."""
         self._first = True
         self._finite = FiniteRecorder()
-        recorder = Recorder(engine.module, watched, algorithm, self._finite if settings.golden.record else None)
+        recorder = Recorder(engine.module, watched, algorithm)
+        recorder.listener = self._finite if settings.golden.record else None
         off = f'golden.path: got "{self._path}"', "null"
         self._probe = Probe(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
         self._key: dict[str, Any] = {}

@@ -56,7 +56,8 @@ class GuardNonFinite:
         self._tell, self._left = tell, settings.searches
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
-        recorder = Recorder(engine.module, watched, algorithm, self._finite)
+        recorder = Recorder(engine.module, watched, algorithm)
+        recorder.listener = self._finite
         off = "nonfinite.enabled: got true", "false"
         self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
         self._step = lambda: int(engine.global_steps) + 1

@@ -8,7 +8,7 @@ no hook of ZeRO; random state and buffers are put back.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.errors import ConfigError
 from megasdc.guard.record import Recorder, map_in, tensors_in
+from megasdc.guard.uses import used_once
 from megasdc.sdc.trace import Trace
 
 FP16_SCALE = 1024.0
@@ -64,6 +65,9 @@ class Probe:
         seed: of random numbers in audits.
         wants: returns the step that runs, where its first batch is to be kept on this rank; else None.
         setting: what errors are about, and the value that they advise.
+
+    Attributes:
+        used_once: parameters that one operation has used, in the last batch of which that was asked.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Probe:
         self._model, self._device, self._recorder, self._seed = model, device, recorder, seed
         self._wants, (self._said, self._off) = wants, setting
         self._kept: tuple[int, bytes | str] | None = None
+        self._looks_at_uses = False
+        self.used_once: Collection[str] = ()
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     def close(self) -> None:
@@ -124,17 +130,19 @@ class Probe:
         assert isinstance(found, Batch), "what _keep has written"
         return found
 
-    def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None) -> Trace:
+    def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None, *, uses: bool = False) -> Trace:
         """Compute a batch forward and backward; the results of its submodules.
 
         Args:
             state: of random generators, to compute it as training does; None: seeded, in deterministic mode.
+            uses: look at the uses of parameters, too.
 
         Raises:
             ConfigError: the model cannot be computed so; the message says why and what helps.
 
         Sync: waits for the device.
         """
+        self._looks_at_uses = uses
         with self._as_of(batch, step, state), self._recorder.recording(step):
             try:
                 outputs, inputs = self._forward(batch)
@@ -179,6 +187,8 @@ class Probe:
             weights.append((drawn * (FP16_SCALE if half else 1.0)).expand(one.shape).to(one))
         if not outputs:  # nothing of this stage is trained
             return {}
+        if self._looks_at_uses:
+            self.used_once = used_once(outputs, named)
         gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
         return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 

@@ -75,7 +75,9 @@ class Recorder:
     Args:
         watched: submodules; results that are computed several times in a micro-batch are numbered.
         algorithm: of checksums.
-        listener: is given every result, too.
+
+    Attributes:
+        listener: called with each address and result, also; None: nothing is.
     """
 
     def __init__(
@@ -83,9 +85,8 @@ class Recorder:
         model: nn.Module,
         watched: Sequence[Watched],
         algorithm: ChecksumAlgorithm,
-        listener: Callable[[Address, Tensor], None] | None = None,
     ) -> None:
-        self._model, self._watched, self._algorithm, self._listener = model, watched, algorithm, listener
+        self._model, self._watched, self._algorithm = model, watched, algorithm
         self._addresses: list[Address] = []
         self._values: list[int | Tensor] = []
         self._times: Counter[tuple[Any, ...]] = Counter()
@@ -94,6 +95,7 @@ class Recorder:
         """Of the forward pass that runs, or ran last; None: nothing is recorded."""
         self._in_forward, self._backward = False, 0
         self._undo = ExitStack()
+        self.listener: Callable[[Address, Tensor], None] | None = None
 
     def attach(self, step: int) -> None:
         """Begin a trace of a step of training, whose micro-batches are counted by the model's forward passes."""
@@ -216,8 +218,8 @@ class Recorder:
         address = Address(self._step, micro_batch, phase, fqn, slot)
         self._addresses.append(address)
         self._values.append(self._algorithm.start(value))
-        if self._listener is not None:
-            self._listener(address, value)
+        if self.listener is not None:
+            self.listener(address, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

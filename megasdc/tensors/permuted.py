@@ -31,6 +31,8 @@ Dims = Sequence[int]
 
 LARGE = 1 << 17
 """Elements from which on a copy takes longer than what it takes to call one."""
+ORDER = 2.0**-16
+"""Difference, as a share of the largest element, that another order of a sum in fp32 explains."""
 _aten = torch.ops.aten
 _inside: list[TorchDispatchMode] = []
 
@@ -125,11 +127,13 @@ class Unequal:
         elements: that differed.
         of: elements that were compared.
         largest: difference, as a share of the largest element.
+        far: elements that differed by more than one step of their type and than ``ORDER`` of the largest element.
     """
 
     elements: int = 0
     of: int = 0
     largest: float = 0.0
+    far: int = 0
 
 
 @dataclass
@@ -177,8 +181,12 @@ class Trial(TorchDispatchMode):
             for one, other in pairs:
                 found.of += one.numel()
                 found.elements += int((as_bits(one) != as_bits(other)).sum())
-                difference = (one.double() - other.double()).abs().max() / one.double().abs().max()
-                found.largest = max(found.largest, difference.nan_to_num(torch.inf).item())
+                values, others = one.double(), other.double()
+                difference, top = (values - others).abs(), values.abs().max()
+                found.largest = max(found.largest, (difference.max() / top).nan_to_num(torch.inf).item())
+                step = torch.finfo(one.dtype).eps * values.abs().maximum(others.abs())
+                near = difference <= step.maximum(ORDER * top) if top.isfinite() else difference <= step  # NaN is not
+                found.far += int((~near & (as_bits(one) != as_bits(other))).sum())
         return result
 
 

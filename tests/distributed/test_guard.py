@@ -311,7 +311,7 @@ def test_gradients_that_are_not_finite_skip_the_step_or_end_the_training(tmp_pat
 # --- what it leaves as it was -----------------------------------------------------------------------------------------
 
 
-def _with_and_without(folder: str) -> list[tuple[Any, ...]]:
+def _with_and_without(folder: str, permuted: bool) -> list[tuple[Any, ...]]:
     """Body of a rank: losses, weights and random state at the end, by training, without and with a guard."""
     found = []
     for zero, precision in ((0, "fp32"), (1, "fp32"), (2, "bf16"), (1, "pipeline")):
@@ -324,7 +324,8 @@ def _with_and_without(folder: str) -> list[tuple[Any, ...]]:
                 engine.module.gradient_checkpointing_enable({"use_reentrant": False})
             hooks = _hooks(engine.module)
             torch.manual_seed(5 + dist.get_rank())
-            guard = megasdc.attach(engine, _settings(folder)) if guarded else None
+            audit = {"interval": 2, "permuted": permuted}
+            guard = megasdc.attach(engine, _settings(folder, audit=audit)) if guarded else None
             losses = train(engine, STEPS, dist.get_rank())
             if guard is not None:
                 guard.close()
@@ -344,11 +345,15 @@ def _hooks(model: nn.Module) -> int:
     return sum(len(getattr(module, name)) for module in model.modules() for name in names)
 
 
-def test_no_bit_of_a_healthy_training_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("permuted", [False, True])
+def test_no_bit_of_a_healthy_training_changes(tmp_path: Path, permuted: bool) -> None:
     """Losses, weights and the generators after it are those without a guard: dropout, recomputation, ZeRO 0 to 2."""
-    for of_rank in run_distributed(_with_and_without, 2, str(tmp_path)):
+    for of_rank in run_distributed(_with_and_without, 2, str(tmp_path), permuted):
         assert of_rank == [(True, 8), (True, 8), (True, 8), (True, 4)]
     assert not (tmp_path / "reports").exists()
+    tried = list(read_events(tmp_path, kind="audit", name="permuted"))
+    assert bool(tried) == permuted and {one.step for one in tried} <= {1, 2, 4}
+    assert all(sum(one.fields["moved"].values()) > 10 for one in tried)
     (attached, *_) = read_events(tmp_path, kind="guard", name="attached")
     assert "model.layers.0.self_attn" in attached.fields["watched"]
 
@@ -393,7 +398,7 @@ class _Shared(nn.Module):
         return _Answer(self.spectrum(x, scale=None).abs().sum(-1), aside=x.detach())
 
 
-def _odd_models(folder: str) -> list[bool]:
+def _odd_models(folder: str, permuted: bool) -> list[bool]:
     """Body of a rank: whether weights and buffers are, bit for bit, those without a guard, by model."""
     import deepspeed
 
@@ -406,7 +411,8 @@ def _odd_models(folder: str) -> list[bool]:
             parameters = [one for one in model.parameters() if one.requires_grad]
             config = deepspeed_config(1, "fp32")
             engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
-            guard = megasdc.attach(engine, _settings(f"{folder}/{kind.__name__}")) if guarded else None
+            settings = _settings(f"{folder}/{kind.__name__}", audit={"interval": 2, "permuted": permuted})
+            guard = megasdc.attach(engine, settings) if guarded else None
             draw = torch.Generator().manual_seed(dist.get_rank())
             for _ in range(2 * STEPS):
                 if kind is _Normed:
@@ -423,9 +429,10 @@ def _odd_models(folder: str) -> list[bool]:
     return alike
 
 
-def test_odd_models_are_audited_and_left_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("permuted", [False, True])
+def test_odd_models_are_audited_and_left_as_they_are(tmp_path: Path, permuted: bool) -> None:
     """Buffers of a replica, in-place sums, complex results, frozen and shared submodules, results of any class."""
-    assert run_distributed(_odd_models, 2, str(tmp_path)) == [[True, True]] * 2
+    assert run_distributed(_odd_models, 2, str(tmp_path), permuted) == [[True, True]] * 2
     for name in ("_Normed", "_Shared"):
         agreed = list(read_events(tmp_path / name, kind="audit", name="agreed"))
         assert [one.step for one in agreed] == [1, 2, 4] and all(one.fields["compared"] > 5 for one in agreed)

@@ -33,6 +33,11 @@ class GuardAuditSection(Section):
         "Patterns of the names of submodules whose results are compared, such as `*.mlp.*`; null: all without others "
         "inside, and attention.",
     )
+    permuted: bool = setting(
+        False,
+        "Also compute the batch once more on each rank with the elements of all operations in other places, which "
+        "finds a unit that is wrong each time; audits of one replica need it.",
+    )
     seed: NonNegativeInt = setting(1234, "Of what the batches draw themselves, such as dropout.")
 
 
@@ -53,6 +58,11 @@ class GuardSdcSection(Section):
     """What follows from any finding."""
 
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
+    referee: bool = setting(
+        True,
+        "Compute results of PyTorch's linear layers, norms and embeddings that ranks disagree on in fp64, which names "
+        "one of two that differ.",
+    )
     policy: GuardPolicySection = section(GuardPolicySection)
 
 

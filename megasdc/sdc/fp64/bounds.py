@@ -156,7 +156,14 @@ def _normalized(own: Tensor, moments: Moments, scale: Tensor, kind: torch.dtype)
     return values, rounded(rounded(bounds, values, kind), values, kind), reach  # some round before they scale
 
 
-def norm_weight(gradient: Tensor, own: Tensor, moments: Moments, kind: torch.dtype, width: int) -> Exact:
+def norm_weight(
+    gradient: Tensor,
+    own: Tensor,
+    moments: Moments,
+    kind: torch.dtype,
+    width: int,
+    working: torch.dtype = WORKING,
+) -> Exact:
     """Elements of the gradient of a norm's weight: sums over tokens of the gradient times the normalised element.
 
     Args:
@@ -164,14 +171,15 @@ def norm_weight(gradient: Tensor, own: Tensor, moments: Moments, kind: torch.dty
         own: elements of the input, likewise.
         moments: of the T rows, [T, 1].
         width: elements of a row.
+        working: type that tokens are summed in.
     """
     gradient = gradient.double()
     across = Moments(moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T)
     unit, off, _ = _normalized(own.double(), across.stored(kind), torch.ones((), dtype=torch.float64), kind)
     sizes = (gradient.abs() * (unit.abs() + off)).sum(-1)
     tokens = gradient.shape[-1]
-    bounds = (gradient.abs() * off).sum(-1) + gamma(tokens + 1, WORKING) * sizes
-    bounds = bounds + 2 * tokens * torch.finfo(WORKING).tiny
+    bounds = (gradient.abs() * off).sum(-1) + gamma(tokens + 1, working) * sizes
+    bounds = bounds + 2 * tokens * torch.finfo(working).tiny
     values = (gradient * unit).sum(-1)
     return _finite(values, rounded(bounds, values, kind), sizes, tokens + width, kind)
 

@@ -9,7 +9,6 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.model.submodules import list_submodules
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.checks import CheckSettings, Detection
@@ -20,7 +19,7 @@ from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.observe import Observation, Watch
 from megasdc.train.detection.parameters import ParameterReader
-from megasdc.train.detection.referee import Referee
+from megasdc.train.detection.referee import build_referee
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.process.signals import StopSignals
 
@@ -51,7 +50,7 @@ def build_detection(
     algorithm = default_algorithm(run.engine.device)
     parameters = ParameterReader(run.engine, algorithm)
     keys = golden_key(config, dims.at(0), algorithm.name)
-    referee = Referee(list_submodules(run.engine.module), run.engine.module.loss_fn, dims.rank, run.host_group)
+    referee = build_referee(run)
     disputes = Disputes(
         sections.sdc,
         run,

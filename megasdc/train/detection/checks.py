@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.step_agreement import Field
+from megasdc.sdc.audits.findings import Moved
+from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
@@ -32,16 +34,17 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.evidence import Evidence, Moved, Rehearse
+from megasdc.train.detection.evidence import Evidence, Rehearse
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
-from megasdc.train.detection.referee import Referee
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FINITE_PHASES = (FORWARD, BACKWARD)
 """Phases whose results are checked for NaN and Inf in every step.
@@ -280,11 +283,11 @@ class Detection(Hook):
         if permuted is None or not self._auditing:
             return None
 
-        def moved(compute: Callable[[TrainingEngine, Rehearse], Trace]) -> Trace:
+        def moved(compute: Callable[[TrainingEngine, Rehearse], T]) -> T:
             with nullcontext() if self.rows is None else self.rows.resting():
                 return compute(engine, self.rehearse)
 
-        return Moved(moved(permuted.take), lambda: moved(permuted.replay))
+        return Moved(moved(permuted.take), lambda: moved(permuted.replay), lambda: moved(permuted.learn))
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
         rows = self.rows

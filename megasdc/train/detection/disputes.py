@@ -20,6 +20,7 @@ from megasdc.errors import CorruptionError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
@@ -31,7 +32,6 @@ from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.parameters import ParameterReader
-from megasdc.train.detection.referee import Referee
 from megasdc.train.process.isolation import IsolationError
 
 logger = logging.getLogger(__name__)

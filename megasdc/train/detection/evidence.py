@@ -6,24 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
+from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.rows import Rows
 
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Results of the shared micro-batch with elements in other places.
-
-    Args:
-        again: computes it so once more.
-    """
-
-    trace: Trace
-    again: Callable[[], Trace]
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import Submodule
+from megasdc.sdc.exhibits.calls import Call, Exhibit, kept_calls
+from megasdc.sdc.exhibits.make import LINEAR, make_exhibit
 from megasdc.sdc.fp64.rows import suspicion, worst_element
 from megasdc.sdc.incidents.opinion import Outside
 from megasdc.tensors.bits import as_bits
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, kept_calls
-from megasdc.train.detection.exhibits.make import LINEAR, make_exhibit
 
 PRODUCTS = {FORWARD: "output", BACKWARD: "input", WEIGHT_GRAD: "weight"}
 """Results that are products, by phase."""

@@ -8,11 +8,15 @@ from itertools import permutations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate
 from megasdc.model.transformer_config import ACTIVATIONS
+from megasdc.sdc.exhibits.calls import kept_calls
+from megasdc.sdc.exhibits.make import make_exhibit
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
 from megasdc.sdc.fp64.bounds import (
@@ -250,6 +254,23 @@ def test_gradients_of_norms_are_within_the_bound(kind: torch.dtype, centred: boo
             wrong = found.clone()
             wrong[5] += 0.2 * found.abs().max()
             assert judge({0: found, 1: wrong}, expected) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [100, 4000])
+def test_long_sums_of_a_layer_norm_are_within_the_bound(kind: torch.dtype, tokens: int) -> None:
+    """PyTorch adds them in their own type on a processor, in which 256 tokens of bf16 are as many as 4,000."""
+    torch.manual_seed(9)
+    module, given = nn.LayerNorm(40).to(kind), (torch.randn(tokens, 40) + torch.arange(40)).to(kind)
+    with kept_calls(module) as calls:
+        module(given.requires_grad_()).backward(torch.ones(tokens, 40, dtype=kind))
+    for slot, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        exhibit = make_exhibit(Address(1, 0, WEIGHT_GRAD, "norm", slot), NORM, calls, parameter.grad)
+        assert exhibit is not None
+        exact = exhibit.compute(torch.zeros(40, dtype=torch.int64), torch.arange(40))
+        assert is_explained(parameter.grad, exact)
+        assert exact.bounds.isfinite().all() or kind != torch.float32
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import RULES, Permuted, Trial, as_matrix, is_permuted, roll
+from tools.bench.guard.units import BrokenUnit
 
 ROWS, WIDTH, HEADS = 24, 32, 2
 
@@ -222,3 +223,23 @@ def test_operations_that_only_a_gpu_has_are_moved_by_their_signatures() -> None:
             assert one is other is None or torch.equal(one, other), name
     masked = (*draws[:3], torch.zeros(()), *forward[4:])
     assert RULES["_scaled_dot_product_efficient_attention"](_gpu_attention, *masked) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "far"),
+    [
+        (torch.float32, 1 + 2.0**-20, False),
+        (torch.float32, 1 + 2.0**-12, True),
+        (torch.bfloat16, 1 + 1.2 * 2.0**-8, False),
+        (torch.bfloat16, 1 + 2.0**-4, True),
+        (torch.float32, float("nan"), True),
+    ],
+)
+def test_what_another_order_of_summation_explains_is_told(kind: torch.dtype, factor: float, far: bool) -> None:
+    """Of a product of which one place is off, with its elements there and elsewhere."""
+    torch.manual_seed(4)
+    left, right = torch.rand(8, 16).to(kind), torch.rand(16, 8).to(kind)
+    with BrokenUnit((None, None, None), (3, 5), factor), Trial() as trial:
+        left @ right
+    (found,) = trial.tried.unequal.values()
+    assert (found.elements, found.of, found.far) == (2, 64, 2 * far)

@@ -21,13 +21,13 @@ from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incidents.incident import incident_from_json
 from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.incidents import Incidents
-from megasdc.train.detection.referee import Referee
 
 STEP = 7
 DIFFER = Agreed((((0, 0),),), ((),), ())
@@ -64,7 +64,7 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     optimizer = SimpleNamespace(update_lp_params=lambda: None)
     engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
     run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), 100, None)  # type: ignore[arg-type]
-    referee = Referee([], None, dims.rank, None)
+    referee = Referee({}.get, dims.rank, None)
     disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
     disputes.on_start(run)
     return disputes, run
@@ -221,7 +221,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
         raise Asked(earlier)
 
     disputes, run = started(tmp_path, intermittent="warn")
-    monkeypatch.setattr("megasdc.train.detection.findings.settle", ask)
+    monkeypatch.setattr("megasdc.sdc.audits.findings.settle", ask)
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence: Any = SimpleNamespace(parameters=Trace(), audited=seen)

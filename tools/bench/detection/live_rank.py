@@ -33,12 +33,12 @@ from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
-from megasdc.train.detection.exhibits.make import LINEAR
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
 from megasdc.train.faults import build_injector

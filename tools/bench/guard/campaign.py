@@ -2,14 +2,16 @@
 
 Real ranks of this machine train as users of DeepSpeed do; on one of three replicas a submodule is wrong: always, half
 of the times, or once, in its output, in the gradient of its input, or in that of its weight. Rank, submodule and
-direction must be named, and nobody else; in trainings without a fault nothing may be found. With a golden trace
+direction must be named, and nobody else; in trainings without a fault nothing may be found. Likewise by the referee
+where there are two replicas, and by audits with elements in other places where there is one, and a unit of its device
+is always wrong. With a golden trace
 (``--golden``) all replicas are wrong alike, and all must be named.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,29 @@ from typing import Any
 from megasdc.errors import CorruptionError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
-from megasdc.sdc.replay import NOT_REPRODUCED, PERSISTENT
-from tools.bench.guard.cases import CLEAN, INTERVAL, KINDS, PHASES, RECORD, VERIFY, Case, draw_case
+from megasdc.sdc.replay import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE
+from tools.bench.guard.cases import (
+    CLEAN,
+    INTERVAL,
+    OF_TWO,
+    PHASES,
+    RECORD,
+    UNIT,
+    VERIFY,
+    VOTED,
+    Case,
+    draw_case,
+    draw_cases,
+)
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.rank import run_cases
 from tools.bench.guard.trainings import TRANSIENT
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
+
+BASES = {PERSISTENT: {MAJORITY, REFEREE}, OF_TWO: {REFEREE}, UNIT: {ELSEWHERE}}
+"""Of verdicts that are persistent, by kind of fault."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +97,17 @@ def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done
     Raises:
         MegasdcError: a rank failed in another way than by its guard.
     """
-    machine, chance = describe_machine(), random.Random(options.seed)
-    names, cases = options.drawn, list[Case]()
-    for number in range(options.trainings):
-        name, turn = names[number % len(names)], number // len(names)
-        kind, phase = KINDS[turn % len(KINDS)], PHASES[turn // len(KINDS) % len(PHASES)]
-        cases.append(draw_case(name, kind, ("fp32", "bf16")[(number + turn) % 2], phase, chance))
+    machine, cases = describe_machine(), draw_cases(options.drawn, options.trainings, options.seed)
     found = list[Guarded]()
-    cases += _golden_cases(options, chance)
+    cases += _golden_cases(options)
     with scratch_folder() as folder:
-        for ranks in sorted({one.ranks for one in cases}):
-            some = [one for one in cases if one.ranks == ranks]
-            places = [folder / f"{ranks}_{number}" for number in range(len(some))]
+        for ranks, stages in sorted({(one.ranks, one.stages) for one in cases}):  # DeepSpeed keeps a pipeline's grid
+            some = [one for one in cases if (one.ranks, one.stages) == (ranks, stages)]
+            places = [folder / f"{ranks}_{stages}_{number}" for number in range(len(some))]
+            waiting = iter(zip(some, places, strict=True))
 
-            def take(message: dict[str, Any], some: list[Case] = some, places: list[Path] = places) -> None:
-                place = len(found) - sum(one.ranks < some[0].ranks for one in cases)
-                found.append(_guarded(some[place], places[place], message["codes"], message["audits"]))
+            def take(message: dict[str, Any], waiting: Iterator[tuple[Case, Path]] = waiting) -> None:
+                found.append(_guarded(*next(waiting), message["codes"], message["audits"]))
                 on_progress("trainings", len(found), len(cases))
 
             told = [(case, str(place)) for case, place in zip(some, places, strict=True)]
@@ -103,16 +115,16 @@ def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done
     return GuardResult(machine, options, found)
 
 
-def _golden_cases(options: GuardOptions, chance: random.Random) -> list[Case]:
+def _golden_cases(options: GuardOptions) -> list[Case]:
     """Trainings that record, then those that verify."""
-    drawn, names = list[Case](), options.drawn
+    drawn, names, chance = list[Case](), options.drawn, random.Random(options.seed)
     for number in range(options.golden):
-        kind, phase = KINDS[number % len(KINDS)], PHASES[number // len(KINDS) % len(PHASES)]
+        kind, phase = VOTED[number % len(VOTED)], PHASES[number // len(VOTED) % len(PHASES)]
         turn = number // len(names)
         case = draw_case(names[number % len(names)], kind, ("fp32", "bf16")[turn % 2], phase, chance)
         drawn.append(replace(case, golden=VERIFY))
     kinds = dict.fromkeys((one.name, one.precision) for one in drawn)
-    return [Case(name, CLEAN, precision, None, 1, RECORD) for name, precision in kinds] + drawn
+    return [Case(name, CLEAN, precision, None, steps=1, golden=RECORD) for name, precision in kinds] + drawn
 
 
 def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Guarded:
@@ -136,7 +148,10 @@ def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Gua
                 problems.append(f"named were {named}, disputed {len(one.disputed)} ranks")
         if not incidents:
             problems.append("nothing was found")
-        allowed = {PERSISTENT: {PERSISTENT}, TRANSIENT: {NOT_REPRODUCED}}.get(case.kind)
+        allowed = {TRANSIENT: {NOT_REPRODUCED}, **{kind: {PERSISTENT} for kind in BASES}}.get(case.kind)
         if allowed is not None and not set(verdicts) <= allowed:
             problems.append(f"verdicts were {', '.join(verdicts)}")
+        bases = {one.basis for one in incidents}
+        if not bases <= ({GOLDEN} if case.golden else BASES.get(case.kind, bases)):
+            problems.append(f"bases were {', '.join(sorted(bases))}")
     return Guarded(case, audits, verdicts, tuple(problems))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.bench.guard.trainings import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRAINER, TRANSIENT, Planted
 
-CLEAN = "clean"
+CLEAN, OF_TWO, UNIT = "clean", "of_two", "unit"
 RECORD, VERIFY = "golden record", "golden verify"
-KINDS = (CLEAN, PERSISTENT, INTERMITTENT, TRANSIENT)
+VOTED = (CLEAN, PERSISTENT, INTERMITTENT, TRANSIENT)
+"""Kinds that three replicas, or a golden trace, decide."""
+KINDS = (*VOTED, OF_TWO, UNIT)
+"""Kinds of faults; of two: persistent, on one of two replicas; unit: at one place of products, on the only replica."""
 PHASES = ("forward", "backward", "weight_grad")
 TRAININGS = {
     "zero0": (LLAMA, 0),
@@ -20,7 +24,8 @@ TRAININGS = {
 }
 """Training and ZeRO stage by name."""
 INTERVAL = 1
-REPLICAS, STAGES = 3, 2
+REPLICAS, STAGES = {OF_TWO: 2, UNIT: 1}, 2
+"""Replicas by kind, of others three; stages of a pipeline."""
 STEPS = 4
 _OF_LLAMA = tuple(
     f"model.layers.{layer}.{name}"
@@ -30,10 +35,27 @@ _OF_LLAMA = tuple(
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"),
     )
 )
+_LINEAR = tuple(one for one in _OF_LLAMA if "norm" not in one)
+"""What the referee knows."""
 _STAGES = (("0", "2"), ("6", "8"))
 """Of each stage of the pipeline: submodules with weights."""
 _WITHOUT_INPUT_GRADIENT = ("0",)
 """What gets samples."""
+Sizes = tuple[int | None, int | None, int | None]
+_HEAD, _LAYER = "lm_head", "model.layers.0"
+UNITS: dict[tuple[bool, str], list[tuple[str, Sizes]]] = {
+    (False, "forward"): [
+        (f"{_LAYER}.self_attn.k_proj", (None, 32, 16)),
+        (f"{_LAYER}.mlp.down_proj", (None, 48, 32)),
+        (_HEAD, (None, 32, 64)),
+    ],
+    (False, "backward"): [(_HEAD, (None, 64, 32))],
+    (False, "weight_grad"): [(_HEAD, (64, None, 32))],
+    (True, "forward"): [("6", (None, 128, 16)), ("8", (None, 16, 10))],
+    (True, "backward"): [("6", (None, 16, 128)), ("8", (None, 10, 16))],
+    (True, "weight_grad"): [("6", (16, None, 128)), ("8", (10, None, 16))],
+}
+"""Of pipelines or not, and by direction: sizes of products, as of ``BrokenUnit``, and where the first of them is."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,7 @@ class Case:
         name: of ``TRAININGS``.
         kind: of ``KINDS``.
         planted: None: no fault.
+        sizes: of the products that a unit spoils, at a place that ``planted`` has the seed of; None: no unit is wrong.
         golden: ``RECORD`` a golden file, or ``VERIFY`` with it, where a fault is on all replicas; empty: audits.
     """
 
@@ -51,6 +74,7 @@ class Case:
     kind: str
     precision: str
     planted: Planted | None
+    sizes: Sizes | None = None
     steps: int = STEPS
     golden: str = ""
 
@@ -74,28 +98,55 @@ class Case:
         """Ranks with the fault."""
         if self.planted is None:
             return []
-        first = self.planted.rank // REPLICAS * REPLICAS
-        return list(range(first, first + REPLICAS)) if self.golden else [self.planted.rank]
+        replicas = _replicas(self.kind)
+        first = self.planted.rank // replicas * replicas
+        return list(range(first, first + replicas)) if self.golden else [self.planted.rank]
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return REPLICAS * self.stages
+        return _replicas(self.kind) * self.stages
+
+    @property
+    def permuted(self) -> bool:
+        """Whether audits are made with elements in other places, too."""
+        return self.kind in (CLEAN, UNIT)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.precision}: {self.golden} {self.planted or 'no fault'}"
+
+
+def draw_cases(names: Sequence[str], trainings: int, seed: int) -> list[Case]:
+    """Cases of trainings in turn: of each one kinds of faults, then directions, then types."""
+    chance, cases = random.Random(seed), list[Case]()
+    for number in range(trainings):
+        turn, place = divmod(number, len(names))
+        by_phase, kind = divmod(turn, len(KINDS))
+        by_type, phase = divmod(by_phase, len(PHASES))
+        precision = ("fp32", "bf16")[(place + by_type) % 2]
+        cases.append(draw_case(names[place], KINDS[kind], precision, PHASES[phase], chance))
+    return cases
 
 
 def draw_case(name: str, kind: str, precision: str, phase: str, chance: random.Random) -> Case:
     """Draw rank and submodule of a fault."""
     if kind == CLEAN:
         return Case(name, kind, precision, None)
-    replica, stage = chance.randrange(REPLICAS), 0
-    if TRAININGS[name][0] != PIPELINE:
-        submodule = chance.choice(_OF_LLAMA)
+    replicas, piped, sizes = _replicas(kind), TRAININGS[name][0] == PIPELINE, None
+    replica, stage = chance.randrange(replicas), 0
+    if kind == UNIT:
+        stage = int(piped)
+        submodule, sizes = chance.choice(UNITS[piped, phase])
+    elif not piped:
+        submodule = chance.choice(_LINEAR if kind == OF_TWO else _OF_LLAMA)
     else:
-        stage = chance.randrange(STAGES)
+        stage = 1 if kind == OF_TWO else chance.randrange(STAGES)
         have = [one for one in _STAGES[stage] if phase != "backward" or one not in _WITHOUT_INPUT_GRADIENT]
         submodule = chance.choice(have)
-    planted = Planted(replica + stage * REPLICAS, submodule, phase, kind, chance.randrange(1 << 30))
-    return Case(name, kind, precision, planted)
+    how = PERSISTENT if kind in (OF_TWO, UNIT) else kind
+    planted = Planted(replica + stage * replicas, submodule, phase, how, chance.randrange(1 << 30))
+    return Case(name, kind, precision, planted, sizes)
+
+
+def _replicas(kind: str) -> int:
+    return REPLICAS.get(kind, 3)

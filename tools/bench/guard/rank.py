@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.bench.guard.cases import INTERVAL, RECORD, Case
+from tools.bench.guard.cases import INTERVAL, RECORD, Case, Sizes
 from tools.bench.guard.trainings import (
     PIPELINE,
     TRAINER,
+    Planted,
     deepspeed_config,
     llama_engine,
     llama_trainer,
     pipeline_engine,
     train,
 )
+from tools.bench.guard.units import BrokenUnit
 from tools.bench.rank import Messages
+
+WRONG = 64.0
+"""Factor of what a unit computes: an error as small as rounding is taken for a property of a kernel."""
 
 
 def run_cases(messages: Messages, cases: list[tuple[Case, str]]) -> None:
@@ -41,17 +48,19 @@ def _run(case: Case, folder: str) -> tuple[int, int]:
 
     import megasdc
 
-    planted = case.planted if dist.get_rank() in case.wrong else None
+    here = case.planted if dist.get_rank() in case.wrong else None
+    planted, unit = (here, nullcontext()) if case.sizes is None else (None, _unit(case.sizes, here))
     config = deepspeed_config(case.zero, case.precision)
-    settings: dict[str, Any] = {"logging": {"run_dir": folder}, "audit": {"interval": INTERVAL}}
+    audit = {"interval": INTERVAL, "permuted": case.permuted, "enabled": not case.golden}
+    settings: dict[str, Any] = {"logging": {"run_dir": folder}, "audit": audit}
     if case.golden:
         path = Path(folder).parent / f"{case.name}_{case.precision}.golden"
-        settings["audit"]["enabled"] = False
         settings["golden"] = {"path": str(path), "record": case.golden == RECORD, "interval": INTERVAL}
     if case.training == TRAINER:
         trainer = llama_trainer(config, planted, f"{folder}_trainer", case.steps)
         attached = megasdc.attach(trainer, settings)
-        code = _code(trainer.train)
+        with unit:
+            code = _code(trainer.train)
         attached.close()
         trainer.deepspeed.destroy()
         return code, attached.guard.audits
@@ -60,10 +69,19 @@ def _run(case: Case, folder: str) -> tuple[int, int]:
     else:
         engine = llama_engine(config, planted)
     guard = megasdc.attach(engine, settings)
-    code = _code(partial(train, engine, case.steps, guard.dims.dp_rank))
+    with unit:
+        code = _code(partial(train, engine, case.steps, guard.dims.dp_rank))
     guard.close()
     engine.destroy()
     return code, guard.audits
+
+
+def _unit(sizes: Sizes, planted: Planted | None) -> AbstractContextManager[object]:
+    """A unit that is wrong at a drawn place, on the rank where it is planted."""
+    if planted is None:
+        return nullcontext()
+    chance = random.Random(planted.seed)
+    return BrokenUnit(sizes, (chance.randrange(1 << 10), chance.randrange(1 << 10)), WRONG)
 
 
 def _code(training: Callable[[], Any]) -> int:

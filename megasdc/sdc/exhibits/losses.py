@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of
 
 
 def loss_output(call: Call, result: Tensor) -> Exhibit | None:

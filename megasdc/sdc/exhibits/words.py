@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasdc.sdc.exhibits.block import sum_input
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
 from megasdc.sdc.fp64.bounds import Exact, chosen, product, residual
-from megasdc.train.detection.exhibits.block import sum_input
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
 def _local_ids(call: Call) -> Tensor:
-    """Rows of this rank's part of the vocabulary, [tokens]; -1: of another rank's."""
-    ids = call.args[0].reshape(-1).cpu() - call.module.vocab_start_index
+    """Rows of this rank's part of the vocabulary, [tokens]; -1: of another rank's. An embedding of PyTorch is whole."""
+    ids = call.args[0].reshape(-1).cpu() - getattr(call.module, "vocab_start_index", 0)
     return torch.where((ids >= 0) & (ids < len(call.module.weight)), ids, -1)
 
 

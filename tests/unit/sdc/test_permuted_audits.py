@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from megasdc.sdc.audits.findings import differ_in_nan_alone
+from megasdc.sdc.audits.places import order_matters, places_matter
 from megasdc.tensors.permuted import Tried, Unequal
-from megasdc.train.detection.findings import differ_in_nan_alone
-from megasdc.train.detection.permuted import places_matter
 
 PRODUCT = ("aten::mm", "float32(32, 64)", "float32(64, 48)")
 
@@ -37,6 +37,26 @@ def test_what_is_said_of_a_kernel(ranks: list[Unequal | None], of_kernel: bool) 
     assert set(found) == ({PRODUCT} if of_kernel else set())
     if of_kernel:
         assert found[PRODUCT].of == 1000 * len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("alike", "of_order"),
+    [
+        ([[Unequal(3, 20, 1e-7)]], True),  # one device, as little as rounding
+        ([[Unequal(3, 20, 0.5, far=1)]], False),
+        ([[Unequal(3, 20, 0.5, far=3), Unequal(3, 20, 0.5, far=3)]], True),  # both replicas
+        ([[Unequal(3, 20, 1e-7), None]], False),  # one of two
+        ([[Unequal(3, 20, 1e-7)], [None]], True),  # of two stages, whose numbers are others
+        ([[Unequal(3, 20, 1e-7)], [Unequal(1, 20, 0.5, far=1)]], False),
+        ([[Unequal(3, 20, 1e-7), Unequal(3, 20, 1e-7)], [Unequal(2, 20, 1e-7), None]], False),
+        ([[None], [None, None]], False),
+    ],
+)
+def test_what_is_said_of_another_order_of_summation(alike: list[list[Unequal | None]], of_order: bool) -> None:
+    """Once something was found: small differences of one, or any that all have that compute the same."""
+    found = [[*(tried(one) for one in ranks), Tried()] for ranks in alike]
+    assert set(order_matters(found)) == ({PRODUCT} if of_order else set())
+    assert not order_matters(found, {PRODUCT})
 
 
 def test_bits_of_nan_are_no_difference() -> None:

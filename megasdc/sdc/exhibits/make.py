@@ -25,7 +25,7 @@ from megasdc.model.kinds import (
     QKV,
     RESIDUAL,
 )
-from megasdc.train.detection.exhibits.block import (
+from megasdc.sdc.exhibits.block import (
     SLOTS,
     activation_input,
     activation_output,
@@ -34,11 +34,11 @@ from megasdc.train.detection.exhibits.block import (
     sum_input,
     sum_output,
 )
-from megasdc.train.detection.exhibits.calls import Call, Exhibit
-from megasdc.train.detection.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
-from megasdc.train.detection.exhibits.losses import logits_gradient, loss_output
-from megasdc.train.detection.exhibits.norms import norm_input, norm_output, norm_weight
-from megasdc.train.detection.exhibits.words import (
+from megasdc.sdc.exhibits.calls import Call, Exhibit
+from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
+from megasdc.sdc.exhibits.losses import logits_gradient, loss_output
+from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
+from megasdc.sdc.exhibits.words import (
     position_input,
     position_output,
     position_weight,
@@ -53,12 +53,13 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, phase, "output"): linear_output for kind in LINEAR for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): linear_input for kind in LINEAR},
     **{(kind, WEIGHT_GRAD, "weight"): linear_weight for kind in LINEAR},
-    **{(kind, WEIGHT_GRAD, "bias"): bias_gradient for kind in (*LINEAR, *NORMS)},
+    **{(kind, WEIGHT_GRAD, "bias"): bias_gradient for kind in LINEAR},
     **{(kind, phase, "output"): sum_output for kind in SUMS for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): sum_input for kind in SUMS},
     **{(kind, phase, "output"): norm_output for kind in NORMS for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): norm_input for kind in NORMS},
     **{(kind, WEIGHT_GRAD, "weight"): norm_weight for kind in NORMS},
+    **{(kind, WEIGHT_GRAD, "bias"): norm_bias for kind in NORMS},
     **{(ACTIVATION, phase, "output"): activation_output for phase in (FORWARD, RECOMPUTE)},
     (ACTIVATION, BACKWARD, "input"): activation_input,
     **{(CORE_ATTENTION, phase, "output"): attention_output for phase in (FORWARD, RECOMPUTE)},

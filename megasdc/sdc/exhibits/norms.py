@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from megasdc.sdc.fp64.bounds import Exact, Moments, normalized
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
+from megasdc.sdc.fp64.bounds import WORKING, Exact, Moments, normalized, product
 from megasdc.sdc.fp64.bounds import norm_input as exact_input
 from megasdc.sdc.fp64.bounds import norm_weight as exact_weight
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
 def _norm_factors(call: Call) -> tuple[Tensor, ...]:
@@ -52,6 +53,23 @@ def norm_weight(call: Call, result: Tensor) -> Exhibit:
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         own, slopes = taken(inputs.T, columns), taken(gradient.T, columns)
-        return exact_weight(slopes, own, _moments(call, inputs.cpu()), result.dtype, inputs.shape[-1])
+        working = _summed_in(call, result)
+        return exact_weight(slopes, own, _moments(call, inputs.cpu()), result.dtype, inputs.shape[-1], working)
 
     return Exhibit(result.detach().reshape(1, -1), (inputs, gradient), compute)
+
+
+def norm_bias(call: Call, result: Tensor) -> Exhibit:
+    """The sum of the output's gradient over all tokens; one row."""
+    gradient = rows_of(call.gradients[-1])
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        terms = taken(gradient.T, columns)
+        return product(terms, torch.ones_like(terms), result.dtype, working=_summed_in(call, result))
+
+    return Exhibit(result.detach().reshape(1, -1), (gradient,), compute)
+
+
+def _summed_in(call: Call, result: Tensor) -> torch.dtype:
+    """The type that gradients of weight and bias are summed in: PyTorch's LayerNorm on a processor has their own."""
+    return result.dtype if isinstance(call.module, nn.LayerNorm) and result.device.type == "cpu" else WORKING

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
 from megasdc.sdc.fp64.bounds import Exact, product
-from megasdc.train.detection.exhibits.calls import Call, Exhibit, rows_of, taken
 
 
 def _linear_factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,1 @@
+"""What follows an audit in which results differ, in any training: votes, repeats, the referee, elements elsewhere."""
