@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from megasdc.config.sections.guard import GuardSettings
 from megasdc.errors import ConfigError
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.probe import Batch, Probe
-from megasdc.guard.record import Recorder, Watched
+from megasdc.guard.record import Recorder
 from megasdc.guard.referee import build_referee
+from megasdc.guard.training import Part, Training
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.findings import AuditFindings, Moved, Work
 from megasdc.sdc.audits.places import Places
 from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
-from megasdc.tensors.checksum import default_algorithm
 
 
 @dataclass(frozen=True)
@@ -45,33 +42,26 @@ class Audited:
     agreed: Agreed
 
 
-class Auditor:
-    """Computes audits, and rules on what they find.
+class GuardAudit(Part):
+    """Audits the first step, and every ``audit.interval``-th.
 
     Args:
-        watched: submodules whose results are compared.
-        world: a host group of all ranks.
-        copies: a host group of those that hold the same parameters as this one.
-        wanted: returns the step that runs, where this rank's batch of it is audited; else None.
-        tell: writes an event on rank 0, from its kind, name and fields.
+        agreed: called with the step of each audit in which all ranks agree.
+
+    Attributes:
+        count: audits that were made.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        settings: GuardSettings,
-        watched: Sequence[Watched],
-        dims: ParallelDims,
-        world: dist.ProcessGroup | None,
-        copies: dist.ProcessGroup | None,
-        wanted: Callable[[], int | None],
-        tell: Callable[..., None],
-    ) -> None:
-        self._engine, self._dims, self._world, self._copies = engine, dims, world, copies
+    def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
+        engine, settings, dims, world = training.engine, training.settings, training.dims, training.world
+        self._training, self._engine, self._dims, self._world = training, engine, dims, world
+        self._copies, self._tell, tell = training.copies, training.tell, training.tell
+        self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
+        self.count = 0
         self._modules = _modules_of(engine.module)
-        self._algorithm = default_algorithm(engine.device)
-        recorder = Recorder(engine.module, watched, self._algorithm)
-        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, wanted)
+        self._algorithm = training.algorithm
+        recorder = Recorder(engine.module, training.watched, self._algorithm)
+        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
         referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
         recorder.listener = referee.listen
         self._findings = AuditFindings(*(dims, world, sdc.repeats, referee, partial(tell, "sdc")), asks=sdc.referee)
@@ -81,14 +71,42 @@ class Auditor:
         """Look at no further forward pass."""
         self._probe.close()
 
-    def compute(self, step: int, source: int) -> Audited:
-        """Compute the batch of a step of a replica, on all, and compare.
+    def before_step(self, step: int) -> Iterable[Settled]:
+        """Audit a step that is due; what is found, each settled once it is asked for.
 
         Raises:
             ConfigError: it cannot be computed; on all ranks.
 
         Collective: all ranks of the world.
         """
+        if (source := self._source(step)) is None:
+            return
+        began = time.monotonic()
+        audited = self._compute(step, source)
+        self.count += 1
+        agreed = True
+        for found in self._settle(audited):
+            if found.rulings:
+                agreed = False
+                yield found
+        if agreed:
+            self._agreed(step)
+            seconds = round(time.monotonic() - began, 3)
+            self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
+
+    def _source(self, step: int) -> int | None:
+        """The replica whose batch is audited in a step, another one each time; None: it is not audited."""
+        if step != self._first and step % self._interval:
+            return None
+        return step // self._interval % self._dims.data
+
+    def _wanted(self) -> int | None:
+        """The step that runs, if this rank's batch is audited in it."""
+        step = self._training.step
+        return step if self._source(step) == self._dims.dp_rank else None
+
+    def _compute(self, step: int, source: int) -> Audited:
+        """Compute the batch of a step of a replica, on all, and compare."""
         dims, problem, own, batch = self._dims, None, Trace(), None
         copies = read_copies(self._engine, self._algorithm, step)
         try:
@@ -105,19 +123,14 @@ class Auditor:
         agreed = compare_replicas([digest(own), digest(copies)], [matters], dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
 
-    def settle(self, audited: Audited, earlier: Collection[int]) -> Iterator[Settled]:
-        """What an audit has found, with rulings, each settled once it is asked for; nothing: all agrees.
-
-        Args:
-            earlier: ranks that were wrong in an earlier event.
-
-        Collective: all ranks of the world.
-        """
+    def _settle(self, audited: Audited) -> Iterator[Settled]:
+        """What an audit has found, with rulings; nothing: all agrees."""
         (results, copies), (matters,) = audited.agreed.differing, audited.agreed.raised
         if copies:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
             return
         step, batch = audited.step, audited.batch
+        earlier = self._training.suspects.ranks
         work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
         if matters and audited.moved is not None:
             yield self._findings.of_permuted(work, audited.moved)

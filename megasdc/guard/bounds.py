@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from megasdc.config.problems.optimizer_hooks import deepspeed_problems, spec_problems
 from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpec
 from megasdc.errors import ConfigError, NonFiniteError
+from megasdc.guard.training import Part, Training
 from megasdc.optim.bound_report import gather_totals, rows_of, warnings_of
 from megasdc.optim.bounds import ShardBounds
 from megasdc.optim.clip_factors import clip_factor
 from megasdc.optim.step_control import StepControl
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.incidents.settled import Settled
 
 logger = logging.getLogger(__name__)
 
@@ -55,27 +56,13 @@ def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
         raise ConfigError(problems)
 
 
-class GuardBounds:
-    """Bounds the gradients of each step.
+class GuardBounds(Part):
+    """Bounds the gradients of each step; made after ``check_bounds``."""
 
-    Args:
-        engine: after ``check_bounds``.
-        group: a host group of all ranks.
-        interval: steps between reports.
-        tell: writes an event on rank 0, from its kind, name and fields.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        specs: Sequence[HookSpec],
-        dims: ParallelDims,
-        group: dist.ProcessGroup | None,
-        interval: int,
-        tell: Callable[..., None],
-    ) -> None:
-        self._engine, self._specs, self._dims, self._group = engine, specs, dims, group
-        self._interval, self._tell = interval, tell
+    def __init__(self, training: Training) -> None:
+        engine, specs, dims = training.engine, training.settings.optimizer_hooks, training.dims
+        self._engine, self._specs, self._dims, self._group = engine, specs, dims, training.world
+        self._interval, self._tell = training.settings.logging.interval, training.tell
         names = {one: name for name, one in engine.module.named_parameters() if one.requires_grad}
         self._bounds = ShardBounds(engine.optimizer, names, specs, None, dims)
         self._control = StepControl(engine.optimizer, engine.data_parallel_group)
@@ -84,7 +71,7 @@ class GuardBounds:
         """Give the optimizer back its own norm and skip."""
         self._control.close()
 
-    def before_step(self, step: int) -> None:
+    def before_step(self, step: int) -> Iterable[Settled]:
         """Bound this rank's shards, and agree on norm and skip.
 
         Raises:
@@ -109,6 +96,7 @@ class GuardBounds:
                 logger.warning("step %d is skipped: %s", step, reason)
         changed = torch.tensor(norm, dtype=torch.float64, device=sums.device) if self._bounds.changes(step) else None
         self._control.decide(changed, reason is not None)
+        return ()
 
     def after_step(self, step: int) -> None:
         """Count the clip of a step that was taken, and report when due.

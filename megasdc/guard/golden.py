@@ -8,26 +8,26 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megasdc.config.sections.guard import GuardSettings
 from megasdc.errors import ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.guard.engine import precision_of
 from megasdc.guard.golden_file import Packed, Part, evaluated, existing, key_of, load_part, pack, save_parts
 from megasdc.guard.probe import Batch, Probe
-from megasdc.guard.record import Recorder, Watched
+from megasdc.guard.record import Recorder
 from megasdc.guard.seeded import seed_problems, seeded_parameters
+from megasdc.guard.training import Part as Protection
+from megasdc.guard.training import Training
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
-from megasdc.tensors.checksum import ChecksumAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,8 @@ GAPS = ("results of submodules that sum over tensor ranks",)
 """What a trace lacks: a tensor rank that differs may have received what differs."""
 
 
-class GuardGolden:
+class GuardGolden(Protection):
     """Records a golden trace, or verifies this training's ranks with one, before optimizer steps.
-
-    Args:
-        watched: submodules whose results are compared.
-        groups: host groups: of all ranks, and of those that hold the same parameters.
-        tell: writes an event on rank 0, from its kind, name and fields.
 
     Raises:
         ConfigError: nothing can be recorded.
@@ -53,18 +48,10 @@ class GuardGolden:
     Collective: all ranks of the world, ``before_step`` too.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        watched: Sequence[Watched],
-        algorithm: ChecksumAlgorithm,
-        dims: ParallelDims,
-        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
-        settings: GuardSettings,
-        tell: Callable[..., None],
-    ) -> None:
-        self._engine, self._watched, self._algorithm, self._dims = engine, list(watched), algorithm, dims
-        (self._world, self._copies), self._tell = groups, tell
+    def __init__(self, training: Training) -> None:
+        engine, dims, settings = training.engine, training.dims, training.settings
+        self._training, self._engine, self._dims = training, engine, dims
+        self._world, self._copies, self._tell = training.world, training.copies, training.tell
         self._settings, self._repeats = settings.golden, settings.sdc.repeats
         assert settings.golden.path is not None, "else there is nothing to do"
         self._path = Path(settings.golden.path)
@@ -72,7 +59,7 @@ class GuardGolden:
         """Stages compute what they are given in the file, and nothing of one another: each is judged for itself."""
         self._first = True
         self._finite = FiniteRecorder()
-        recorder = Recorder(engine.module, watched, algorithm)
+        recorder = Recorder(engine.module, training.watched, training.algorithm)
         recorder.listener = self._finite if settings.golden.record else None
         off = f'golden.path: got "{self._path}"', "null"
         self._probe = Probe(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
@@ -88,14 +75,8 @@ class GuardGolden:
         """Look at no further forward pass."""
         self._probe.close()
 
-    def before_step(self, step: int, earlier: Collection[int]) -> Settled | None:
+    def before_step(self, step: int) -> Iterable[Settled]:
         """Record or verify, if it is due.
-
-        Args:
-            earlier: ranks that were wrong before.
-
-        Returns:
-            What was found; None: nothing.
 
         Raises:
             ConfigError: on all ranks, where the model cannot be computed so.
@@ -106,18 +87,18 @@ class GuardGolden:
         if self._settings.record:
             if first:
                 self._record(step)
-            return None
-        return self._verify(step, earlier) if first or step % self._settings.interval == 0 else None
+        elif first or step % self._settings.interval == 0:
+            yield from self._verify(step)
 
     def _begin(self) -> Part | None:
         if problems := seed_problems(self._engine.module):
             raise ConfigError([f'golden.path: got "{self._path}", and {one}; set it to null.' for one in problems])
         self._key = key_of(
             self._engine.module,
-            self._watched,
+            self._training.watched,
             precision=precision_of(self._engine),
             layout=f"TP{self._dims.tensor} x PP{self._dims.pipeline}",
-            algorithm=self._algorithm.name,
+            algorithm=self._training.algorithm.name,
             seed=self._settings.seed,
         )
         if not self._settings.record:
@@ -129,7 +110,7 @@ class GuardGolden:
     def _wanted(self) -> int | None:
         """The step that runs, if this rank's batch is recorded in it."""
         wanted = self._settings.record and self._first and self._dims.dp_rank == 0
-        return int(self._engine.global_steps) + 1 if wanted else None
+        return self._training.step if wanted else None
 
     def _compute(self, batch: Batch) -> Trace:
         with seeded_parameters(self._engine.module, self._settings.seed):
@@ -149,7 +130,7 @@ class GuardGolden:
             )
         packed = self._together(lambda: pack(own) if self._dims.dp_rank == 0 else None)
         parts = self._gather_parts(packed)
-        self._together(lambda: save_parts(self._path, self._algorithm.name, parts) if parts else None)
+        self._together(lambda: save_parts(self._path, self._training.algorithm.name, parts) if parts else None)
         seconds = round(time.monotonic() - began, 3)
         self._tell("golden", "recorded", step=step, path=str(self._path), results=len(own.trace), seconds=seconds)
         if self._dims.rank == 0:
@@ -179,7 +160,7 @@ class GuardGolden:
 
     # --- verification ---------------------------------------------------------------------------------------------
 
-    def _verify(self, step: int, earlier: Collection[int]) -> Settled | None:
+    def _verify(self, step: int) -> Iterable[Settled]:
         began = time.monotonic()
         runs = [[one] for one in self._run_all()]
         if any(one.finding.key for of_rank in runs for one in of_rank):
@@ -191,10 +172,11 @@ class GuardGolden:
             for number in range(len(runs[0]))
         ]
         answer = GoldenAnswer(runs, 1, judged, time.monotonic() - began)
-        rulings = answer.rulings(step, earlier)
+        rulings = answer.rulings(step, self._training.suspects.ranks)
         name, compared = ("differs" if rulings else "agreed"), answer.compared
         self._tell("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))
-        return Settled("golden", None, rulings, compared, answer.counts) if rulings else None
+        if rulings:
+            yield Settled("golden", None, rulings, compared, answer.counts)
 
     def _run_all(self) -> list[GoldenRun]:
         return gather_objects(self._together(self._run), self._world)

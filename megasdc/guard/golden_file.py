@@ -13,7 +13,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -57,7 +57,7 @@ class Part:
     trace: Trace
 
 
-def key_of(model: nn.Module, watched: list[Watched], **settings: Any) -> dict[str, Any]:
+def key_of(model: nn.Module, watched: Sequence[Watched], **settings: Any) -> dict[str, Any]:
     """All that may change a bit of what a model computes, in plain values by name.
 
     Args:

@@ -7,34 +7,31 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megasdc.guard.training import Part, Training
 from megasdc.health.instructions import PHASES
 from megasdc.health.limits import FIRST_STEPS
 from megasdc.health.phases import Phase
 from megasdc.health.program_health import ProgramHealth
 from megasdc.health.slow.report import SlowReport, Where
 from megasdc.health.slow.stragglers import EVERY, LONG, Stragglers
-from megasdc.origin import Origin
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
 
-class GuardPhases:
+class GuardPhases(Part):
     """Records the phases of a DeepSpeed engine: of a pipeline by its instructions, else by its calls.
 
     What the training does between those is ``between steps``, also within one: nothing is known of it.
     """
 
-    def __init__(self, engine: Any, health: ProgramHealth) -> None:
-        self._engine = engine
+    def __init__(self, training: Training, health: ProgramHealth) -> None:
+        self._engine = engine = training.engine
         self._undo = ExitStack()
         self._undo.callback(health.let_go)
         self._recorders = {phase: health.recorder(phase) for phase in Phase}
@@ -97,32 +94,20 @@ class GuardPhases:
         self._undo.callback(vars(self._engine).pop, "_INSTRUCTION_MAP")
 
 
-class GuardStragglers:
+class GuardStragglers(Part):
     """Compares how long the forward passes of the ranks of each stage take; they wait for nobody.
 
     Times are exchanged every few steps. The first tensor rank of a stage gives them.
 
-    Args:
-        group: a host group of all ranks.
-        tell: writes an event on rank 0, from its kind, name and fields.
-
     Collective: all ranks of the world.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        dims: ParallelDims,
-        slow_ratio: float,
-        group: dist.ProcessGroup | None,
-        folder: Path,
-        origin: Origin,
-        tell: Callable[..., None],
-    ) -> None:
-        self._dims, self._group, self._tell = dims, group, tell
+    def __init__(self, training: Training, slow_ratio: float) -> None:
+        engine, dims, group = training.engine, training.dims, training.world
+        self._group, self._tell = group, training.tell
         self._on_device = engine.device.type == "cuda"
         self._stragglers = Stragglers(dims.data, dims.pipeline, slow_ratio)
-        self._first_step = int(engine.global_steps) + 1
+        self._first_step = training.step
         self._begun: Any = None
         self._spans: list[tuple[Any, Any]] = []
         self._steps: list[float] = []
@@ -142,7 +127,7 @@ class GuardStragglers:
                 divmod(number, dims.pipeline): Where(tuple(range(first, first + dims.tensor)), hosts[first])
                 for number, first in enumerate(self._ranks)
             }
-            self._report = SlowReport(folder, slow_ratio, where, LONG, origin)
+            self._report = SlowReport(training.folder, slow_ratio, where, LONG, training.origin)
             self._write(lambda report: report.write_suspects(self._stragglers, self._first_step - 1), self._first_step)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ finite the step's micro-batches are computed again, as training did, and each re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,59 +16,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.addresses import BACKWARD
-from megasdc.config.sections.guard import GuardNonFiniteSection
 from megasdc.errors import ConfigError
 from megasdc.guard.kept import MicroBatches
 from megasdc.guard.probe import FP16_SCALE, Probe
-from megasdc.guard.record import ROOT, Recorder, Watched
+from megasdc.guard.record import ROOT, Recorder
+from megasdc.guard.training import Part, Training
 from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, Origin, explain, origin_here
-from megasdc.tensors.checksum import ChecksumAlgorithm
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
 
-class GuardNonFinite:
-    """Looks for NaN and Inf before each optimizer step; it decides nothing.
+class GuardNonFinite(Part):
+    """Looks for NaN and Inf before each optimizer step; it decides nothing."""
 
-    Args:
-        watched: submodules whose results are looked at in a search.
-        group: a host group of all ranks.
-        tell: writes an event on rank 0, from its kind, name and fields.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        watched: Sequence[Watched],
-        algorithm: ChecksumAlgorithm,
-        dims: ParallelDims,
-        group: dist.ProcessGroup | None,
-        settings: GuardNonFiniteSection,
-        tell: Callable[..., None],
-    ) -> None:
-        self._engine, self._watched, self._dims, self._group = engine, list(watched), dims, group
-        self._tell, self._left = tell, settings.searches
+    def __init__(self, training: Training) -> None:
+        engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
+        self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.world
+        self._tell, self._left = training.tell, settings.searches
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
-        recorder = Recorder(engine.module, watched, algorithm)
+        recorder = Recorder(engine.module, watched, training.algorithm)
         recorder.listener = self._finite
         off = "nonfinite.enabled: got true", "false"
         self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
-        self._step = lambda: int(engine.global_steps) + 1
-        self._batches = MicroBatches(engine.module, engine.device, self._step, settings.keep_mib * MIB)
+        self._batches = MicroBatches(engine.module, engine.device, lambda: training.step, settings.keep_mib * MIB)
 
     def close(self) -> None:
         """Look at nothing from now on."""
         self._batches.close()
         self._probe.close()
 
-    def before_step(self, step: int) -> None:
+    def before_step(self, step: int) -> Iterable[Settled]:
         """Look at loss and gradients, and search if they are not finite.
 
         Collective: all ranks of the world; one reduction of two numbers.
@@ -82,6 +66,7 @@ class GuardNonFinite:
         if bad_result or (bad_norm and not self._scale_explains_it()):
             self._search(step, seen)
         self._batches.clear()
+        return ()
 
     def _scale_explains_it(self) -> bool:
         """Whether gradients may be Inf by a loss scale that has not adapted yet."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megasdc.durable import write_durably
+from megasdc.guard.training import Part, Training
 
 logger = logging.getLogger(__name__)
 
@@ -17,12 +17,10 @@ MARK = "megasdc_verified.json"
 FORMAT = "megasdc.guard_verified.v1"
 
 
-class SaveMarks:
+class SaveMarks(Part):
     """Notes what ``engine.save_checkpoint`` saves, and marks it once an audit of a later step has agreed.
 
     Args:
-        tell: writes an event on rank 0, from its kind, name and fields.
-        writes: whether this rank writes the marks.
         saves: false: nothing is saved at all.
 
     Attributes:
@@ -30,8 +28,9 @@ class SaveMarks:
         candidate: folder of the newest one that is not marked; None: likewise.
     """
 
-    def __init__(self, engine: Any, tell: Callable[..., None], *, writes: bool, saves: bool = True) -> None:
-        self._engine, self._tell, self._writes, self._saves = engine, tell, writes, saves
+    def __init__(self, training: Training, *, saves: bool) -> None:
+        self._engine = engine = training.engine
+        self._tell, self._writes, self._saves = training.tell, training.dims.rank == 0, saves
         self._save = engine.save_checkpoint
         self._waiting: list[tuple[int, Path]] = []
         self.verified: Path | None = None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -13,39 +11,24 @@ from megasdc.addresses import MICRO_BATCH_PHASES, PARAMETER
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.guard.copies import read_copies
 from megasdc.guard.engine import precision_of
-from megasdc.guard.record import Recorder, Watched
+from megasdc.guard.record import Recorder
 from megasdc.guard.settings import FOLDER
-from megasdc.parallel.dims import ParallelDims
+from megasdc.guard.training import Part, Training
 from megasdc.sdc.device import device_name
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
-from megasdc.tensors.checksum import ChecksumAlgorithm
 
 
-class GuardTrace:
-    """Records every ``interval``-th step of training from its first forward pass to its end.
+class GuardTrace(Part):
+    """Records every ``trace.interval``-th step of training from its first forward pass to its end."""
 
-    Args:
-        folder: of the run; the files are in ``trace`` there.
-        patterns: by which submodules were chosen; None: the default.
-        tell: writes an event on rank 0, from its kind, name and fields.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        watched: Sequence[Watched],
-        algorithm: ChecksumAlgorithm,
-        dims: ParallelDims,
-        folder: Path,
-        interval: int,
-        patterns: Sequence[str] | None,
-        tell: Callable[..., None],
-    ) -> None:
-        self._engine, self._algorithm, self._dims = engine, algorithm, dims
-        self._tell = tell
-        self._folder, self._interval = folder / FOLDER, interval
-        self._recorder = Recorder(engine.module, watched, algorithm)
+    def __init__(self, training: Training) -> None:
+        engine, dims, algorithm = training.engine, training.dims, training.algorithm
+        patterns = training.settings.audit.submodules
+        self._training, self._engine, self._algorithm, self._dims = training, engine, algorithm, dims
+        self._folder, self._interval = training.folder / FOLDER, training.settings.trace.interval
+        self._recorder = Recorder(engine.module, training.watched, algorithm)
         self._writer: TraceWriter | None = None
         self._step: int | None = None
         self._header = {
@@ -62,40 +45,41 @@ class GuardTrace:
             "versions": installed_versions(),
             "granularity": "gemm" if patterns is None else " ".join(patterns),
             "phases": [*MICRO_BATCH_PHASES, PARAMETER],
-            "interval": interval,
+            "interval": self._interval,
             "micro_batches": None,
             "layers": None,
         }
+        self._begin(training.step)
 
-    def begin(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
         """Record a step from now on, if it is due."""
         if (step - 1) % self._interval == 0:
             self._step = step
             self._recorder.attach(step)
 
-    def pause(self, step: int) -> None:
-        """Record nothing that is computed before the optimizer's step.
-
-        Args:
-            step: that is about to be taken; what was recorded as another, before a checkpoint was loaded, is left out.
-        """
+    def before_step(self, step: int) -> Iterable[Settled]:
+        """Record nothing from now on; what was recorded as another step, before a checkpoint was loaded, goes."""
         self._recorder.detach()
         if self._step not in (None, step):
-            self._tell("trace", "left_out", step=step, recorded_as=self._step)
+            self._training.tell("trace", "left_out", step=step, recorded_as=self._step)
             self._recorder.take()
             self._step = None
+        return ()
 
-    def end(self) -> None:
-        """Write what was recorded, with the parameters after the step."""
-        if self._step is None:
-            return
-        trace, after = self._recorder.take(), read_copies(self._engine, self._algorithm, self._step)
+    def after_step(self, step: int) -> None:
+        """Write what was recorded, with the parameters after the step; the next one begins."""
+        if self._step is not None:
+            self._write(self._step)
+        self._begin(self._training.step)
+
+    def _write(self, step: int) -> None:
+        trace, after = self._recorder.take(), read_copies(self._engine, self._algorithm, step)
         kept = [place for place, address in enumerate(after.addresses) if address.phase == PARAMETER]
         trace.extend(Trace([after.addresses[one] for one in kept], [after.checksums[one] for one in kept]))
         if self._writer is None:
-            set_aside(self._folder, self._dims.rank, self._dims.world_size, self._step)
-            path = trace_path(self._folder, self._dims.rank, self._step)
-            self._writer = TraceWriter(path, {**self._header, "first_step": self._step})
+            set_aside(self._folder, self._dims.rank, self._dims.world_size, step)
+            path = trace_path(self._folder, self._dims.rank, step)
+            self._writer = TraceWriter(path, {**self._header, "first_step": step})
         self._writer.append(trace)
         self._step = None
 

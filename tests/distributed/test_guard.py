@@ -230,12 +230,12 @@ def _gathered(folder: str, zero: int, precision: dict[str, Any]) -> list[dict[st
     seen = []
     original = GuardBounds.before_step
 
-    def gather(self: Any, step: int) -> None:
+    def gather(self: Any, step: int) -> Any:
         named = engine.module.named_parameters()
         seen.append(
             {name: (safe_get_full_fp32_param(one).clone(), safe_get_full_grad(one).clone()) for name, one in named}
         )
-        original(self, step)
+        return original(self, step)
 
     GuardBounds.before_step = gather  # type: ignore[method-assign]
     config = deepspeed_config(zero, "fp32", {"gradient_clipping": LARGEST, **precision})
