@@ -19,7 +19,7 @@ from tools.bench.detection.options import (
     RefereeOptions,
     TracedModel,
 )
-from tools.bench.guard.options import GuardOptions
+from tools.bench.guard.options import GuardCostOptions, GuardOptions
 from tools.bench.isolation.options import IsolationOptions, RateOptions
 from tools.bench.options import add_command
 
@@ -65,6 +65,14 @@ def bench_guarding(on_progress: Any, options: GuardOptions) -> Any:
     from tools.bench.guard.campaign import bench_guard
 
     return bench_guard(options, on_progress)
+
+
+@add_command(app, "guard-cost", "--pairs 4 --out cost.json")
+def bench_guard_costs(on_progress: Any, options: GuardCostOptions) -> Any:
+    """Measure what a guard costs a training that is not megasdc's own; exit code 1 if it is more than it may be."""
+    from tools.bench.guard.cost import bench_guard_cost
+
+    return bench_guard_cost(options, on_progress)
 
 
 @add_command(app, "isolation", "--drills 20 --layouts 1x1x3 --out isolation.json")

@@ -1,4 +1,4 @@
-"""Options of the campaign of guards."""
+"""Options of the benchmarks of guards."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ class GuardOptions(Options):
         """Trainings that are not known."""
         known = ", ".join(TRAININGS)
         return [f"--names: {one!r} is none of {known}" for one in self.drawn if one not in TRAININGS]
+
+
+@dataclass(frozen=True)
+class GuardCostOptions(Options):
+    """The training, and how often what is measured."""
+
+    pairs: int = option(20, "Pairs of blocks with and without a protection.", least=1)
+    steps: int = option(2, "Steps of a block.", least=1)
+    audits: int = option(12, "Audits, and comparisons with a golden trace.", least=2)
+    hidden: int = option(256, "Hidden size.", least=32)
+    layers: int = option(4, "Layers.", least=1)
+    sequence: int = option(128, "Tokens of a micro-batch.", least=8)
+    micro_batches: int = option(8, "Micro-batches of a step.", least=1)

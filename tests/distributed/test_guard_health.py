@@ -1,0 +1,135 @@
+"""Does a guard tell what a rank is doing, name who is slow, and take part in trials?"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import run_distributed
+
+import megasdc
+from megasdc.events import read_events
+from megasdc.guard.settings import TRIAL_VARIABLE
+from megasdc.health.phases import Phase
+from megasdc.health.program_health import ProgramHealth
+from megasdc.sdc.trace_file import read_folder
+from tools.bench.guard.cost import bench_guard_cost
+from tools.bench.guard.cost_rank import ALWAYS
+from tools.bench.guard.options import GuardCostOptions
+from tools.bench.guard.trainings import MICRO_BATCHES, deepspeed_config, llama_engine, pipeline_engine, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+OFF = {"audit": {"enabled": False}, "nonfinite": {"enabled": False}}
+
+
+def _slow(folder: str) -> None:
+    """Body of a rank: rank 1 takes longer for each forward pass, but not from step 30 on."""
+    engine = llama_engine(deepspeed_config(1, "fp32"))
+
+    def wait(*_: Any) -> None:
+        if engine.global_steps < 30:
+            time.sleep(0.03)
+
+    if dist.get_rank() == 1:
+        engine.module.model.register_forward_pre_hook(wait)
+    guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, "health": {"slow_ratio": 1.5}, **OFF})
+    train(engine, 70, guard.dims.dp_rank)
+    guard.close()
+
+
+def test_a_slow_rank_is_named_and_recovers(tmp_path: Path) -> None:
+    """Of three replicas the one that is slower is named, nobody else, and is named as fast again later."""
+    run_distributed(_slow, 3, str(tmp_path))
+    told = list(read_events(tmp_path, kind="health"))
+    assert [(one.name, one.fields["ranks"]) for one in told] == [("straggler", [1]), ("recovered", [1])]
+    assert told[0].step is not None and told[0].step <= 24
+    assert json.loads((tmp_path / "health" / "suspects.json").read_text())["suspects"] == []
+
+
+def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
+    """Body of a rank: what its record says at each change of phase in two steps."""
+    config = deepspeed_config(1, "fp32")
+    engine = llama_engine(config) if stages == 1 else pipeline_engine(config, stages)
+    rank = dist.get_rank()
+    health = ProgramHealth({"here": [0, 1]}, rank, Path(folder), "launch", (60, 900), (), lambda code, text: None)
+    found, recorder = [], health.recorder
+
+    def noting(phase: Phase) -> Any:
+        enter = recorder(phase)
+
+        def note(step: int, micro_batch: int) -> None:
+            found.append((step, micro_batch, phase))
+            enter(step, micro_batch)
+
+        return note
+
+    health.recorder = noting  # type: ignore[method-assign]
+    guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, **OFF})
+    assert health.is_told
+    train(engine, 2, guard.dims.dp_rank)
+    guard.close()
+    assert not health.is_told and "backward" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
+    count = len(found)
+    train(engine, 1, guard.dims.dp_rank)
+    assert len(found) == count, "after close nothing is told"
+    health.close()
+    return found
+
+
+def test_phases_of_a_plain_loop(tmp_path: Path) -> None:
+    """Each micro-batch has its forward and backward pass, each step its optimizer; between them is the user's code."""
+    for told in run_distributed(_phases, 2, str(tmp_path), 1):
+        kinds = [one for one in told if one[2] != Phase.BETWEEN]
+        assert kinds == [
+            *((1, 0, Phase.FORWARD), (1, 0, Phase.BACKWARD), (1, 1, Phase.FORWARD), (1, 1, Phase.BACKWARD)),
+            (1, -1, Phase.OPTIMIZER),
+            *((2, 0, Phase.FORWARD), (2, 0, Phase.BACKWARD), (2, 1, Phase.FORWARD), (2, 1, Phase.BACKWARD)),
+            (2, -1, Phase.OPTIMIZER),
+        ]
+
+
+def test_phases_of_a_pipeline(tmp_path: Path) -> None:
+    """Transfers are told by their direction: who waits in one is not taken for who computes."""
+    first, last = run_distributed(_phases, 2, str(tmp_path), 2)
+    assert sum(one[2] == Phase.SEND_ACTIVATION for one in first) == 2 * MICRO_BATCHES
+    assert sum(one[2] == Phase.RECEIVE_GRADIENT for one in first) == 2 * MICRO_BATCHES
+    assert sum(one[2] == Phase.RECEIVE_ACTIVATION for one in last) == 2 * MICRO_BATCHES
+    assert {one[2] for one in last} >= {Phase.FORWARD, Phase.BACKWARD, Phase.SEND_GRADIENT, Phase.OPTIMIZER}
+
+
+def _tried(folder: str) -> tuple[Any, int, bool]:
+    """Body of a rank: a trial of two steps, in a training that would take more and saves."""
+    os.environ[TRIAL_VARIABLE] = json.dumps({"folder": f"{folder}/trial", "steps": 2})
+    engine = llama_engine(deepspeed_config(1, "fp32"))
+    megasdc.attach(engine, {"logging": {"run_dir": f"{folder}/own"}})
+    code = None
+    try:
+        for _ in range(5):
+            train(engine, 1, dist.get_rank())
+            engine.save_checkpoint(f"{folder}/saved")
+    except SystemExit as error:
+        code = error.code
+    return code, engine.global_steps, "save_checkpoint" in vars(engine)
+
+
+def test_a_trial_traces_saves_nothing_and_ends(tmp_path: Path) -> None:
+    """It writes to its own folder, takes the steps asked for, and leaves with exit code 0, the guard closed."""
+    assert set(run_distributed(_tried, 2, str(tmp_path))) == {(0, 2, False)}
+    assert not (tmp_path / "saved").exists() and not (tmp_path / "own").exists()
+    found = read_folder(tmp_path / "trial" / "trace")
+    assert {address.step for _, trace in found.values() for address in trace.addresses} == {1, 2}
+    assert [one.step for one in read_events(tmp_path / "trial", kind="guard", name="not_saved")] == [1]
+
+
+@pytest.mark.full
+def test_a_sample_of_the_costs() -> None:
+    """Every protection is measured, the golden trace and audits too."""
+    options = GuardCostOptions(pairs=1, steps=1, audits=2, hidden=32, layers=1, sequence=8, micro_batches=2)
+    result = bench_guard_cost(options)
+    assert [one.name for one in result.always] == list(ALWAYS)
+    assert all(one.seconds.median > 0 and one.share > 0 for one in result.sometimes)

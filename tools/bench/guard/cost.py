@@ -1,0 +1,130 @@
+"""What a guard costs, ``python -m tools.bench guard-cost``: time of steps, with each protection and without.
+
+A Llama of Hugging Face trains with ZeRO-1 in a plain loop, on two ranks of this machine with a thread each. What acts
+in every step is attached and closed in turn, block by block. What acts every so many steps tells how long training
+stood still for it; that is divided by so many steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.bench.guard.cost_rank import ALWAYS, SOMETIMES, measure_costs
+from tools.bench.guard.options import GuardCostOptions
+from tools.bench.machine import describe_machine
+from tools.bench.rank import run_in_ranks, scratch_folder
+from tools.bench.result import Progress, Report, Result, table
+from tools.bench.statistics import Cost, Estimate, estimate_median, ratios
+
+RANKS = 2
+BAR = 1.01
+"""Largest ratio of what acts in every step; traces have none, they are for comparisons."""
+SHARE_BAR = 0.005
+"""Largest share of time of audits every 50 steps."""
+AUDIT = "audit"
+
+
+@dataclass(frozen=True)
+class Every:
+    """What acts in every step; ``ratio``: of the time of a step to that without a guard."""
+
+    name: str
+    ratio: Estimate
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether it may not cost more."""
+        return self.name != "trace"
+
+    @property
+    def passed(self) -> bool:
+        """Whether it costs no more than it may."""
+        return not self.has_bar or self.ratio.passes(BAR)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What acts every ``interval`` steps; ``share`` of the time of those steps."""
+
+    also = ("share",)
+
+    name: str
+    interval: int
+    seconds: Estimate
+    step_s: float
+
+    @property
+    def share(self) -> float:
+        """Of time."""
+        return self.seconds.median / (self.interval * self.step_s)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it costs no more than it may."""
+        return self.name != AUDIT or self.share <= SHARE_BAR
+
+
+@dataclass(frozen=True)
+class GuardCostResult(Result):
+    """All protections."""
+
+    always: Sequence[Every] = field(repr=False)
+    sometimes: Sequence[Due] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether none costs more than it may."""
+        return all(one.passed for one in self.always) and all(one.passed for one in self.sometimes)
+
+    def report(self) -> Report:
+        """A table for each kind."""
+        rows = [
+            (
+                *(one.name, f"{one.ratio.median:.4f} ({one.ratio.low:.4f} - {one.ratio.high:.4f})"),
+                *(f"{BAR}" if one.has_bar else "", "pass" if one.passed else "FAIL"),
+            )
+            for one in self.always
+        ]
+        yield table("in every step: time of a step", ("protection", "ratio to none", "bar", "verdict"), rows)
+        due = [
+            (
+                *(one.name, f"{1000 * one.seconds.median:.0f}", f"{one.seconds.median / one.step_s:.2f}"),
+                *(str(one.interval), f"{one.share:.2%}"),
+                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", "pass" if one.passed else "FAIL"),
+            )
+            for one in self.sometimes
+        ]
+        columns = ("protection", "ms", "in steps", "every", "share of time", "bar", "verdict")
+        yield table("now and then: training stands still", columns, due)
+
+
+def bench_guard_cost(
+    options: GuardCostOptions, on_progress: Progress = lambda what, done, total: None
+) -> GuardCostResult:
+    """Measure all protections with all ranks on this machine.
+
+    Raises:
+        MegasdcError: a rank has failed.
+    """
+    machine, costs, stood = describe_machine(), dict[str, list[tuple[Cost, Cost]]](), dict[str, list[float]]()
+    steps: list[float] = []
+
+    def take(message: dict[str, Any]) -> None:
+        if "done" in message:
+            on_progress(message["name"], message["done"], message["total"])
+        elif message["name"] in ALWAYS:
+            costs[message["name"]] = message["costs"]
+            steps.extend(other.wall_s / options.steps for _, other in message["costs"])
+        else:
+            stood[message["name"]] = message["seconds"]
+
+    with scratch_folder() as folder:
+        run_in_ranks(measure_costs, {"options": options, "folder": str(folder)}, RANKS, folder, take)
+    step_s = estimate_median(steps).median
+    return GuardCostResult(
+        *(machine, options),
+        [Every(name, ratios(costs[name], ("wall",))["wall"]) for name in ALWAYS],
+        [Due(name, interval, estimate_median(stood[name]), step_s) for name, (interval, _) in SOMETIMES.items()],
+    )

@@ -1,0 +1,114 @@
+"""Ranks of the benchmark of what a guard costs: one training, to which protections are attached in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.bench.guard.options import GuardCostOptions
+from tools.bench.guard.trainings import deepspeed_config, llama_engine
+from tools.bench.rank import Messages
+from tools.bench.statistics import Block, Cost, run_pairs
+
+NOTHING: Mapping[str, Any] = {
+    "audit": {"enabled": False},
+    "nonfinite": {"enabled": False},
+    "health": {"slow_ratio": None},
+}
+_BOUNDS = [{"hook": "spike_aware", "theta": 50}, {"hook": "absolute", "theta": 0.01}]
+ALWAYS: Mapping[str, Mapping[str, Any]] = {
+    "attached alone": {},
+    "stragglers": {"health": {"slow_ratio": 1.05}},
+    "NaN and Inf": {"nonfinite": {"enabled": True}},
+    "bounds": {"optimizer_hooks": _BOUNDS},
+    "trace": {"trace": {"enabled": True}},
+}
+"""Sections of what acts in every step, by name."""
+SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "audit": (50, {"audit": {"interval": 1}}),
+    "audit, permuted": (50, {"audit": {"interval": 1, "permuted": True}}),
+    "golden": (1000, {"golden": {"interval": 1}}),
+}
+"""Steps of what acts now and then, and its sections here, where it acts in each step."""
+
+
+def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) -> None:
+    """Train on and on; rank 0 sends costs of blocks with and without each protection, and seconds that others took."""
+    import deepspeed
+    import torch.distributed as dist
+
+    import megasdc
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    more = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": options.micro_batches}
+    sizes = {
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+    }
+    length = options.sequence
+    engine = llama_engine(deepspeed_config(1, "fp32", more), None, **sizes, max_position_embeddings=length)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+
+    def train(steps: int) -> None:
+        for _ in range(steps * options.micro_batches):
+            tokens = torch.randint(0, 64, (1, length), generator=draw)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+    def measure(block: Block) -> Cost:
+        block()
+        cost = _clocked(lambda: train(options.steps))
+        while guards:
+            guards.pop().close()
+        return cost
+
+    guards: list[Any] = []
+
+    def attach(name: str, sections: Mapping[str, Any]) -> Any:
+        settings = {"logging": {"run_dir": f"{folder}/{name.replace(' ', '_')}"}, **NOTHING, **sections}
+        return megasdc.attach(engine, settings)
+
+    train(1)
+    for name, sections in ALWAYS.items():
+
+        def guarded(name: str = name, sections: Mapping[str, Any] = sections) -> None:
+            guards.append(attach(name, sections))
+
+        def tell(what: str, done: int, total: int) -> None:
+            messages.send(name=what, done=done, total=total)
+
+        costs = run_pairs(name, (guarded, lambda: None), options.pairs, measure, tell)
+        messages.send(name=name, costs=costs)
+    _record(attach, train, folder)
+    for name, (_, sections) in SOMETIMES.items():
+        path = {"golden": {**sections["golden"], "path": f"{folder}/file.golden"}} if "golden" in sections else {}
+        guard = attach(name, {**sections, **path})
+        train(options.audits + 1)
+        guard.close()
+        if dist.get_rank() == 0:
+            messages.send(name=name, seconds=_seconds(Path(folder) / name.replace(" ", "_"))[1:])
+
+
+def _record(attach: Callable[..., Any], train: Callable[[int], None], folder: str) -> None:
+    guard = attach("record", {"golden": {"path": f"{folder}/file.golden", "record": True}})
+    train(1)
+    guard.close()
+
+
+def _clocked(work: Callable[[], None]) -> Cost:
+    """Wall time here, and processor time of this rank."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _seconds(folder: Path) -> list[float]:
+    """How long training stood still, of each time."""
+    from megasdc.events import read_events
+
+    return [float(one.fields["seconds"]) for one in read_events(folder, rank=0) if one.name == "agreed"]
