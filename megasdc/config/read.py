@@ -52,7 +52,8 @@ def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
         found = loads(text)
         plain = _plain(found)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        lines = text.splitlines()[: error.lineno]  # the end of a file that lacks something is one line more
+        line = lines[-1].strip() if lines else ""
         raise ConfigError(
             f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}; the line is: {line!r}.", source
         ) from error

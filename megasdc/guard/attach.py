@@ -97,7 +97,8 @@ class Guard:
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
             self._verdicts = Verdicts(training, self._saves)
             self._parts = self._attach(training)
-            self._last = None if trial is None else training.step + trial.steps - 1
+            self._left = None if trial is None else trial.steps
+            """Steps until a trial ends."""
             if self._parts:
                 engine._take_model_step = partial(self._before, engine._take_model_step)
                 self._undo.callback(vars(engine).pop, "_take_model_step")
@@ -134,7 +135,12 @@ class Guard:
             parts.append(self._keep(GuardNonFinite(training)))
         if settings.golden.path is not None:
             parts.append(self._keep(GuardGolden(training)))
-        if settings.audit.enabled:
+        if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
+            reason = "there is one replica, and nothing to compare it with; give audit.permuted or golden.path"
+            training.tell("guard", "not_audited", reason=reason)
+            if self.dims.rank == 0:
+                logger.warning("guard: nothing is audited: %s", reason)
+        elif settings.audit.enabled:
             self._audit = self._keep(GuardAudit(training, self._verdicts.agreed))
             parts.append(self._audit)
         if settings.optimizer_hooks:
@@ -195,8 +201,10 @@ class Guard:
             result = take_step(*args, **options)
             for part in self._parts:
                 part.after_step(step)
-            if step == self._last:
-                raise SystemExit(0)
+            if self._left is not None:
+                self._left -= 1
+                if self._left == 0:
+                    raise SystemExit(0)
         except SystemExit:
             self.close()
             atexit.register(_end_groups)

@@ -33,6 +33,8 @@ class GuardPhases(Part):
     def __init__(self, training: Training, health: ProgramHealth) -> None:
         self._engine = engine = training.engine
         self._undo = ExitStack()
+        dims = training.dims
+        health.take(pp_rank=dims.pp_rank, tp_rank=dims.tp_rank, dp_rank=dims.dp_rank)
         self._undo.callback(health.let_go)
         self._recorders = {phase: health.recorder(phase) for phase in Phase}
         self._is_pipeline = hasattr(engine, "_INSTRUCTION_MAP")
@@ -62,9 +64,10 @@ class GuardPhases(Part):
 
         def call(*args: Any, **options: Any) -> Any:
             self.enter(phase)
-            result = method(*args, **options)
-            self.enter(Phase.BETWEEN)
-            return result
+            try:
+                return method(*args, **options)
+            finally:
+                self.enter(Phase.BETWEEN)
 
         setattr(self._engine, name, call)
         self._undo.callback(_put_back, self._engine, name, had)
@@ -89,6 +92,7 @@ class GuardPhases(Part):
 
             return run
 
+        self._surround("_exec_schedule", Phase.BETWEEN)
         own = self._engine._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: watched(kind, method) for kind, method in own.items()}
         self._undo.callback(vars(self._engine).pop, "_INSTRUCTION_MAP")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megasdc.checkpoint.manifest import installed_versions
@@ -73,6 +74,7 @@ class Verdicts:
         if is_first:
             logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
         if action == "halt":
+            training.tell("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
             raise CorruptionExit(text)
 
     def _report(self, step: int, found: Settled, action: str) -> str | None:
@@ -83,7 +85,7 @@ class Verdicts:
                 environment=Environment(installed_versions(), training.dims.layout, precision_of(training.engine)),
                 verified_checkpoint=_text(self._saves.verified),
                 newest_candidate=_text(self._saves.candidate),
-                script=Script(shlex.join(sys.argv), self._agreed),
+                script=Script(_command(sys.argv), self._agreed),
             )
             return str(write_incident(incident)[1])
         except StorageError as error:
@@ -91,6 +93,11 @@ class Verdicts:
         except Exception:  # any error in the evidence: the other ranks wait for the page
             logger.exception("the incident of step %d cannot be reported", step)
         return None
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command line without what the launcher has added on this rank."""
+    return shlex.join(word for word in words if not word.startswith(("--local_rank=", "--local-rank=")))
 
 
 def _text(path: Path | None) -> str | None:

@@ -22,6 +22,13 @@ from megasdc.health.sister_groups import left_out, usual_collective
 
 GONE_KIND = "gone"
 """Kind of a blame where a rank or a host has died, which is no hang."""
+UNEVEN = frozenset(
+    {
+        *("scatter", "gather", "reduce_scatter", "_reduce_scatter_base", "all_gather", "allgather", "_allgather_base"),
+        *("all_to_all", "alltoall", "alltoall_base", "all_to_all_base", "allgather_into_tensor_coalesced"),
+    }
+)
+"""Collectives to which ranks may give other sizes, by the names of PyTorch's flight recorders."""
 UNSEEN = -1
 """In the wait-for graph: ranks of which nothing is known."""
 
@@ -139,8 +146,8 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 def _is_at_work(one: RankState, waits_for: set[int]) -> bool:
     """Whether a rank is where it waits for no other."""
-    if one.phase == Phase.TRAINING:
-        return one.answered and not waits_for and not _waiting(one)
+    if one.phase in (Phase.TRAINING, Phase.BETWEEN):
+        return one.answered and not waits_for and not _waiting(one) and not one.may_wait
     return one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR
 
 
@@ -157,7 +164,8 @@ def _mismatch(states: Sequence[RankState]) -> tuple[list[int], str] | None:
         members = [one for one in states if name in one.groups]
         for number in sorted({number for one in members for number in one.groups[name].recent}):
             said = {one.rank: text for one in members if (text := one.groups[name].recent.get(number))}
-            if len(set(said.values())) > 1:
+            has_ended = all(one.groups[name].ended >= number for one in members)  # whatever it was, it was legal
+            if not has_ended and len({_kind(text) for text in said.values()}) > 1:
                 usual = _usual(states, name, number, Counter(said.values()))
                 wrong = sorted(rank for rank, text in said.items() if text != usual)
                 others = "; ".join(f"rank {rank}: {said[rank]}" for rank in wrong)
@@ -168,6 +176,15 @@ def _mismatch(states: Sequence[RankState]) -> tuple[list[int], str] | None:
         return None
     _, ranks, why = min(found)
     return ranks, why
+
+
+def _kind(collective: str) -> str:
+    """What must be the same on all ranks of a collective: of those whose sizes may rightly differ the operation alone.
+
+    A single number may be of no dimension on some ranks, and of one on others.
+    """
+    operation, _, sizes = collective.partition(" ")
+    return operation if operation in UNEVEN else f"{operation} {sizes.replace('[1]', '[]')}"
 
 
 def _usual(states: Sequence[RankState], name: str, number: int, counts: Counter[str]) -> str | None:

@@ -41,9 +41,9 @@ def state_of(
     return RankState(
         rank=identity.rank,
         host=identity.host,
-        pp_rank=identity.pp_rank,
-        tp_rank=identity.tp_rank,
-        dp_rank=identity.dp_rank,
+        pp_rank=answer.get("pp_rank", identity.pp_rank),
+        tp_rank=answer.get("tp_rank", identity.tp_rank),
+        dp_rank=answer.get("dp_rank", identity.dp_rank),
         step=progress.step,
         micro_batch=progress.micro_batch,
         phase=progress.phase,

@@ -39,6 +39,8 @@ class Limits:
         """Seconds that a rank may stay where it is; ``first_step``: of its process."""
         slow = progress.phase in SLOW or progress.step < first_step + FIRST_STEPS
         floor = self.slow_floor_s if slow else self.floor_s
+        if progress.phase == Phase.TRAINING:
+            return floor  # anything may happen in it, so that its durations tell nothing
         counts = self.durations.get(progress.phase, [])
         if sum(counts) < ENOUGH:
             return max(floor, self.slow_floor_s)

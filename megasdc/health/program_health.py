@@ -19,7 +19,7 @@ from megasdc.config.sections.health import HealthSection
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
 from megasdc.health.front.wire import take_front
-from megasdc.health.phases import Phase
+from megasdc.health.phases import SLOW, Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import Leave, RankWatch
 from megasdc.health.record import Identity, RecordWriter, record_path
@@ -76,8 +76,7 @@ class ProgramHealth:
         self._record.enter(Phase.START, 0)
         self._joined, self._step = 0, 0
         self._counts_steps = False
-        self.is_told = False
-        """Whether somebody else tells what this rank does."""
+        self._tellers, self._phase = 0, Phase.START
         self._agent, self._starts = None, False
         if identity.local_rank == 0:
             front = take_front(run_dir / "health", f"{launch_id}.{node}")
@@ -87,24 +86,33 @@ class ProgramHealth:
         self._watch = RankWatch(self._record, leave, self._look)
         _current.append(self)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether somebody else tells what this rank does."""
+        return self._tellers > 0
+
+    def take(self, **place: int) -> None:
+        """Somebody tells what this rank does, from now until ``let_go``; ``place``: pp_rank, tp_rank, dp_rank."""
+        self._tellers += 1
+        self._watch.also.update(place)
+
     def recorder(self, phase: Phase) -> Callable[[int, int], None]:
-        """What records a change to a phase, given step and micro-batch; from now on its user tells all of them."""
-        self.is_told = True
+        """What records a change to a phase, given step and micro-batch."""
         enter = self._record.recorder(phase)
 
         def record(step: int, micro_batch: int) -> None:
-            self._step = step
+            self._step, self._phase = step, phase
             enter(step, micro_batch)
 
         return record
 
     def let_go(self) -> None:
-        """Nobody else tells any more what this rank does."""
-        self.is_told = False
+        """Who has taken it tells no more what this rank does."""
+        self._tellers -= 1
 
     def close(self) -> None:
         """Say that this rank watches no more."""
-        self.is_told = True
+        self._tellers += 1
         self._record.enter(Phase.DONE, self._step)
         self._watch.close()
         if self._agent is not None:
@@ -123,11 +131,13 @@ class ProgramHealth:
                 logger.warning("health: %s: %s", *self._agent.news.popleft())
         if not self._counts_steps:
             self._counts_steps = count_steps(self._took)
-        if self.is_told:
+        if (joined := joined_collectives()) == self._joined:
             return
-        if (joined := joined_collectives()) != self._joined:
-            self._joined = joined
+        self._joined = joined
+        if not self.is_told:
             self._record.enter(Phase.TRAINING, self._step)
+        elif self._phase in SLOW:  # of an engine without a guard, or of the user's own
+            self._record.enter(self._phase, self._step)
 
     def _took(self, step: int) -> None:
         self._step = step + 1

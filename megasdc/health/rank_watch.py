@@ -28,7 +28,11 @@ RECENT = 20
 FRAMES = 40
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """PyTorch's flight recorders of gloo and of NCCL; the latter only where it was built with it."""
-WAITS = re.compile(r"\b(i?recv|i?send|wait|synchronize|item|tolist|cpu)\(")
+WAITS = re.compile(
+    r"\b(i?recv|i?send|wait|synchronize|item|tolist|cpu|barrier|monitored_barrier|new_group)\(|store\.get\(|ProcessGroup\w*\("
+)
+COMMUNICATION = ("/torch/distributed/", "/deepspeed/comm/")
+"""Where whatever waits does so for other ranks."""
 Leave = Callable[[int, str], None]
 
 
@@ -48,6 +52,8 @@ class RankWatch:
 
     def __init__(self, record: RecordWriter, leave: Leave, look: Callable[[], None] = lambda: None) -> None:
         self._record, self._leave, self._look = record, leave, look
+        self.also: dict[str, Any] = {}
+        """What answers hold beside: pp_rank, tp_rank and dp_rank, where the identity did not know them yet."""
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
         self._answered = record.asked
@@ -78,7 +84,7 @@ class RankWatch:
 
     def _tell(self, number: int) -> None:
         frames = self._frames()
-        answer: dict[str, Any] = {"stacks": stacks(), "where": where(frames), "may_wait": may_wait(frames)}
+        answer: dict[str, Any] = {"stacks": stacks(), "where": where(frames), "may_wait": may_wait(frames), **self.also}
         try:
             answer["groups"] = collectives()
         except Exception as error:  # what PyTorch keeps to itself may have changed
@@ -105,7 +111,10 @@ def where(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def may_wait(frames: Sequence[traceback.FrameSummary]) -> bool:
     """Whether the innermost line, of any library, calls what may wait for another rank or for a device."""
-    return bool(frames) and WAITS.search(frames[-1].line or "") is not None
+    if not frames:
+        return False
+    of_ranks = any(part in frames[-1].filename for part in COMMUNICATION)
+    return of_ranks or WAITS.search(frames[-1].line or "") is not None
 
 
 def answer_path(folder: Path, rank: int) -> Path:

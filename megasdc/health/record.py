@@ -146,6 +146,7 @@ class RecordWriter:
         words.release()
         times.release()
         self.folder, self.rank = folder, identity.rank
+        self._answered_at = -math.inf
         self._next_number = itertools.count(1).__next__
         self._begun: deque[tuple[int, float]] = deque([(Phase.START, time.monotonic())])
         """Phases and when they began, from the first whose duration is not counted yet."""
@@ -178,6 +179,8 @@ class RecordWriter:
         begun, counts = self._begun, self._counts
         while len(begun) > 1:
             phase, since = begun.popleft()
+            if since <= self._answered_at <= begun[0][1]:
+                continue  # it was taken for stuck: were that learned, the next time would be noticed later
             place = phase * BUCKETS + bucket_of(begun[0][1] - since)
             counts[place] = min(counts[place] + 1, _MOST)
 
@@ -188,6 +191,7 @@ class RecordWriter:
 
     def answer(self, number: int) -> None:
         """Tell the agent that its request is answered."""
+        self._answered_at = time.monotonic()
         self._requests[_ANSWERED] = number
 
     @property

@@ -72,8 +72,11 @@ class LauncherOptions:
     others: tuple[str, ...] = ()
 
 
-def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
+def parse_launcher_args(arguments: Sequence[str], allowed: Sequence[str] = ()) -> LauncherOptions:
     """Read the extra options, and refuse those that the front sets itself or a remote shell would interpret.
+
+    Args:
+        allowed: options that are not refused nevertheless.
 
     Returns the options that the front needs too.
 
@@ -83,7 +86,7 @@ def parse_launcher_args(arguments: Sequence[str]) -> LauncherOptions:
     problems = [
         f"launcher option {word}: {FRONT_OPTIONS[word.split('=')[0]]}"
         for word in arguments
-        if word.split("=")[0] in FRONT_OPTIONS
+        if word.split("=")[0] in FRONT_OPTIONS and word not in allowed
     ]
     for before, word in zip(["", *arguments], arguments, strict=False):
         # --launcher_args is split on this host and goes to pdsh, srun or mpirun, not to a remote shell.

@@ -168,3 +168,26 @@ def place_on_this_host(num_gpus: int | None, visible_devices: str | None = None)
         given = "--num-ranks is missing" if num_gpus is None else f"got --num-ranks {num_gpus}"
         raise LaunchError(f"{given}; without a hostfile give the number of ranks of this host, at least 1")
     return Placement({LOCAL_HOST: list(range(num_gpus))}, remote=False)
+
+
+def place_program_here(include: str, exclude: str, num_gpus: int | None, environ: Mapping[str, str]) -> Placement:
+    """Place ranks of a program on this host as DeepSpeed's launcher does: on slots of ``localhost``, or on all devices.
+
+    Args:
+        include: ``localhost:SLOT[,SLOT...]``.
+        exclude: the same form.
+        environ: with CUDA_VISIBLE_DEVICES, where that is set.
+
+    Raises:
+        LaunchError: another host is named, or the number of ranks is not known.
+    """
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if include or exclude:
+        named = re.findall(r"\d+", f"{include},{exclude}".replace(LOCAL_HOST, ""))
+        most = max([devices - 1, *map(int, named)])
+        found = place_on_hosts({LOCAL_HOST: most + 1}, include=include, exclude=exclude, num_gpus=num_gpus)
+        return Placement(found.slots, remote=False)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if num_gpus is None and not visible and devices == 0:
+        raise LaunchError("how many ranks? this host has no GPU, and no hostfile is named; give deepspeed --num_gpus N")
+    return place_on_this_host(num_gpus if num_gpus is not None or visible else devices, visible)

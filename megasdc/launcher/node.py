@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -25,15 +26,17 @@ if __name__ == "__main__":  # no rank has started during imports: Ctrl-C needs n
 
 import psutil
 
-from megasdc.launcher.command import GRACE_OPTION
+from megasdc.launcher.command import GRACE_OPTION, RANK_MODULE
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.launcher.launch_alone import import_launch
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
+from megasdc.launcher.records import records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
 from megasdc.versions.private_names import ends_at_launch_error
 
-with ends_at_launch_error(), own_lines_to(take_folder_option(sys.argv), sys.argv):
+LOGS = take_folder_option(sys.argv)
+with ends_at_launch_error(), own_lines_to(LOGS, sys.argv):
     launch = import_launch()
 
 POLL_S = 0.2
@@ -109,7 +112,16 @@ class Ranks:
                     f"rank {rank} ended with {describe_code(process.returncode)}; the others of this host are ended too"
                 )
                 del self._processes[rank]
+                if (folder := records_folder(LOGS, sys.argv)) is not None:
+                    write_ended(folder, int(rank), process.returncode)
         self._end(pid)
+
+
+def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:
+    """Folder of the launch's records, by that of its logs and the launch id behind the module; None: not known."""
+    if logs is None or RANK_MODULE not in argv[:-1]:
+        return None
+    return records_dir(Path(logs).parent, argv[argv.index(RANK_MODULE) + 1])
 
 
 def say(line: str) -> None:

@@ -15,7 +15,13 @@ from typing import TypeVar
 from megasdc.errors import LaunchError
 from megasdc.launcher import command, environment
 from megasdc.launcher.checks import HostNeeds
-from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
+from megasdc.launcher.hosts import (
+    Placement,
+    place_on_hosts,
+    place_on_this_host,
+    place_program_here,
+    read_hostfile,
+)
 from megasdc.launcher.own_lines import logs_folder
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.rank_program import RankProgram, program_of
@@ -89,7 +95,8 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     cwd = Path.cwd()
     program = program_of(request, cwd)
     problems: list[str] = []
-    options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args))
+    allowed = () if request.program is None else ("--no_local_rank",)
+    options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args, allowed))
     placement = _collect_error(problems, lambda: _place(request))
     files = environment.env_files(os.environ, cwd)
     if request.hostfile is not None:
@@ -139,6 +146,8 @@ def _place(request: LaunchRequest) -> Placement:
     if request.hostfile is not None:
         pool = read_hostfile(request.hostfile)
         return place_on_hosts(pool, include=request.include, exclude=request.exclude, num_gpus=request.num_gpus)
+    if request.program is not None:
+        return place_program_here(request.include, request.exclude, request.num_gpus, os.environ)
     if request.include or request.exclude:
         raise LaunchError("--include and --exclude choose from a hostfile; give --hostfile")
     return place_on_this_host(request.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))

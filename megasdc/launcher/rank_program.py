@@ -92,7 +92,7 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
             "`megasdc run -- deepspeed --num_gpus 8 train.py --my-option 1`"
         )
     run_dir = cwd / program.run_dir
-    settings = {**asdict(program), "name": program.name if program.is_module else str(script), "run_dir": str(run_dir)}
+    settings = {**asdict(program), "run_dir": str(run_dir)}
     return RankProgram(
         run_dir=run_dir,
         words=["-m", PROGRAM_MODULE],

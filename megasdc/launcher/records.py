@@ -67,6 +67,19 @@ class HostRecord:
 
 
 @dataclass(frozen=True)
+class EndedRecord:
+    """A rank's process has ended with an exit code other than 0, as its launcher saw; fields are named as in the file.
+
+    It is the first of its host: the launcher ends the others. ``exit_code``: -n if signal n ended it.
+    """
+
+    rank: int
+    host: str
+    exit_code: int
+    time: float
+
+
+@dataclass(frozen=True)
 class LaunchRecords:
     """All records of one launch, by rank or host, and files that are not valid records."""
 
@@ -74,6 +87,7 @@ class LaunchRecords:
     done: dict[int, DoneRecord] = field(default_factory=dict)
     failed_hosts: dict[str, HostRecord] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)
+    ended: dict[int, EndedRecord] = field(default_factory=dict)
 
 
 def records_dir(run_dir: Path | str, launch_id: str) -> Path:
@@ -107,7 +121,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
     Returns:
         The file written; None without a launch id in the environment, or when it could not be written.
     """
-    message = None if error is None else (str(error) or repr(error))
+    message = None if error is None else _text_of(error)
     record = DoneRecord(
         rank=rank,
         host=socket.gethostname(),
@@ -115,10 +129,18 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
         error_class=None if error is None else type(error).__name__,
         message=message,
         time=time.time(),
-        first_line=None if message is None else message.splitlines()[0],
+        first_line=None if message is None else next(iter(message.splitlines()), ""),
         launcher_gone=launcher_has_gone(),
     )
     return _write_of_rank(run_dir, f"rank_{rank:05d}.json", asdict(record))
+
+
+def _text_of(error: BaseException) -> str:
+    """Its message; an exception of the user's may have none, or fail to tell it."""
+    try:
+        return str(error) or repr(error)
+    except Exception as failed:
+        return f"{type(error).__name__}, whose message cannot be read: {type(failed).__name__}"
 
 
 def write_host_failed(folder: Path, exit_code: int) -> Path | None:
@@ -128,6 +150,15 @@ def write_host_failed(folder: Path, exit_code: int) -> Path | None:
     """
     record = HostRecord(socket.gethostname(), exit_code, time.time())
     return _write(folder, f"host_{record.host}.json", asdict(record))
+
+
+def write_ended(folder: Path, rank: int, exit_code: int) -> Path | None:
+    """Record that a rank of this host was the first to end, with a code other than 0, in ``records_dir``.
+
+    Returns the file written; None when it could not be written.
+    """
+    record = EndedRecord(rank, socket.gethostname(), exit_code, time.time())
+    return _write(folder, f"ended_{rank:05d}.json", asdict(record))
 
 
 def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
@@ -157,6 +188,9 @@ def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
             elif name.startswith("rank_"):
                 done = DoneRecord(**json.loads(text))
                 records.done[done.rank] = done
+            elif name.startswith("ended_"):
+                ended = EndedRecord(**json.loads(text))
+                records.ended[ended.rank] = ended
             elif name.startswith("host_"):
                 failed = HostRecord(**json.loads(text))
                 records.failed_hosts[failed.host] = failed

@@ -102,6 +102,7 @@ def _read_from(plan: LaunchPlan, hosts: list[str], records: LaunchRecords) -> di
         records.started.update(found.started)
         records.done.update(found.done)
         records.failed_hosts.update(found.failed_hosts)
+        records.ended.update(found.ended)
         records.unreadable.extend(found.unreadable)
     return unreachable
 

@@ -9,14 +9,16 @@ host's agent watches.
 from __future__ import annotations
 
 import atexit
+import builtins
 import json
 import logging
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
 
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
@@ -34,16 +36,18 @@ def main(argv: Sequence[str]) -> None:
     """Run the program, and end the process with its exit code.
 
     A rank that has failed ends without the destructors of its process groups, which may wait for ranks that have gone;
-    what the program has registered with ``atexit`` runs first.
+    what the program has registered with ``atexit`` runs first. Processes that it forks leave no record.
     """
     *extra, text = argv
     settings = json.loads(text)
-    rank, run_dir = int(os.environ["RANK"]), Path(settings["run_dir"])
+    rank, run_dir, own = int(os.environ["RANK"]), Path(settings["run_dir"]), os.getpid()
     follow_parent()
     record_collectives(os.environ)
-    end: dict[str, Any] = {"code": 0, "error": None}
+    end: dict[str, Any] = {"code": 1, "error": None}
 
     def leave() -> None:
+        if os.getpid() != own:
+            return
         if health is not None:
             health.close()
         write_done(run_dir, rank, end["code"], end["error"])
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
 
     def leave_at_once(code: int, message: str) -> None:
         error = ERRORS_BY_EXIT_CODE.get(code, HangError)(message)
-        print(f"rank {rank}: {error}", file=sys.stderr)
+        _tell(lambda: print(f"rank {rank}: {error}", file=sys.stderr))
         write_done(run_dir, rank, code, error)
         _flush()
         os._exit(code)
@@ -82,42 +86,58 @@ def _watch(
 
 
 def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseException | None]:
-    """Run the program; its exit code, and what it has raised, which is printed as Python would."""
+    """Run the program; its exit code, and what it has raised, which is told as Python would."""
     name = settings["name"]
     sys.argv = [name, *extra, *settings["arguments"]]
     try:
         if settings["is_module"]:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(name).resolve().parent)
-            runpy.run_path(name, run_name="__main__")
+            _run_script(Path(name))
     except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            code = error.code or 0
-        else:
-            print(error.code, file=sys.stderr)
-            code = 1
-        return code, error if code else None
+        code = error.code
+        if code is None or isinstance(code, int):
+            return int(code or 0) & 0xFF, error if code else None
+        _tell(lambda: print(code, file=sys.stderr))
+        return 1, error
     except KeyboardInterrupt as error:
         return INTERRUPTED, error
     except BaseException as error:
-        traceback.print_exception(type(error), error, _without_own_frames(error))
+        raised = error  # the name of an except clause is gone after it
+        _tell(lambda: sys.excepthook(type(raised), raised, _without_own_frames(raised)))
         return error.exit_code if isinstance(error, MegasdcError) else 1, error
     return 0, None
 
 
-def _without_own_frames(error: BaseException) -> Any:
-    """The traceback from the first line of the program on, if it came so far."""
+def _run_script(path: Path) -> None:
+    """Run a file as ``__main__``, which it stays until the process ends: threads and ``atexit`` may need it."""
+    sys.path[0] = str(path.resolve().parent)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=str(path), __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), str(path), "exec")
+    exec(code, vars(module))
+
+
+def _without_own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the first line of the program on; None: it did not come so far, as with a wrong syntax."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         found = found.tb_next
-    return found or error.__traceback__
+    return found
+
+
+def _tell(say: Callable[[], object]) -> None:
+    """Tell something where that is possible: a stream may be closed, or its other end."""
+    with suppress(OSError, ValueError):
+        say()
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
-            stream.flush()
+            _tell(stream.flush)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,8 @@ def judge(
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
     causes = [done for done in failed if not _is_consequence(done)]
     missing = [rank for rank in expected if rank not in records.done]
+    # Those that ended first by themselves come first: their launchers have ended the others.
+    missing.sort(key=lambda rank: records.ended[rank].time if rank in records.ended else math.inf)
     notes = [*records.unreadable, *(unreachable or {}).values()]
     if causes:
         return _rank_failed(causes[0], host_of_rank, failed, missing, notes)
@@ -162,6 +165,8 @@ def _ranks_missing(
     lines = []
     for rank in missing[:MAX_RANKS_SHOWN]:
         what = "never started" if rank in never else "killed or host lost"
+        if (ended := records.ended.get(rank)) is not None:
+            what = f"ended first on its host, with {describe_code(ended.exit_code)}"
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")

@@ -88,11 +88,16 @@ def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
     return {
         place: [
             {"submodule": fqn, **_shares(row)}
-            for fqn, row in sorted(_by_submodule(rows).items(), key=lambda one: int(one[0].split(".", 1)[0]))
+            for fqn, row in sorted(_by_submodule(rows).items(), key=lambda one: _in_order(one[0]))
         ]
         for place, rows in totals.items()
         if rows
     }
+
+
+def _in_order(fqn: str) -> list[tuple[int, int, str]]:
+    """Numbers of layers as numbers, whatever comes before and after them."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in fqn.split(".")]
 
 
 def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:

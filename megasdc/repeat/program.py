@@ -116,4 +116,7 @@ def _run_once(
             "attach a guard, `megasdc.attach(engine, ...)`, and take so many steps; on several hosts the folder of "
             "temporary files must be shared (TMPDIR)"
         ) from error
+    taken = len({address.step for _, trace in found.values() for address in trace.addresses})
+    if taken < steps:
+        raise LaunchError(f"{command.script}: it took {taken} of the {steps} steps to compare; give --steps {taken}")
     return {rank: trace for rank, (_, trace) in found.items()}, ParallelDims(**found[0][0]["layout"])

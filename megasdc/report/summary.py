@@ -161,6 +161,8 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     if page is None and not suspects and (hang := _hang_of_failure(run, ending, since)) is not None:
         page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
     verified = None
+    recent = [one for _, one in run.incidents if datetime.fromisoformat(one.time).timestamp() >= int(since)]
+    of_guard = next((one.verified_checkpoint for one in reversed(recent) if one.script is not None), None)
     if any(checkpoints.glob("step_*/verified.json")):
         from megasdc.checkpoint.marks import list_verified  # imports torch
 
@@ -173,7 +175,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         verdict=verdict,
         suspects=suspects,
         incident=page,
-        verified_checkpoint=None if verified is None else str(checkpoints / step_folder(verified)),
+        verified_checkpoint=of_guard if verified is None else str(checkpoints / step_folder(verified)),
         repeats=repeats,
         injected=injected,
     )

@@ -58,7 +58,7 @@ def supervise_run(
     """
     config = load_config(config_path, overrides, allow_changed)
     allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
-    num_hosts = _num_hosts(section.num_hosts, allocation)
+    num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")
     sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
     for hosts, problem in impossible.items():
         say(f"with {hosts} hosts the run cannot go on: {problem}")
@@ -87,7 +87,7 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
             "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
         )
     section, allocation = settings.supervise, _allocation(command.hostfile, command.launcher_args)
-    num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation)
+    num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation, "")
     run_dir = Path.cwd() / settings.logging.run_dir
     request = replace(command, num_hosts=None).request(str(run_dir), settings.health)
     sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
@@ -96,11 +96,11 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
     return _supervise(name, engine, run_dir, section, num_hosts, list(sizes), allocation)
 
 
-def _num_hosts(wanted: int | None, allocation: Allocation) -> int:
+def _num_hosts(wanted: int | None, allocation: Allocation, root: str) -> int:
     num_hosts = wanted or len(allocation.slots)
     if num_hosts > len(allocation.slots):
         raise LaunchError(
-            f"supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
+            f"{root}supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
         )
     return num_hosts
 
@@ -200,7 +200,8 @@ def _open(journal: Journal, name: str, slots: dict[str, int], num_hosts: int, si
     history = History.of(journal.entries)
     if history.stage and history.config != name:
         raise LaunchError(
-            f"{journal.path} is of the run of {history.config}, not of {name}; give that, or another logging.run_dir"
+            f"{journal.path} is of the run of {history.config}, not of {name}; give that file, or another "
+            "logging.run_dir"
         )
     if (history.slots, history.num_hosts, history.sizes) != (slots, num_hosts, tuple(sizes)):
         journal.write(HOSTS, slots=slots, num_hosts=num_hosts, sizes=sizes)

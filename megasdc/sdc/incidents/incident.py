@@ -6,6 +6,7 @@ Plain data without torch and without communication; ``megasdc.sdc.incidents.page
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,7 +313,10 @@ def _leave_out_of_script(incident: Incident, script: Script, text: str) -> Instr
     without = f"--exclude {shlex.quote('@'.join(incident.hosts))} "
     if {one.host for one in incident.ranks} <= set(incident.hosts):
         text, without = f"{text}. No host of the run would be left: list other hosts in HOSTFILE", ""
-    return Instruction(f"{text}.", (f"deepspeed --hostfile HOSTFILE {without}{script.command}",))
+    return Instruction(
+        f"{text}. Give deepspeed the other options, too, that this training had.",
+        (f"deepspeed --hostfile HOSTFILE {without}{script.command}",),
+    )
 
 
 def _verify_hosts(incident: Incident) -> Instruction:
@@ -344,12 +348,17 @@ def _go_on(incident: Incident) -> Instruction:
         return Instruction("The run continues; no restart is needed.")
     if incident.script is not None and verified is not None:
         newer = f"; newer ones, up to {candidate}, may hold what went wrong" if candidate else ""
-        return Instruction(f"Go on from {verified}, the newest checkpoint after which all replicas have agreed{newer}.")
+        folder, tag = os.path.split(verified)
+        return Instruction(
+            f"Go on from {verified}, the newest checkpoint after which all replicas have agreed{newer}. The script "
+            "must load it, since DeepSpeed's file `latest` may name a newer one: "
+            f"`engine.load_checkpoint({folder!r}, {tag!r})`"
+        )
     if incident.script is not None:
         newest = f"at most {incident.script.agreed - 1} steps" if incident.script.agreed else "no step of this start"
         return Instruction(
             f"Go on from a checkpoint with {newest}, after which all replicas have agreed; newer ones may hold what "
-            "went wrong."
+            "went wrong. Where there is none, begin anew."
         )
     if verified is not None:
         newer = f" Newer ones, up to {candidate}, will be moved to `unverified`." if candidate else ""

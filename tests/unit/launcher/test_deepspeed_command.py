@@ -87,6 +87,7 @@ def test_a_script_ends_as_it_would_alone(
     """Its exit code, arguments, name, and the folder beside it are those of ``python script.py``."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     script = tmp_path / "script.py"
     script.write_text(body)

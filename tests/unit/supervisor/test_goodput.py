@@ -197,11 +197,11 @@ def test_a_supervisor_that_goes_on_says_so(tmp_path: Path) -> None:
     config, slots = tmp_path / "c.json", {"a": 1, "b": 1}
     for _ in range(3):
         with Journal(tmp_path, print) as journal:
-            _open(journal, config, slots, 2, [2])
+            _open(journal, str(config), slots, 2, [2])
             found = journal.entries
     assert [one.kind for one in found] == ["hosts", "opened", "taken_over", "taken_over"]
     assert History.of(found) == History.of(found[:2])
     with Journal(tmp_path, print) as journal:
         journal.write("finished", exit_code=0, text="done")
-        _open(journal, config, slots, 2, [2])
+        _open(journal, str(config), slots, 2, [2])
         assert journal.entries[-1].kind == "opened"
