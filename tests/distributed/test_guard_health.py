@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from harness import run_distributed
 
 import megasdc
 from megasdc.events import read_events
+from megasdc.guard.health import GuardStragglers
 from megasdc.guard.settings import TRIAL_VARIABLE
 from megasdc.health.phases import Phase
 from megasdc.health.program_health import ProgramHealth
@@ -28,17 +29,18 @@ OFF = {"audit": {"enabled": False}, "nonfinite": {"enabled": False}}
 
 
 def _slow(folder: str) -> None:
-    """Body of a rank: rank 1 takes longer for each forward pass, but not from step 30 on."""
-    engine = llama_engine(deepspeed_config(1, "fp32"))
+    """Body of a rank: by its clock, rank 1 takes twice as long for each forward pass, but not from step 30 on."""
+    engine, chance = llama_engine(deepspeed_config(1, "fp32")), random.Random(dist.get_rank())
+    now = [0.0]
 
-    def wait(*_: Any) -> None:
-        if engine.global_steps < 30:
-            time.sleep(0.03)
+    def mark(_: GuardStragglers) -> float:
+        is_slow = dist.get_rank() == 1 and engine.global_steps < 30
+        now[0] += (2.0 if is_slow else 1.0) * chance.uniform(0.97, 1.03)
+        return now[0]
 
-    if dist.get_rank() == 1:
-        engine.module.model.register_forward_pre_hook(wait)
-    guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, "health": {"slow_ratio": 1.5}, **OFF})
-    train(engine, 70, guard.dims.dp_rank)
+    GuardStragglers._mark = mark  # type: ignore[method-assign]
+    guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, "health": {"slow_ratio": 1.2}, **OFF})
+    train(engine, 90, guard.dims.dp_rank)
     guard.close()
 
 

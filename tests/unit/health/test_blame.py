@@ -191,3 +191,39 @@ def test_of_unknown_programs_who_has_not_joined_is_named_and_who_may_be_in_a_tra
     assert find_blame([training(0, 7, 6), receives]).ranks == (), "who has not sent to rank 1 is not known"
     assert find_blame([training(0, 7, 6), receives, works]).ranks == (3,)
     assert find_blame([receives, training(2, 6, 6, may_wait=True)]).ranks == ()
+
+
+def test_collectives_that_have_ended_are_no_mismatch() -> None:
+    """Whatever sizes ranks gave to one that has ended on all, it was right; who has not joined is named."""
+    odd = [replace(group(7, 6), recent={6: "all_reduce [] Float", 7: "all_reduce [8] Float"}), group(7, 6)]
+    late = state(2, Phase.FORWARD, groups={WORLD: group(6, 6)})
+    waits = [state(rank, Phase.REDUCTION, groups={WORLD: one}) for rank, one in enumerate(odd)]
+    assert find_blame([*waits, late]).ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [
+        (("all_reduce [] Float", "all_reduce [1] Float", "all_reduce [1] Float"), "link"),
+        (("scatter [3, 3] Float", "scatter  ", "scatter  "), "link"),
+        (("all_to_all [2][1] Float", "all_to_all [1][2] Float", "all_to_all [1][1] Float"), "link"),
+        (("all_reduce [2] Float", "all_reduce [1] Float", "all_reduce [1] Float"), "mismatch"),
+        (("scatter [3] Float", "gather [3] Float", "gather [3] Float"), "mismatch"),
+    ],
+)
+def test_sizes_that_may_rightly_differ_accuse_nobody(texts: tuple[str, ...], kind: str) -> None:
+    """A number is as long without a dimension as with it; what is scattered, gathered or exchanged may be uneven."""
+    waits = [
+        state(rank, Phase.REDUCTION, groups={WORLD: replace(group(7, 6, ranks=(0, 1, 2)), recent={7: text})})
+        for rank, text in enumerate(texts)
+    ]
+    blame = find_blame(waits)
+    assert (blame.kind, blame.ranks) == (kind, (0,) if kind == "mismatch" else ())
+
+
+def test_who_is_between_steps_and_waits_for_nobody_is_named() -> None:
+    """Others are in transfers; it has answered, is in no collective, and in no call that may wait."""
+    here = replace(state(0, Phase.BETWEEN, pp=0, dp=0), where="train.py:9 <module>")
+    receives = state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0)
+    assert find_blame([here, receives]).ranks == (0,)
+    assert find_blame([replace(here, may_wait=True), receives]).ranks == ()

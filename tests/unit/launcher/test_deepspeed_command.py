@@ -11,6 +11,7 @@ from megasdc.config.sections.guard import GuardHealthSection
 from megasdc.errors import LaunchError
 from megasdc.launcher import deepspeed_command, user_program
 from megasdc.launcher.deepspeed_command import read_command
+from megasdc.launcher.hosts import place_program_here
 
 HEALTH = GuardHealthSection()
 
@@ -72,6 +73,9 @@ def test_other_commands_are_refused(words: list[str], text: str) -> None:
     [
         ("", 0, None),
         ("raise SystemExit(3)", 3, "SystemExit"),
+        ("raise SystemExit(256 + 3)", 3, "SystemExit"),
+        ("import sys; sys.stderr = open(__file__); raise ValueError('nobody is told')", 1, "ValueError"),
+        ("import pickle\nclass C: pass\npickle.dumps(C())", 0, None),
         ("raise SystemExit('no data')", 1, "SystemExit"),
         ("raise SystemExit", 0, None),
         ("raise ValueError('x')", 1, "ValueError"),
@@ -94,3 +98,15 @@ def test_a_script_ends_as_it_would_alone(
     settings = {"name": str(script), "is_module": False, "arguments": ["a b"]}
     got, raised = user_program._run(settings, ["--local_rank=1"])
     assert (got, None if raised is None else type(raised).__name__) == (code, error)
+
+
+def test_slots_of_this_host_are_chosen_as_deepspeed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By --include localhost:SLOT, and without a hostfile by --num_gpus; where neither says how many, that is asked."""
+    environ = {"CUDA_VISIBLE_DEVICES": ""}
+    assert place_program_here("localhost:1,3", "", None, environ).slots == {"localhost": [1, 3]}
+    assert place_program_here("", "", 2, environ).slots == {"localhost": [0, 1]}
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [])
+    with pytest.raises(LaunchError, match="give deepspeed --num_gpus N"):
+        place_program_here("", "", None, environ)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
+    assert place_program_here("", "", None, environ).slots == {"localhost": [0, 1]}

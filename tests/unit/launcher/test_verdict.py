@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.launcher.records import DoneRecord, HostRecord, LaunchRecords, StartedRecord
+from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord
 from megasdc.launcher.verdict import ABORTED, describe_code, judge
 
 HOSTS = ["a", "a", "b", "b"]
@@ -47,6 +47,16 @@ def test_exit_code_and_first_line(codes: dict[int, int], launcher_code: int, exp
     verdict = judge(HOSTS, records_of(codes), launcher_code)
     assert verdict.exit_code == expected
     assert line in verdict.lines[0]
+
+
+def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then() -> None:
+    """Of ranks without a record; the earliest of several hosts."""
+    records = records_of({})
+    records.ended.update({1: EndedRecord(1, "a", -6, 5.0), 3: EndedRecord(3, "b", -9, 4.0)})
+    verdict = judge(HOSTS, records, 250)
+    assert (verdict.rank, verdict.host) == (3, "b")
+    assert "rank 3 on b: no done record (ended first on its host, with exit code -9" in verdict.lines[0]
+    assert "rank 1 on a" in verdict.lines[1] and "rank 0 on a: no done record (killed" in verdict.lines[2]
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:

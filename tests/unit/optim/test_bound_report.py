@@ -34,6 +34,10 @@ def test_submodules_come_in_the_order_of_the_model() -> None:
     """Layer 10 comes after layer 2."""
     rows = {f"{layer}.fc.weight": _row(elements=1) for layer in (10, 2, 0)}
     assert [row["submodule"] for row in rows_of({"local": rows})["local"]] == ["0.fc", "2.fc", "10.fc"]
+    names = ("model.layers.10.mlp", "lm_head", "model.layers.2.mlp", "conv1")
+    rows = {f"{name}.weight": _row(elements=1) for name in names}
+    found = [row["submodule"] for row in rows_of({"local": rows})["local"]]
+    assert found == ["conv1", "lm_head", "model.layers.2.mlp", "model.layers.10.mlp"]
 
 
 def test_a_warning_is_of_the_entry_that_bounds() -> None:
