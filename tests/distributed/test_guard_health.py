@@ -20,7 +20,7 @@ from megasdc.health.phases import Phase
 from megasdc.health.program_health import ProgramHealth
 from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.cost import bench_guard_cost
-from tools.bench.guard.cost_rank import ALWAYS
+from tools.bench.guard.cost_rank import CALLS
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.guard.trainings import MICRO_BATCHES, deepspeed_config, llama_engine, pipeline_engine, train
 
@@ -133,5 +133,5 @@ def test_a_sample_of_the_costs() -> None:
     """Every protection is measured, the golden trace and audits too."""
     options = GuardCostOptions(pairs=1, steps=1, audits=2, hidden=32, layers=1, sequence=8, micro_batches=2)
     result = bench_guard_cost(options)
-    assert [one.name for one in result.always] == list(ALWAYS)
+    assert [one.name for one in result.always] == list(CALLS)
     assert all(one.seconds.median > 0 and one.share > 0 for one in result.sometimes)

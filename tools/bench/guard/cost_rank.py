@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megasdc.guard.bounds import GuardBounds
+from megasdc.guard.health import GuardStragglers
+from megasdc.guard.kept import MicroBatches
+from megasdc.guard.nonfinite import GuardNonFinite
+from tools.bench.clocks import Clock
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.guard.trainings import deepspeed_config, llama_engine
 from tools.bench.rank import Messages
@@ -20,14 +27,19 @@ NOTHING: Mapping[str, Any] = {
     "health": {"slow_ratio": None},
 }
 _BOUNDS = [{"hook": "spike_aware", "theta": 50}, {"hook": "absolute", "theta": 0.01}]
-ALWAYS: Mapping[str, Mapping[str, Any]] = {
-    "attached alone": {},
-    "stragglers": {"health": {"slow_ratio": 1.05}},
-    "NaN and Inf": {"nonfinite": {"enabled": True}},
-    "bounds": {"optimizer_hooks": _BOUNDS},
-    "trace": {"trace": {"enabled": True}},
+CALLS: Mapping[str, tuple[Mapping[str, Any], tuple[tuple[type, str], ...]]] = {
+    "stragglers": (
+        {"health": {"slow_ratio": 1.05}},
+        ((GuardStragglers, "_begin"), (GuardStragglers, "_end"), (GuardStragglers, "after_step")),
+    ),
+    "NaN and Inf": (
+        {"nonfinite": {"enabled": True}},
+        ((GuardNonFinite, "before_step"), (MicroBatches, "_begin"), (MicroBatches, "_end")),
+    ),
+    "bounds": ({"optimizer_hooks": _BOUNDS}, ((GuardBounds, "before_step"), (GuardBounds, "after_step"))),
 }
-"""Sections of what acts in every step, by name."""
+"""Sections of what acts in each step, and its calls."""
+TRACE = "trace"
 SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "audit": (50, {"audit": {"interval": 1}}),
     "audit, permuted": (50, {"audit": {"interval": 1, "permuted": True}}),
@@ -74,16 +86,20 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
         return megasdc.attach(engine, settings)
 
     train(1)
-    for name, sections in ALWAYS.items():
+    for number, (name, (sections, calls)) in enumerate(CALLS.items()):
+        messages.send(name=name, done=number, total=len(CALLS))
+        with _timed(calls) as clock:
+            guard = attach(name, sections)
+            shares = [_share(train, clock) for _ in range(options.pairs * options.steps)]
+            guard.close()
+        messages.send(name=name, shares=shares[1:])
 
-        def guarded(name: str = name, sections: Mapping[str, Any] = sections) -> None:
-            guards.append(attach(name, sections))
+    def tell(what: str, done: int, total: int) -> None:
+        messages.send(name=what, done=done, total=total)
 
-        def tell(what: str, done: int, total: int) -> None:
-            messages.send(name=what, done=done, total=total)
-
-        costs = run_pairs(name, (guarded, lambda: None), options.pairs, measure, tell)
-        messages.send(name=name, costs=costs)
+    traced = {"trace": {"enabled": True}}
+    costs = run_pairs(TRACE, (lambda: guards.append(attach(TRACE, traced)), lambda: None), options.pairs, measure, tell)
+    messages.send(name=TRACE, costs=costs)
     _record(attach, train, folder)
     for name, (_, sections) in SOMETIMES.items():
         path = {"golden": {**sections["golden"], "path": f"{folder}/file.golden"}} if "golden" in sections else {}
@@ -92,6 +108,30 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
         guard.close()
         if dist.get_rank() == 0:
             messages.send(name=name, seconds=_seconds(Path(folder) / name.replace(" ", "_"))[1:])
+
+
+@contextmanager
+def _timed(calls: Sequence[tuple[type, str]]) -> Iterator[Clock]:
+    """Add up the time of methods of classes."""
+    clock, before = Clock(), [(kind, name, getattr(kind, name)) for kind, name in calls]
+
+    def timing(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: clock.timed("all", partial(method, *args, **options))
+
+    try:
+        for kind, name, method in before:
+            setattr(kind, name, timing(method))
+        yield clock
+    finally:
+        for kind, name, method in before:
+            setattr(kind, name, method)
+
+
+def _share(train: Callable[[int], None], clock: Clock) -> float:
+    """Share of a step's time that the calls have taken."""
+    inside, began = clock.total_s, time.perf_counter()
+    train(1)
+    return (clock.total_s - inside) / (time.perf_counter() - began)
 
 
 def _record(attach: Callable[..., Any], train: Callable[[int], None], folder: str) -> None:
