@@ -103,8 +103,8 @@ def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseEx
     except KeyboardInterrupt as error:
         return INTERRUPTED, error
     except BaseException as error:
-        raised = error  # the name of an except clause is gone after it
-        _tell(lambda: sys.excepthook(type(raised), raised, _without_own_frames(raised)))
+        raised = error.with_traceback(_without_own_frames(error))  # hooks of libraries look there
+        _tell(lambda: sys.excepthook(type(raised), raised, raised.__traceback__))
         return error.exit_code if isinstance(error, MegasdcError) else 1, error
     return 0, None
 
