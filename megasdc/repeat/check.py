@@ -58,6 +58,13 @@ class Difference:
     different: int
     observations: int
 
+    def render(self) -> str:
+        """The difference for people."""
+        return (
+            f"DIFFERENT, first at {self.address}: {self.first or 'absent'} and {self.second or 'absent'}; "
+            f"{self.different} of {self.observations} results differ"
+        )
+
 
 def compare_two_runs(
     first: Mapping[int, Trace], second: Mapping[int, Trace], layout: ParallelDims
@@ -113,11 +120,7 @@ class RepeatReport:
         if self.difference is None:
             lines.append(f"equal: {self.observations} {OBSERVED if self.observed else HIDDEN}")
         else:
-            found = self.difference
-            lines.append(
-                f"DIFFERENT, first at {found.address}: {found.first or 'absent'} and {found.second or 'absent'}; "
-                f"{found.different} of {found.observations} results differ"
-            )
+            lines.append(self.difference.render())
         return "\n".join(lines)
 
 

@@ -60,11 +60,7 @@ class ProgramReport:
         if self.difference is None:
             lines.append(f"equal: {self.observations} {OBSERVED}")
         else:
-            found = self.difference
-            lines.append(
-                f"DIFFERENT, first at {found.address}: {found.first or 'absent'} and {found.second or 'absent'}; "
-                f"{found.different} of {found.observations} results differ"
-            )
+            lines.append(self.difference.render())
         return "\n".join(lines)
 
 
