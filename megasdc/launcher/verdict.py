@@ -165,9 +165,9 @@ def _ranks_missing(
     lines = []
     for rank in missing[:MAX_RANKS_SHOWN]:
         what = "never started" if rank in never else "killed or host lost"
-        if (ended := records.ended.get(rank)) is not None:
-            what = f"ended first on its host, with {describe_code(ended.exit_code)}"
-        lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code})")
+        ended = records.ended.get(rank)
+        own = "" if ended is None else f"; the first of its host to end, with {describe_code(ended.exit_code)}"
+        lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code}{own})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
     hosts = sorted(records.failed_hosts.values(), key=lambda host: host.time)
