@@ -149,7 +149,7 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
         LaunchError: another launch has it.
         StorageError: it cannot be made.
     """
-    if not plan.program.holds_run_dir:
+    if not plan.program.is_users:
         yield
         return
     try:

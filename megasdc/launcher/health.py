@@ -60,7 +60,7 @@ def _leave_for_hosts(plan: LaunchPlan, text: str | None) -> list[str]:
     That is on rank 0's host; of programs whose ranks tell each other nothing, on each host, with a name of its own.
     """
     names = {plan.placement.hosts[0]: plan.launch_id}
-    if plan.program.all_meet_front:
+    if plan.program.is_users:
         names = {host: f"{plan.launch_id}.{node}" for node, host in enumerate(plan.placement.hosts)}
 
     def leave(host: str) -> str:

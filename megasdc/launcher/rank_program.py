@@ -29,8 +29,7 @@ class RankProgram:
         alert_command: gets an incident of it.
         compilers: needed on hosts without an accelerator, each with the setting that needs it.
         check_ranks: refuses a number of ranks by a ConfigError.
-        all_meet_front: whether each host is told where the front listens; else rank 0 tells the others.
-        holds_run_dir: whether the front locks the run's folder; else the ranks do.
+        is_users: it knows nothing of megasdc: the front locks the run's folder, and tells each host where it listens.
     """
 
     run_dir: Path
@@ -42,8 +41,7 @@ class RankProgram:
     alert_command: tuple[str, ...]
     compilers: Mapping[str, str] = field(default_factory=dict)
     check_ranks: Callable[[int], object] = lambda _: None
-    all_meet_front: bool = False
-    holds_run_dir: bool = False
+    is_users: bool = False
 
 
 def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
@@ -101,8 +99,7 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
         writable=[str(run_dir)],
         watched=program.hang_after_s > 0,
         alert_command=program.alert_command,
-        all_meet_front=True,
-        holds_run_dir=True,
+        is_users=True,
     )
 
 

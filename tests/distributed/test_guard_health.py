@@ -74,6 +74,7 @@ def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
     guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, **OFF})
     assert health.is_told
     train(engine, 2, guard.dims.dp_rank)
+    assert found[-1][2] == Phase.BETWEEN, "what follows is the user's code"
     guard.close()
     assert not health.is_told and "backward" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
     count = len(found)

@@ -59,3 +59,9 @@ def test_durations_are_kept_and_damage_is_no_error(tmp_path: Path) -> None:
     for text in ("", "[]", '{"NONE": [1]}', '{"FORWARD": [1, 2]}', '{"FORWARD": 3}'):
         path.write_text(text)
         assert load_durations(path) == {}
+
+
+def test_what_took_long_where_nothing_is_known_raises_no_limit() -> None:
+    """Anything may happen in a program's own code: its durations tell nothing of the next one."""
+    limits = Limits(60.0, 900.0, 10.0, {Phase.TRAINING: counts(*[500.0] * 100)})
+    assert limits.of(at(Phase.TRAINING), 1) == 900.0

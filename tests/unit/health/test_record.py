@@ -114,6 +114,22 @@ def test_each_duration_is_counted_once(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_a_phase_that_was_taken_for_stuck_is_not_counted(tmp_path: Path) -> None:
+    """Else the next standstill would be noticed ten times later; those before and after it count."""
+    writer = RecordWriter(tmp_path, identity(3))
+    reader = RecordReader(record_path(tmp_path, 3))
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        writer.enter(phase, 1)
+    writer.answer(reader.ask())
+    for phase in (Phase.REDUCTION, Phase.OPTIMIZER):
+        writer.enter(phase, 1)
+    writer.count()
+    counted = {phase for phase, counts in reader.durations().items() if sum(counts)}
+    assert counted == {Phase.START, Phase.FORWARD, Phase.REDUCTION}
+    reader.close()
+    writer.close()
+
+
 def test_buckets_grow_by_the_root_of_two() -> None:
     """A duration is at most its bucket's limit and above that of the one before; the last takes all that is longer."""
     for index in range(BUCKETS - 1):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from megasdc.errors import LaunchError
 from megasdc.launcher import deepspeed_command, user_program
 from megasdc.launcher.deepspeed_command import read_command
 from megasdc.launcher.hosts import place_program_here
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
 
 HEALTH = GuardHealthSection()
 
@@ -110,3 +114,16 @@ def test_slots_of_this_host_are_chosen_as_deepspeed_does(monkeypatch: pytest.Mon
         place_program_here("", "", None, environ)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0"), Path("/dev/nvidia1")])
     assert place_program_here("", "", None, environ).slots == {"localhost": [0, 1]}
+
+
+def test_a_process_that_a_script_forks_leaves_no_record(tmp_path: Path) -> None:
+    """Its end is not the rank's, whose record comes once the script has ended."""
+    script = tmp_path / "script.py"
+    wrote = "os.path.exists('done/x/rank_00000.json')"
+    script.write_text(f"import os, sys\nif os.fork() == 0:\n    sys.exit(5)\nos.wait()\nassert not {wrote}\n")
+    settings = {"name": str(script), "is_module": False, "arguments": [], "run_dir": str(tmp_path), "hang_after_s": 0}
+    env = {**os.environ, "RANK": "0", LAUNCH_ID_VARIABLE: "x"}
+    command = [sys.executable, "-m", user_program.__name__, json.dumps(settings)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {rank: one.exit_code for rank, one in collect(tmp_path, "x").done.items()} == {0: 0}
