@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import run_distributed
 
@@ -22,7 +23,7 @@ from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.cost import bench_guard_cost
 from tools.bench.guard.cost_rank import CALLS
 from tools.bench.guard.options import GuardCostOptions
-from tools.bench.guard.trainings import MICRO_BATCHES, deepspeed_config, llama_engine, pipeline_engine, train
+from tools.bench.guard.trainings import MICRO_BATCHES, SIDE, deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 OFF = {"audit": {"enabled": False}, "nonfinite": {"enabled": False}}
@@ -74,6 +75,9 @@ def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
     guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, **OFF})
     assert health.is_told
     train(engine, 2, guard.dims.dp_rank)
+    told = list(found)
+    if stages > 1:
+        engine.eval_batch(iter([(torch.randn(2, 3, SIDE, SIDE), torch.zeros(2, dtype=torch.long))] * MICRO_BATCHES))
     assert found[-1][2] == Phase.BETWEEN, "what follows is the user's code"
     guard.close()
     assert not health.is_told and "backward" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
@@ -81,7 +85,7 @@ def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
     train(engine, 1, guard.dims.dp_rank)
     assert len(found) == count, "after close nothing is told"
     health.close()
-    return found
+    return told
 
 
 def test_phases_of_a_plain_loop(tmp_path: Path) -> None:
