@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
 
 
+def mark(on_device: bool) -> Any:
+    """Now: a reading of the host's clock in seconds, or an event on the device's current stream, without a wait."""
+    if not on_device:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class TimeSplit(Hook):
     """Sums the time between the engine's hook calls.
 
@@ -29,11 +38,7 @@ class TimeSplit(Hook):
         self._host_seconds: defaultdict[str, float] = defaultdict(float)
 
     def _mark(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return mark(self._on_device)
 
     def _close(self, name: str) -> None:
         if self._on_device:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
-import torch
-
+from megasdc.engine.time_split import mark
 from megasdc.guard.training import Part, Training
 from megasdc.health.instructions import PHASES
 from megasdc.health.limits import FIRST_STEPS
@@ -181,11 +179,7 @@ class GuardStragglers(Part):
             self._begun = None
 
     def _mark(self) -> Any:
-        if not self._on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return mark(self._on_device)
 
     def _seconds(self, span: tuple[Any, Any]) -> float:
         begin, end = span
