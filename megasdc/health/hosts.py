@@ -131,9 +131,14 @@ def read_hosts(
     return tuple(sorted((one for one in hosts if one.run == run), key=lambda one: one.node)), notes
 
 
-def last_step_seen(run_folder: Path) -> int:
-    """Last step that a rank of the run's last start had done, by what its agents have seen; 0: none."""
+def last_step_seen(run_folder: Path, launch_id: str = "") -> int:
+    """Last step that a rank of the run's last start had done, by what its agents have seen; 0: none.
+
+    Args:
+        launch_id: of which that start must be; empty: any.
+    """
     hosts, _ = read_hosts(run_folder, FileClock(run_folder), {})
+    hosts = tuple(one for one in hosts if one.run.startswith(launch_id))
     return max((rank.step - 1 for host in hosts for rank in host.ranks if rank.step), default=0)
 
 

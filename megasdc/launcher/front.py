@@ -46,6 +46,7 @@ class LaunchResult:
     failed_host: str | None
     lines: list[str]
     stopped_by: int | None
+    ended_by: int | None
 
 
 def launch(
@@ -231,6 +232,7 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
         failed_host=verdict.host,
         lines=verdict.lines,
         stopped_by=verdict.stopped_by,
+        ended_by=verdict.ended_by,
     )
 
 

@@ -39,6 +39,7 @@ class Verdict:
         host: its host, as in the hostfile; also set for a launcher that was killed.
         lines: the explanation, the cause first.
         stopped_by: number of the signal that the front received, where that ended the launch; None: none did.
+        ended_by: number of the signal that ended the process of ``rank``, None: not known, or none.
     """
 
     exit_code: int
@@ -46,6 +47,7 @@ class Verdict:
     host: str | None
     lines: list[str]
     stopped_by: int | None = None
+    ended_by: int | None = None
 
 
 def judge(
@@ -177,7 +179,9 @@ def _ranks_missing(
         lines.append(ABORTED)
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
-    return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes])
+    first = records.ended.get(missing[0])
+    ended_by = -first.exit_code if first is not None and first.exit_code < 0 else None
+    return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes], ended_by=ended_by)
 
 
 def _stopped(

@@ -139,6 +139,7 @@ def _supervise(
         limits = Limits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,
+            failed_starts=section.failed_starts,
             same_step=section.same_step,
             pause_s=section.pause_s,
             longest_pause_s=section.longest_pause_s,

@@ -6,6 +6,7 @@ that the hostfile has, by the rank.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,7 @@ KINDS = {
     "link": Kind("a connection between two hosts carried nothing", names_hosts=True),
     "stuck": Kind("nothing moved, and who is the cause is not known"),
     "rank_lost": Kind("a rank was killed", names_hosts=True),
+    "rank_crashed": Kind("a rank crashed", names_hosts=True),
     "rank_failed": Kind("a rank failed with an error that is none of the documented ones", names_hosts=True),
     "launch": Kind("the launch itself failed"),
 }
@@ -78,6 +80,8 @@ OF_VERDICT = {
     "inconclusive": "corrupt_one_of",
 }
 """Diagnosis of corruption, by the verdict of its incident."""
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+"""Signals that a process brings upon itself; others come from outside."""
 NO_MEMORY = "could not get the memory it asked for"
 """What a rank says that has run out of memory, under the exit code of a wrong configuration."""
 
@@ -119,6 +123,8 @@ class Evidence:
         trained: what it has reported; None: no step.
         back: where the run can go back to; None: not known.
         left_out: hosts of ranks that were found wrong, and without whose replicas the run has gone on.
+        ended_by: number of the signal that ended the rank that failed first; None: none, or not known.
+        last: last step that the attempt itself did; 0: none, None: not known.
     """
 
     exit_code: int | None
@@ -136,6 +142,8 @@ class Evidence:
     trained: Trained | None = None
     back: Back | None = None
     left_out: Sequence[str] = ()
+    ended_by: int | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +218,9 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
     if code == 1:
         return found("rank_failed", failed)
-    return found("rank_lost", failed) if evidence.failed_rank is not None else found("launch")
+    if evidence.failed_rank is None:
+        return found("launch")
+    return found("rank_crashed" if evidence.ended_by in CRASHES else "rank_lost", failed)
 
 
 def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:

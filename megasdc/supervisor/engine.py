@@ -30,7 +30,7 @@ from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
-from megasdc.supervisor.trained import trained_since
+from megasdc.supervisor.trained import Trained, trained_since
 
 FIND_S = 2.0
 
@@ -182,6 +182,7 @@ class FrontEngine:
         code = None if result is None else result.exit_code
         hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
+        trained = trained_since(self._run_dir, attempt.planned_at)
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
         recent = [one for one in incidents if datetime.fromisoformat(one.time).timestamp() >= int(attempt.planned_at)]
         return Evidence(
@@ -197,8 +198,10 @@ class FrontEngine:
             hang=hangs[-1] if hangs else None,
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
             reached=self._reached(),
+            ended_by=None if result is None else result.ended_by,
+            last=self._last(attempt, trained),
             steps=self._steps,
-            trained=trained_since(self._run_dir, attempt.planned_at),
+            trained=trained,
             back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
 
@@ -210,6 +213,12 @@ class FrontEngine:
         if self._request.program is None:
             return max((row["step"] for row in rows if "train/loss" in row), default=0)
         return last_step_seen(self._run_dir)
+
+    def _last(self, attempt: Attempt, trained: Trained | None) -> int | None:
+        """Last step that an attempt did; of programs None where nothing was seen of one, which they need not tell."""
+        if self._request.program is None:
+            return 0 if trained is None else trained.last
+        return (last_step_seen(self._run_dir, attempt.launch_id) if self._run_dir.is_dir() else 0) or None
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)

@@ -39,6 +39,7 @@ class FrontResult:
     lines: list[str]
     ended_at: float = field(default_factory=time.time)
     stopped_by: int | None = None
+    ended_by: int | None = None
 
 
 def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
@@ -54,7 +55,7 @@ def run(launch: dict[str, Any]) -> FrontResult:
         program = launch["program"] and {"program": UserProgram(**_with_tuples(launch["program"]))}
         found = launch_run(LaunchRequest(**{**_with_tuples(launch), **paths, **(program or {})}))
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
-        return FrontResult(*ended, stopped_by=found.stopped_by)
+        return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

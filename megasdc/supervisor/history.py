@@ -209,7 +209,8 @@ def _ended(history: History, entry: Entry) -> None:
     trained = entry.fields.get("trained")
     if trained is not None and history.at_most is not None and trained["resumed"] <= history.at_most:
         history.at_most = None  # what is newer was moved away
-    history.failures.append(Failure(entry.time, history.attempt.hosts, entry.fields["exit_code"], diagnosis))
+    code, last = entry.fields["exit_code"], entry.fields.get("last")
+    history.failures.append(Failure(entry.time, history.attempt.hosts, code, diagnosis, last))
 
 
 def _decided(history: History, entry: Entry) -> None:

@@ -14,16 +14,30 @@ corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
 host_lost          replace the hosts                   replace the hosts
 hang, rank_lost    start again                         replace the hosts
+rank_crashed       start again                         replace the hosts
 rank_failed        start again                         replace the hosts
 link               start again                         replace both hosts
 stuck, launch      start again                         start again
 =================  ==================================  =====================================================
 
 An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
-rules of the others come limits: where attempts on different hosts that are blamed end at the same step, it is no
-hardware, and the run stops; so it does after too many failures in an hour, or in succession without progress. A host is
-replaced by a spare, or the run goes on without it where it can. Where neither is possible for one that may recover, the
-attempt is repeated in place after a pause that doubles.
+rules of the others come limits, each of which stops the run:
+
+===================  ================================================================================================
+limit                failures that it counts
+===================  ================================================================================================
+``per_hour``         all within an hour
+``without_progress`` all in succession, none of which got further than the first of them
+``failed_starts``    in succession, that did no step, unless from outside
+``same_step``        in succession of one kind at one step, on more than one set of hosts: attempts that trained and
+                     reached it themselves, and whose failure blames hosts and did not come from outside; then it is
+                     no hardware
+===================  ================================================================================================
+
+From outside are host_lost, rank_lost and link: hosts, processes and connections that are gone say nothing of what is
+trained; a process that crashes by a signal of its own, such as SIGSEGV, does. A host is replaced by a spare, or the run
+goes on without it where it can. Where neither is possible for one that may recover, the attempt is repeated in place
+after a pause that doubles.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -31,6 +45,7 @@ A host that was replaced is tested beside the run, and comes back as a spare if 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,6 +80,7 @@ class Rule:
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
         returns: a host that it names may come back after a test: that weighs more than the evidence.
         fails: the attempt has failed, which counts for limits.
+        outside: it came from outside, and says nothing of what is trained.
     """
 
     first: Action
@@ -72,6 +88,7 @@ class Rule:
     certain: bool = False
     returns: bool = True
     fails: bool = True
+    outside: bool = False
 
 
 RULES = {
@@ -87,11 +104,12 @@ RULES = {
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),
     "corrupt_once": Rule(Action.AGAIN, Action.REPLACE),
     "corrupt_one_of": Rule(Action.REPLACE, certain=True),
-    "host_lost": Rule(Action.REPLACE),
+    "host_lost": Rule(Action.REPLACE, outside=True),
     "hang": Rule(Action.AGAIN, Action.REPLACE),
-    "rank_lost": Rule(Action.AGAIN, Action.REPLACE),
+    "rank_lost": Rule(Action.AGAIN, Action.REPLACE, outside=True),
+    "rank_crashed": Rule(Action.AGAIN, Action.REPLACE),
     "rank_failed": Rule(Action.AGAIN, Action.REPLACE),
-    "link": Rule(Action.AGAIN, Action.REPLACE),
+    "link": Rule(Action.AGAIN, Action.REPLACE, outside=True),
     "stuck": Rule(Action.AGAIN),
     "launch": Rule(Action.AGAIN),
 }
@@ -105,7 +123,8 @@ class Limits:
     Args:
         per_hour: failures within an hour.
         without_progress: failures in succession, none of which got further than the first of them.
-        same_step: failures in succession at the same step that blame hosts, on more than one set of them.
+        failed_starts: failures in succession that did no step.
+        same_step: failures in succession of one kind at one step that was reached, on more than one set of hosts.
         pause_s: seconds before an attempt is repeated where the one before got no further; doubled each time.
         longest_pause_s: most of it.
         returns: times that a host comes back after its test; 0: no host is tested.
@@ -116,6 +135,7 @@ class Limits:
 
     per_hour: int = 20
     without_progress: int = 50
+    failed_starts: int = 10
     same_step: int = 3
     pause_s: float = 5.0
     longest_pause_s: float = 300.0
@@ -133,12 +153,14 @@ class Failure:
         time: of its end, seconds since the epoch.
         used: hosts of the attempt.
         exit_code: of the launch; None: its front was killed.
+        last: last step that it did itself; 0: none, None: not known.
     """
 
     time: float
     used: tuple[str, ...]
     exit_code: int | None
     diagnosis: Diagnosis
+    last: int | None = None
 
 
 @dataclass(frozen=True)
@@ -215,13 +237,18 @@ def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
         return f"{len(recent)} failures within an hour; the last: {last.diagnosis.text}"
     if len(_since_progress(failures)) >= limits.without_progress:
         return f"{limits.without_progress + 1} attempts got no further; the last: {last.diagnosis.text}"
-    same = failures[-limits.same_step :]
-    alike = len({one.diagnosis.step for one in same}) == 1 and len({frozenset(one.used) for one in same}) > 1
+    inside = [one for one in failures if not RULES[one.diagnosis.kind].outside]
+    starts = len(list(itertools.takewhile(lambda one: one.last == 0, reversed(inside))))
+    if starts >= limits.failed_starts:
+        return f"{starts} starts in succession ended before a step; the last: {last.diagnosis.text}"
+    same = [one for one in inside if one.last][-limits.same_step :]
+    alike = len({(one.diagnosis.kind, one.exit_code, one.last) for one in same}) == 1
+    alike = alike and len({frozenset(one.used) for one in same}) > 1
     alike = alike and all(KINDS[one.diagnosis.kind].names_hosts for one in same)  # the others blame no hardware
-    if len(same) == limits.same_step and alike:
+    if len(same) == limits.same_step and alike and last is same[-1]:
         return (
-            f"{len(same)} attempts on different hosts ended at step {last.diagnosis.step}, so that it is no hardware; "
-            f"the last: {last.diagnosis.text}"
+            f"{len(same)} attempts on different hosts trained to step {last.last} and ended there alike, so that it is "
+            f"no hardware; the last: {last.diagnosis.text}"
         )
     return None
 

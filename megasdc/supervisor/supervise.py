@@ -151,7 +151,8 @@ class Supervisor:
         failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 else None
         self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
-        self._write("ended", exit_code=evidence.exit_code, diagnosis=asdict(diagnosis), trained=trained)
+        said = asdict(diagnosis)
+        self._write("ended", exit_code=evidence.exit_code, diagnosis=said, trained=trained, last=evidence.last)
 
     def _grows(self, attempt: Attempt) -> bool:
         """Whether an attempt is to end, so that the next one has more hosts; the first time that is written down."""

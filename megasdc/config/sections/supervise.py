@@ -25,8 +25,15 @@ class SuperviseSection(Section):
     without_progress: PositiveInt = setting(
         50, "So many failures after the first one that got no further than that end the run."
     )
+    failed_starts: PositiveInt = setting(
+        10,
+        "So many starts in succession that fail before a step end the run; lost hosts and processes that were killed "
+        "from outside do not count.",
+    )
     same_step: PositiveInt = setting(
-        3, "So many failures in succession at the same step, not all on the same hosts, end the run: it is no hardware."
+        3,
+        "So many failures of one kind in succession at one step that each attempt reached itself, not all on the same "
+        "hosts, end the run: it is no hardware. Lost hosts and processes that were killed from outside do not count.",
     )
     pause_s: NonNegativeFloat = setting(
         5.0, "Seconds before an attempt is repeated where the one before got no further; doubled each time."

@@ -54,7 +54,7 @@ def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then(
     records = records_of({})
     records.ended.update({1: EndedRecord(1, "a", -6, 5.0), 3: EndedRecord(3, "b", -9, 4.0)})
     verdict = judge(HOSTS, records, 250)
-    assert (verdict.rank, verdict.host) == (3, "b")
+    assert (verdict.rank, verdict.host, verdict.ended_by) == (3, "b", 9)
     assert verdict.lines[0].startswith("rank 3 on b: no done record (killed or host lost; launcher said exit code 250")
     assert "; the first of its host to end, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
     assert "rank 1 on a" in verdict.lines[1] and "rank 0 on a: no done record (killed" in verdict.lines[2]

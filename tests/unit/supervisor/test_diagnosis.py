@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
         ({"exit_code": 1, "failed_host": None}, "rank_failed", ()),
         ({}, "rank_lost", ("b",)),
         ({"exit_code": 78}, "rank_lost", ("b",)),
+        ({"exit_code": 78, "ended_by": signal.SIGKILL}, "rank_lost", ("b",)),
+        *(({"exit_code": 78, "ended_by": by}, "rank_crashed", ("b",)) for by in (signal.SIGSEGV, signal.SIGABRT)),
         ({"exit_code": 78, "failed_rank": None, "failed_host": None}, "launch", ()),
         ({"exit_code": 99}, "rank_lost", ("b",)),
         ({"exit_code": None}, "launch", ()),

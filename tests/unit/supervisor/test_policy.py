@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,17 @@ LIMITS = Limits()
 FINISH, STOP, AGAIN, REPLACE = Action.FINISH, Action.STOP, Action.AGAIN, Action.REPLACE
 
 
-def failure(kind: str, *hosts: str, step: int = 7, time: float = 0.0, used: tuple[str, ...] = ("a", "b")) -> Failure:
-    """An attempt on two hosts that failed."""
+def failure(
+    kind: str,
+    *hosts: str,
+    step: int = 7,
+    time: float = 0.0,
+    used: tuple[str, ...] = ("a", "b"),
+    last: int | None = None,
+) -> Failure:
+    """An attempt on two hosts that failed at a step that it had reached itself, unless ``last`` is another one."""
     named = hosts if KINDS[kind].names_hosts else ()
-    return Failure(time, used, 1, Diagnosis(kind, named, step, f"it was {kind}"))
+    return Failure(time, used, 1, Diagnosis(kind, named, step, f"it was {kind}"), step if last is None else last)
 
 
 def decided(*failures: Failure, spares: int = 2, limits: Limits = LIMITS) -> Decision:
@@ -44,7 +52,10 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("kind", "first", "again"),
     [
-        *((kind, AGAIN, REPLACE) for kind in ("hang", "rank_lost", "rank_failed", "link", "corrupt_once")),
+        *(
+            (kind, AGAIN, REPLACE)
+            for kind in ("hang", "rank_lost", "rank_crashed", "rank_failed", "link", "corrupt_once")
+        ),
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
         ("input", STOP, STOP),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
@@ -75,12 +86,50 @@ def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     """Three in succession; on the same hosts alone it is not known, and progress between them begins anew."""
     same = [failure("rank_failed", host, used=(host, "c")) for host in "abd"]
     stopped = decided(*same)
-    assert stopped.action is STOP and "ended at step 7, so that it is no hardware" in stopped.text
+    assert stopped.action is STOP and "trained to step 7 and ended there alike, so that it is no" in stopped.text
     assert decided(*same[:2]).action is AGAIN
     alone = [failure("rank_failed", "a", step=7) for _ in range(3)]
     assert decided(*alone).action is REPLACE
     between = [*same[:2], failure("rank_failed", "d", step=9, used=("d", "c"))]
     assert decided(*between).action is AGAIN
+
+
+@pytest.mark.parametrize("kind", ["rank_lost", "host_lost", "link"])
+def test_what_comes_from_outside_is_not_taken_for_the_software(kind: str) -> None:
+    """However often it comes, at a step that was reached or while starting; a crash and an error count for that."""
+    for last in (7, 0):
+        outside = [failure(kind, host, used=(host, "c"), last=last) for host in "abdefghijklm"]
+        assert decided(*outside).action is not STOP
+        assert decided(*outside, failure("rank_failed", "n", used=("n", "c"))).action is not STOP
+    crashes = [failure("rank_crashed", host, used=(host, "c")) for host in "abd"]
+    assert decided(*crashes).action is STOP
+    assert decided(crashes[0], *outside[:2], *crashes[1:]).action is STOP, "what is between does not change that"
+    assert decided(*crashes[:2], failure("rank_failed", "d", used=("d", "c"))).action is not STOP, "not alike"
+
+
+def test_attempts_that_did_not_train_to_the_step_do_not_count_for_it() -> None:
+    """The run has reached step 7, but these attempts ended before a step of their own, or at an earlier one."""
+    for last in (0, 5):
+        same = [failure("rank_failed", host, used=(host, "c"), last=last) for host in "ab"]
+        assert decided(failure("rank_failed", "d"), *same).action is AGAIN
+
+
+def test_starts_that_fail_have_a_limit_of_their_own() -> None:
+    """In succession; a step between begins anew, and what comes from outside is passed over."""
+    limits = Limits(failed_starts=3)
+    start, lost = failure("launch", last=0), failure("host_lost", "b", last=0)
+    assert decided(start, start, limits=limits).action is AGAIN
+    stopped = decided(start, lost, start, lost, start, limits=limits)
+    assert stopped.action is STOP and stopped.text.startswith("3 starts in succession ended before a step")
+    assert decided(start, start, failure("launch"), start, limits=limits).action is AGAIN
+    assert decided(start, start, replace(start, last=None), limits=limits).action is AGAIN, "not known"
+
+
+def test_the_limits_of_the_documentation_are_those_there_are() -> None:
+    """Each limit that counts failures has its line in the table."""
+    assert policy.__doc__ is not None
+    named = set(re.findall(r"^``(\w+)`` ", policy.__doc__, re.MULTILINE))
+    assert named == {"per_hour", "without_progress", "failed_starts", "same_step"} <= vars(Limits()).keys()
 
 
 def test_too_many_failures_in_an_hour_stop() -> None:
