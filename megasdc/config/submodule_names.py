@@ -16,7 +16,7 @@ from megasdc.addresses import (
     UPDATE,
     WEIGHT_GRAD,
 )
-from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.sections.faults import CLIPPED_GRAD, COLLECTIVE, COPY, OPTIMIZER_STATE, STATE_AT_REST
 from megasdc.config.sections.megasdc import ParallelSection
 from megasdc.config.sections.model import ModelSection
 
@@ -80,7 +80,8 @@ def _slots(fqn: str, parameters: tuple[str, ...], parallel: ParallelSection) -> 
         FORWARD: ("output",),
         RECOMPUTE: ("output",) if ".layer." in fqn else (),
         BACKWARD: _GRADIENT_SLOTS.get(fqn.rpartition(".")[2], ("input",)),
-        **dict.fromkeys((WEIGHT_GRAD, ACCUMULATED_GRAD, REDUCED_GRAD, PARAMETER, COLLECTIVE), parameters),
-        **dict.fromkeys((UPDATE, OPTIMIZER_STATE), states),
+        **dict.fromkeys((WEIGHT_GRAD, ACCUMULATED_GRAD, REDUCED_GRAD, PARAMETER), parameters),
+        **dict.fromkeys((COLLECTIVE, CLIPPED_GRAD, COPY), parameters),
+        **dict.fromkeys((UPDATE, OPTIMIZER_STATE, STATE_AT_REST), states),
     }
     return {phase: names for phase, names in slots.items() if names}

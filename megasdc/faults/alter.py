@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ def alter_elements(values: Tensor, spec: FaultSpec, draws: np.random.Generator) 
         return _alter_bits(values, spec, draws)
     if spec.kind == "value":
         assert spec.value is not None, "checked when the spec was taken"
+        if not values.dtype.is_floating_point and not math.isfinite(float(spec.value)):
+            raise UnfitError(f"{values.dtype} has no {spec.value}")
         value = torch.tensor(float(spec.value), dtype=torch.float64).to(values.dtype)
         return value.to(values.device).expand_as(values).clone()
     if spec.kind == "scale":
@@ -64,6 +68,8 @@ def bit_masks(dtype: torch.dtype, count: int, spec: FaultSpec, draws: np.random.
             raise UnfitError(f"{dtype} has bits 0 to {width - 1}, not {max(spec.bits)}")
         mask = sum(1 << bit for bit in set(spec.bits))
         return np.full(count, mask, _UNSIGNED[width]).view(_SIGNED[width])
+    if spec.bits != "any" and not dtype.is_floating_point:
+        raise UnfitError(f"{dtype} has no {spec.bits}")
     part = range(width) if spec.bits == "any" else bit_layout(dtype)[spec.bits]
     if spec.num_bits > len(part):
         raise UnfitError(f"{dtype} has {len(part)} bits in {spec.bits}, not {spec.num_bits}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from megasdc.addresses import PHASES, Address
 from megasdc.config import FaultSpec
 from megasdc.config.problems.fault_specs import place_problems, spec_problems
+from megasdc.config.sections.faults import TOKENS
 from megasdc.errors import ConfigError
 from megasdc.faults.alter import UnfitError, alter_elements
 from megasdc.faults.pick import pick_elements
@@ -35,7 +36,7 @@ class Firing:
     Args:
         spec: index of the spec in the list, profiles expanded.
         kind: the spec's kind.
-        address: of the tensor. In phase ``tokens`` the name is ``tokens``, in ``checkpoint`` the file's name.
+        address: of the tensor. In a phase without submodules the name is the phase, in ``checkpoint`` the file's name.
         rank: global rank.
         dtype: type of the elements.
         elements: number of chosen elements.
@@ -105,6 +106,9 @@ class Injector:
         host: name of this rank's host; None: the system's host name.
         vocab_size: ids that tokens may have; needed with phase ``tokens``.
 
+    Attributes:
+        limits: by phase of whole numbers, what they have to stay below; one that would not is not changed.
+
     Raises:
         ConfigError: a spec contradicts itself or names a rank outside the world.
     """
@@ -122,7 +126,7 @@ class Injector:
         check_specs(specs, dims)
         self.specs = tuple(specs)
         self.firings: list[Firing] = []
-        self.vocab_size = vocab_size
+        self.limits = {} if vocab_size is None else {TOKENS: vocab_size}
         self.rank = dims.rank
         self._on_firing = on_firing
         self._draws = [Draws(spec, index, dims.rank) for index, spec in enumerate(specs)]
@@ -176,6 +180,10 @@ class Injector:
                 harmed = take() if harmed is None else harmed
                 harmed[change[0]] = change[1]
         return harmed
+
+    def due_on_any_rank(self, phase: str, step: int) -> bool:
+        """Whether a spec of this phase may fire at a step on some rank; the same on all ranks."""
+        return any(spec.phase == phase and in_steps(spec, step, None) for spec in self.specs)
 
     def wants(self, *phases: str) -> bool:
         """Whether any spec may fire on this rank in one of these phases."""
@@ -246,8 +254,8 @@ class Injector:
         except UnfitError as error:
             tally.reasons[str(error)] += 1
             return None
-        if address.phase == "tokens" and self.vocab_size is not None:
-            after = torch.where((after >= 0) & (after < self.vocab_size), after, before)
+        if (limit := self.limits.get(address.phase)) is not None:
+            after = torch.where((after >= 0) & (after < limit), after, before)
         differs = int(_differs(before, after).sum())
         firing = self._describe(index, address, result, chosen, before, after, differs)
         tally.fired += 1

@@ -3,19 +3,26 @@
 ``DeepSpeedZeroOptimizer`` takes the norm of the owned shards, so it keeps clipping, by the norm that it is given.
 ``BF16_Optimizer`` takes the norm of each rank's whole copy of the gradient: where one copy is wrong, ranks clip
 differently, or one of them alone skips the step and the others hang. Its step is run here instead, with one norm
-that all ranks agree on. Private names are DeepSpeed 0.19's; a test fails if they disappear.
+that all ranks agree on. A listener may change the numbers of the norm on the way, which is fault injection. Private
+names are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.optim.zero1 import is_bf16_optimizer
+from megasdc.optim.zero1 import counts_here, is_bf16_optimizer
+
+NormListener = Callable[[str, Tensor], Tensor | None]
+"""Called with ``part``, this rank's part of the squared norm before the sum over ranks (in ``DeepSpeedZeroOptimizer``
+one of each group), ``total``, the norm by which it clips, or ``factor``, by which it multiplies its shard, and the
+number, [1]; returns None, or the number to use instead."""
 
 
 class StepControl:
@@ -32,6 +39,7 @@ class StepControl:
         self._norm: Tensor | None = None
         self._skip = False
         self._checks = getattr(optimizer, "check_grad_overflow", False)
+        self._listener: NormListener | None = None
         if is_bf16_optimizer(optimizer):
             optimizer.step = self._step_bf16
         else:
@@ -39,8 +47,21 @@ class StepControl:
             optimizer.scaled_global_norm = self._scaled_norm
             optimizer.has_overflow = self._has_overflow
 
+    def listen(self, listener: NormListener | None) -> None:
+        """Pass the numbers of every step's norm to a listener; None: to nobody, and what computes them is DeepSpeed's.
+
+        The norm is then computed here as DeepSpeed 0.19.8 computes it, with the same bits.
+        """
+        self._listener = listener
+        if is_bf16_optimizer(self._optimizer):
+            return
+        vars(self._optimizer).pop("unscale_and_clip_grads", None)
+        if listener is not None:
+            self._optimizer.unscale_and_clip_grads = self._clip_shard
+
     def close(self) -> None:
         """Give the optimizer back what it does by itself."""
+        self.listen(None)
         replaced = ("step",) if is_bf16_optimizer(self._optimizer) else ("scaled_global_norm", "has_overflow")
         for name in replaced:
             vars(self._optimizer).pop(name, None)
@@ -60,10 +81,51 @@ class StepControl:
             self._optimizer.check_grad_overflow = skip or (self._checks and norm is None)
 
     def _scaled_norm(self, norm_type: int = 2) -> Tensor:
-        return self._norm_of_shards(norm_type) if self._norm is None else self._norm.float()
+        if self._norm is not None:
+            norm = self._norm.float()
+        else:
+            norm = self._norm_of_shards(norm_type) if self._listener is None else self._norm_of_parts()
+        return self._heard("total", norm)
 
     def _has_overflow(self, partition_gradients: bool = True) -> bool:
         return self._skip or bool(self._find_overflow(partition_gradients))
+
+    def _heard(self, slot: str, number: Tensor) -> Tensor:
+        """The number, or what the listener has used instead."""
+        answer = None if self._listener is None else self._listener(slot, number.detach().reshape(1))
+        return number if answer is None else answer.reshape(number.shape)
+
+    def _norm_of_parts(self) -> Tensor:
+        """DeepSpeed's norm, of which the listener hears this rank's parts.
+
+        Collective: the data group, then the ranks of the replica, once a group of the optimizer.
+        """
+        optimizer, norms = self._optimizer, []
+        for group, parameters in enumerate(optimizer.params_in_partition):
+            own = (one for one in optimizer.averaged_gradients[group] if not getattr(one, "_zero_padding", False))
+            pairs = zip(own, parameters, strict=False)
+            counted = [one for one, parameter in pairs if counts_here(parameter, optimizer.model_parallel_rank)]
+            part = torch.zeros((), dtype=torch.float32, device=optimizer.device)
+            if counted:
+                part = torch.stack([torch.linalg.vector_norm(one.double()) for one in counted]).pow(2.0).sum().float()
+            part = self._heard("part", part)
+            dist.all_reduce(part, group=optimizer.dp_process_group)
+            optimizer._model_parallel_all_reduce(tensor=part, op=dist.ReduceOp.SUM)
+            norms.append(part.pow(0.5))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return torch.where(torch.isfinite(norm), norm, math.inf)
+
+    def _clip_shard(self, shards: list[Tensor], norm: Tensor) -> None:
+        """DeepSpeed's clipping of this rank's shard, of which the listener hears the factor."""
+        optimizer = self._optimizer
+        if optimizer.clip_grad == 0.0 and optimizer.loss_scale == 1.0:
+            return
+        scale = torch.as_tensor(float(optimizer.loss_scale), device=optimizer.device)
+        if optimizer.clip_grad > 0.0:
+            scale = torch.clamp(((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad, min=1.0) * scale
+        factor = self._heard("factor", 1.0 / scale)
+        for shard in shards:
+            shard.data.mul_(factor)
 
     # --- BF16_Optimizer -----------------------------------------------------------------------------------------
 
@@ -71,7 +133,7 @@ class StepControl:
         if closure is not None:
             raise NotImplementedError("a step with a closure is not supported")
         optimizer = self._optimizer
-        norm = self._agreed_norm() if self._norm is None else self._norm.float()
+        norm = self._heard("total", self._agreed_norm() if self._norm is None else self._norm.float())
         optimizer.overflow = self._skip or not math.isfinite(norm)
         if optimizer.overflow:
             optimizer._global_grad_norm = math.inf
@@ -82,9 +144,10 @@ class StepControl:
         shards = list(
             zip(optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition, strict=True)
         )
-        if optimizer.clip_grad > 0 and (coefficient := optimizer.clip_grad / (norm + 1e-6)) < 1:
-            for _, gradient in shards:
-                gradient.mul_(coefficient)
+        if optimizer.clip_grad > 0:
+            factor = self._heard("factor", torch.clamp(optimizer.clip_grad / (norm + 1e-6), max=1.0))
+            for _, gradient in shards if factor != 1 else ():
+                gradient.mul_(factor)
         for flat, gradient in shards:
             flat.grad = gradient.to(flat.dtype)
         optimizer.optimizer.step()
@@ -98,7 +161,14 @@ class StepControl:
 
         optimizer = self._optimizer
         gradients, _ = optimizer.get_grads_for_norm()
-        norm = get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type, mpu=optimizer.mpu)
+        if self._listener is None:
+            norm = get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type, mpu=optimizer.mpu)
+        else:
+            norm = torch.stack([one.detach().float().norm(2.0) for one in gradients]).pow(2.0).sum()
+            norm = self._heard("part", norm)
+            dist.all_reduce(norm, group=optimizer.mpu.get_model_parallel_group())
+            norm = norm.pow(0.5)
+            norm = torch.where(torch.isfinite(norm), norm, -1.0)
         norm = torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._group)
         return norm

@@ -166,6 +166,26 @@ def owned_fragments(optimizer: Any) -> Iterator[Fragment]:
 
 
 @torch.no_grad()
+def gather_parameters(optimizer: Any) -> None:
+    """Gather the parameters once more from the copies that their owners have, without a cast of the masters.
+
+    Collective: the data group.
+    """
+    from deepspeed.runtime.utils import all_gather_dp_groups
+
+    bf16 = is_bf16_optimizer(optimizer)
+    all_gather_dp_groups(
+        groups_flat=optimizer.bf16_groups_flat if bf16 else optimizer.bit16_groups_flat,
+        partitioned_param_groups=(
+            optimizer.bf16_partitioned_groups if bf16 else optimizer.parallel_partitioned_bit16_groups
+        ),
+        dp_process_group=optimizer.real_dp_process_group,
+        start_alignment_factor=optimizer.nccl_start_alignment_factor,
+        allgather_bucket_size=optimizer.allgather_bucket_size,
+    )
+
+
+@torch.no_grad()
 def scale_gradients(optimizer: Any, factor: Tensor) -> None:
     """Multiply all reduced gradients by a scalar on the device.
 

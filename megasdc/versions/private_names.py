@@ -134,7 +134,7 @@ OWNERS = (
     Owner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "gradients, norm and shards in fp32 and fp16",
-        names=("scaled_global_norm", "has_overflow", "_load_global_state"),
+        names=("scaled_global_norm", "has_overflow", "_load_global_state", "_model_parallel_all_reduce"),
         mentioned=(
             *("averaged_gradients", "params_in_partition", "single_partition_of_fp32_groups", "bit16_groups"),
             *("scaled_global_norm", "has_overflow", "grad_accum", "_hp_mapping"),
@@ -158,6 +158,7 @@ OWNERS = (
         ),
     ),
     Owner("deepspeed.runtime.utils", "the norm of bf16 gradients", names=("get_global_norm_of_tensors",)),
+    Owner("deepspeed.runtime.utils", "faults in copies that are gathered", names=("all_gather_dp_groups",)),
     Owner("deepspeed.runtime.lr_schedules:WarmupLR", "a changed learning-rate schedule", mentioned=("_last_lr",)),
     Owner("deepspeed.utils.groups", "a second engine in one process", names=("mpu",)),
     Owner("deepspeed.comm.torch", "a start on a CPU without a compiler", names=("build_shm_op",)),

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_distributed
 from megatron.core import parallel_state
-from tiny import GPT, LLAMA, VOCAB, make_engine, micro_batches, train_steps
+from tiny import GPT, LLAMA, SEQUENCE, VOCAB, make_engine, micro_batches, train_steps
 
+from megasdc.addresses import PHASES as ADDRESSED
 from megasdc.addresses import Address
 from megasdc.config import FaultSpec, ModelSection, ParallelSection
 from megasdc.config.submodule_names import submodule_slots
+from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Observer
+from megasdc.engine.run import Run
+from megasdc.events import EventLog
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.faults.stored import HarmedBatches, StateFaults
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.loop import take_step
 
 pytestmark = pytest.mark.distributed
 
@@ -227,5 +238,130 @@ def test_the_catalogue_of_names_is_what_is_seen(model: Any, tensor: int, pipelin
         ParallelSection.model_validate({"tensor": tensor, "pipeline": pipeline}),
     )
     stated = {(fqn, phase, slot) for fqn, phases in names.items() for phase, slots in phases.items() for slot in slots}
-    observed = {one for one in stated if one[1] not in ("collective", "optimizer_state")}
+    observed = {one for one in stated if one[1] in ADDRESSED}
     assert seen == observed
+
+
+CHAIN: list[tuple[dict[str, Any], set[str]]] = [
+    ({"phase": "norm", "slot": "total", "kind": "scale", "factor": 8.0}, {"norm"}),
+    ({"phase": "norm", "slot": "part", "kind": "scale", "factor": 8.0}, {"norm"}),
+    ({"phase": "norm", "slot": "factor", "kind": "scale", "factor": 0.5}, {"read"}),
+    ({"phase": "clipped_grad", "submodule": FC1, "slot": "weight", "bits": [3]}, {"read"}),
+    ({"phase": "hyperparameter", "slot": "0.lr", "kind": "scale", "factor": 2.0}, {"used", "kept"}),
+    ({"phase": "hyperparameter", "slot": "1.beta2", "bits": [30]}, {"used", "kept"}),
+    ({"phase": "hyperparameter", "slot": "0.step", "kind": "scale", "factor": 3.0}, {"count", "kept"}),
+    ({"phase": "state_at_rest", "submodule": FC1, "slot": "weight.exp_avg", "bits": [3]}, {"kept"}),
+    ({"phase": "copy", "submodule": FC1, "slot": "weight", "bits": [3]}, {"parameters"}),
+    ({"phase": "place", "bits": [1]}, {"consumed"}),
+]
+"""Faults of the chain from the reduced gradient to the parameters, and what differs on the rank first."""
+
+
+class _Chain(Hook):
+    """Keeps what a rank's optimizer reads in a step, and what is there after it; stands before and after faults."""
+
+    def __init__(self, engine: Any) -> None:
+        self.seen: dict[str, Any] = {}
+        self.all: list[dict[str, Any]] = []
+        engine.optimizer.optimizer.register_step_pre_hook(lambda inner, *_: self._read(inner))
+
+    def _read(self, inner: Any) -> None:
+        for group in inner.param_groups:
+            for flat in group["params"]:
+                self.seen.setdefault("read", []).append(_bits(flat.grad))
+                self.seen.setdefault("used", []).append([group[name] for name in ("lr", "betas", "eps")])
+                self.seen.setdefault("count", []).append(float(inner.state.get(flat, {}).get("step", 0)))
+
+    def before_step(self, run: Any) -> None:
+        self.seen["consumed"] = run.loader.position.consumed
+
+    def after_step(self, run: Any, result: Any) -> None:
+        optimizer = run.engine.optimizer
+        self.seen["norm"] = result.grad_norm
+        self.seen["left"] = [
+            [group[name] for name in ("lr", "betas", "eps")] for group in optimizer.optimizer.param_groups
+        ]
+        self.seen["kept"] = [
+            _bits(value)
+            for fragment in owned_fragments(optimizer)
+            for value in (fragment.master, *fragment.states(optimizer).values())
+        ]
+        self.seen["parameters"] = [_bits(one.detach()) for one in run.engine.module.parameters()]
+        self.all.append(self.seen)
+        self.seen = {}
+
+
+def _chain_of(specs: list[dict[str, Any]], layout: tuple[int, int], options: Any) -> tuple[list[Any], list[Any]]:
+    """Three steps of a run under faults in step 2: what each rank's optimizer read and left, and the firings."""
+    parallel_state.destroy_model_parallel()
+    engine = make_engine(GPT, *layout, **options)
+    stream = MemoryStream(VOCAB, SEQUENCE, 64, 64)
+    loader = MicroBatchLoader(stream, 1, engine.dims.dp_rank, engine.dims.data)
+    injector = Injector([FaultSpec.model_validate({"steps": [2, 2], **spec}) for spec in specs], engine.dims, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        events = EventLog(Path(folder), engine.dims.rank)
+        run = Run(Path(folder), engine.dims, engine, loader, loader, events, 3, dist.group.WORLD)
+        faults, chain = StateFaults(engine, injector), _Chain(engine)
+        engine.hooks = run.hooks = [faults, chain]
+        while not run.is_last_step:
+            take_step(run)
+        faults.close()
+        events.close()
+    return chain.all, injector.firings
+
+
+def _differing(clean: list[Any], faulty: list[Any]) -> list[set[str]]:
+    """What differs in each step."""
+    pairs = zip(clean, faulty, strict=True)
+    return [{name for name in one if pickle.dumps(one[name]) != pickle.dumps(other[name])} for one, other in pairs]
+
+
+def _each_link(layout: tuple[int, int], options: Any) -> Any:
+    clean, none = _chain_of([], layout, options)
+    assert none == []
+    neutral = {"kind": "scale", "factor": 1.0}
+    specs = [{"phase": phase, **neutral} for phase in ("norm", "clipped_grad", "hyperparameter", "copy")]
+    armed, firings = _chain_of(specs, layout, options)
+    assert not any(_differing(clean, armed)), "faults that change no bit leave every bit as it was"
+    assert {one.address.phase for one in firings} == {spec["phase"] for spec in specs}
+    assert {one.address.slot for one in firings} >= {"part", "total", "factor", "0.lr", "1.beta1", "0.step"}
+    found = []
+    for spec, _ in CHAIN:
+        shard = "submodule" in spec  # whichever replica owns it
+        faulty, firings = _chain_of([{**({} if shard else {"replica": 1, "tensor_rank": 0}), **spec}], layout, options)
+        found.append((bool(firings), [(one.address.step, one.changed) for one in firings], _differing(clean, faulty)))
+    return engine_place(layout), found
+
+
+def engine_place(layout: tuple[int, int]) -> tuple[int, int]:
+    """(replica, tensor rank) of this rank."""
+    dims = ParallelDims(*layout, dist.get_world_size() // (layout[0] * layout[1]), dist.get_rank())
+    return dims.dp_rank, dims.tp_rank
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "options"),
+    [
+        ((1, 1), 2, {}),
+        ((1, 1), 2, {"precision": "bf16"}),
+        pytest.param((1, 1), 2, {"precision": "bf16", "grad_accum": "bf16"}, marks=pytest.mark.full),
+        pytest.param((2, 1), 4, {}, marks=pytest.mark.full),
+        pytest.param((1, 2), 4, {"precision": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=["1x1x2", "1x1x2_bf16", "1x1x2_bf16_bf16", "2x1x2", "1x2x2_bf16"],
+)
+def test_each_link_from_the_reduced_gradient_to_the_parameters(layout: Any, ranks: int, options: Any) -> None:
+    """On the stated rank exactly the stated link differs first; step 1 is clean, and an armed fault changes no bit."""
+    of_ranks = run_distributed(_each_link, ranks, layout, options, timeout_s=300)
+    for number, (spec, first) in enumerate(CHAIN):
+        assert any(found[number][0] for _, found in of_ranks), spec
+        for place, found in of_ranks:
+            fired, firings, (before, during, _) = found[number]
+            assert before == set() and all(step == 2 and changed for step, changed in firings)
+            if fired:
+                assert ("submodule" in spec or place == (1, 0)) and first <= during, (spec, during)
+                assert "left" not in during, (spec, during)
+            elif spec["phase"] == "copy":
+                assert during in (set(), {"parameters"}), (spec, during)
+        if spec["phase"] == "copy":
+            assert all("parameters" in found[number][2][1] for place, found in of_ranks if layout == (1, 1))

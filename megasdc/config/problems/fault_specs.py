@@ -7,11 +7,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from megasdc.addresses import MICRO_BATCH_PHASES
-from megasdc.config.sections.faults import BIT_KINDS, CHECKPOINT, TOKENS, FaultPlace, FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.faults import (
+    BIT_KINDS,
+    CHECKPOINT,
+    HYPERPARAMETER,
+    HYPERPARAMETERS,
+    NORM,
+    NORM_SLOTS,
+    PLACE,
+    PLACE_SLOT,
+    TOKENS,
+    FaultPlace,
+    FaultSpec,
+    ProcessFaultSpec,
+)
 
 Fault = tuple[str, str]
 """(field, problem)."""
-WITHOUT_SUBMODULE = (CHECKPOINT, TOKENS)
+SLOTS_OF = {
+    TOKENS: ("tokens", "labels"),
+    NORM: NORM_SLOTS,
+    HYPERPARAMETER: tuple(f"{group}.{name}" for group in (0, 1) for name in HYPERPARAMETERS),
+    PLACE: (PLACE_SLOT,),
+}
+"""Slots of phases whose tensors belong to no submodule."""
+WITHOUT_SUBMODULE = (CHECKPOINT, *SLOTS_OF)
+WHOLE_NUMBERS = (CHECKPOINT, TOKENS, PLACE)
 PLACE_FIELDS = (*FaultPlace.model_fields, "min_hidden_size", "seed")
 """Fields that an entry with a profile may set."""
 
@@ -106,11 +127,20 @@ def _range_problems(spec: FaultSpec) -> Iterator[Fault]:
 
 
 def _phase_problems(spec: FaultSpec) -> Iterator[Fault]:
-    """Problems of faults in tokens and in bytes of files, phases without a submodule."""
+    """Problems of faults in phases without a submodule."""
     if spec.phase not in WITHOUT_SUBMODULE:
         return
     if spec.submodule != "*":
         yield "submodule", f"phase {spec.phase} belongs to no submodule; remove it"
+    if spec.phase in WHOLE_NUMBERS:
+        yield from _whole_number_problems(spec)
+    slots = SLOTS_OF.get(spec.phase, ())
+    if slots and spec.slot is not None and not any(fnmatchcase(name, spec.slot) for name in slots):
+        yield "slot", f"got {spec.slot!r}; phase {spec.phase} has {', '.join(slots)}"
+
+
+def _whole_number_problems(spec: FaultSpec) -> Iterator[Fault]:
+    """Problems of faults in ids, places and bytes."""
     if spec.kind in ("scale", "noise"):
         yield "kind", f"phase {spec.phase} holds whole numbers; use bit_flip, stuck_at_0, stuck_at_1 or value"
     if isinstance(spec.bits, str) and spec.bits != "any":
@@ -127,8 +157,6 @@ def _phase_problems(spec: FaultSpec) -> Iterator[Fault]:
             yield "pattern", "a file has no columns"
         if spec.slot is not None:
             yield "slot", "phase checkpoint has files; name them with file"
-    elif spec.slot is not None and not any(fnmatchcase(name, spec.slot) for name in ("tokens", "labels")):
-        yield "slot", f"got {spec.slot!r}; phase tokens has tokens and labels"
 
 
 def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]) -> Iterator[Fault]:

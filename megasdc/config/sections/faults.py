@@ -15,15 +15,28 @@ from megasdc.addresses import ACCUMULATED_GRAD, PHASES
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
+NORM, CLIPPED_GRAD, HYPERPARAMETER = "norm", "clipped_grad", "hyperparameter"
+STATE_AT_REST, COPY, PLACE = "state_at_rest", "copy", "place"
 _OBSERVED = tuple(phase for phase in PHASES if phase != ACCUMULATED_GRAD)  # faults in it: collective
-FAULT_PHASES = (*_OBSERVED, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS)
+FAULT_PHASES = (
+    *(*_OBSERVED, OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS),
+    *(NORM, CLIPPED_GRAD, HYPERPARAMETER, STATE_AT_REST, COPY, PLACE),  # last: draws depend on the order
+)
 """The phases of addresses, and phases of faults that have no address of their own.
 
 optimizer_state: masters and moments in place, just before the optimizer reads them. collective: this rank's
 accumulated gradient of a whole step, after the sums over tied stages and tensor ranks and before the sum over replicas.
 checkpoint: a file that this rank wrote, after the checkpoint is complete. tokens: a micro-batch after the loader has
-checked it, as this rank reads it.
+checked it, as this rank reads it. norm: the numbers by which this rank clips. clipped_grad: its shard after clipping,
+as the inner optimizer reads it. hyperparameter: numbers of the optimizer's groups for one step, and Adam's count of
+steps, which stays wrong. state_at_rest: masters and moments in place, after a step. copy: what this rank gives to the
+all-gather, so that all replicas get it alike. place: how many samples this rank has consumed, before a step.
 """
+NORM_SLOTS = ("part", "total", "factor")
+"""This rank's part of the squared norm before the sum over ranks, the norm, and the factor applied to its shard."""
+HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+"""Those of Adam; the slot has the number of the group before the name, such as ``0.lr``."""
+PLACE_SLOT = "consumed"
 BIT_KINDS = ("bit_flip", "stuck_at_0", "stuck_at_1")
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -70,12 +83,15 @@ class FaultSpec(FaultPlace):
         "weight_grad: one micro-batch's; reduced_grad: this rank's shard; update: right after the inner optimizer; "
         "parameter: after the all-gather; optimizer_state: masters and moments before the step; collective: the "
         "accumulated gradient before the sum over replicas; checkpoint: bytes of a file this rank saved; tokens: a "
-        "micro-batch before the model.",
+        "micro-batch before the model; norm: the numbers by which this rank clips; clipped_grad: this rank's shard "
+        "after clipping; hyperparameter: numbers of the optimizer's groups, and its count of steps; state_at_rest: "
+        "masters and moments after a step; copy: what this rank gives to the all-gather; place: samples consumed.",
     )
     slot: str | None = setting(
         None,
-        "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`, with phase "
-        "tokens `tokens` or `labels`; null: any.",
+        "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`; with phase "
+        "tokens `tokens` or `labels`, norm `part`, `total` or `factor`, hyperparameter `0.lr` (group 0), `*.step`; "
+        "null: any.",
     )
     file: str | None = setting(None, "Phase checkpoint: pattern of file names; null: any file of the rank.")
     kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = setting(
