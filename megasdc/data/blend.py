@@ -50,6 +50,10 @@ class Part(Protocol):
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same from the file, into fresh memory."""
+        ...
+
 
 class BlendedTokens(torch.utils.data.Dataset):
     """A stream that draws from several streams by weight; a position always holds the same sample.
@@ -134,6 +138,11 @@ class BlendedTokens(torch.utils.data.Dataset):
         """
         part, inner = self.locate(position)
         return self.parts[part][inner]
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample at a position in [0, len) from its part's file; see ``TokenDataset.read_again``."""
+        part, inner = self.locate(position)
+        return self.parts[part].read_again(inner)
 
     def locate(self, position: int) -> tuple[int, int]:
         """The part that a sample comes from, and its position there."""

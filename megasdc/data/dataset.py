@@ -13,6 +13,7 @@ Deliberate differences from Megatron's BlendedMegatronDatasetBuilder:
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from megatron.core.datasets.utils import Split
 
 from megasdc.config.sections.data import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
-from megasdc.data.blocks import BlockChecksums, CheckedReader
+from megasdc.data.blocks import BlockChecksums, CheckedReader, DirectReader
 from megasdc.data.epoch import DocumentPart, EpochConfig, EpochDataset, TokenizerAdapter
 from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, tell_nobody
 from megasdc.data.manifest import Manifest
@@ -232,12 +233,10 @@ class TokenDataset(torch.utils.data.Dataset):
         self._adapter = TokenizerAdapter(str(self.path), manifest, self.identity)
         self._prefix = str(self.path.with_suffix(""))
         self._tokens = IndexedDataset(self._prefix)
-        if manifest.block_bytes is not None:
-            self._tokens.bin_reader = CheckedReader(
-                self._tokens.bin_reader,
-                BlockChecksums(self.path, manifest.block_bytes),
-                manifest.files[self.path.name].size_bytes,
-            )
+        self._block_bytes, self._size_bytes = manifest.block_bytes, manifest.files[self.path.name].size_bytes
+        if (checksums := self._checksums()) is not None:
+            self._tokens.bin_reader = CheckedReader(self._tokens.bin_reader, checksums, self._size_bytes)
+        self._direct: IndexedDataset | None = None
         self._epochs: dict[int, EpochDataset] = {}
         self.samples_per_epoch = len(self._epoch(0))
 
@@ -260,11 +259,33 @@ class TokenDataset(torch.utils.data.Dataset):
             tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
         """
         epoch, index = self._place(position)
-        sample = self._epoch(epoch)[index]
+        return self._sample(self._epoch(epoch), index)
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample at a position in [0, len) from the file, into fresh memory; as ``[position]`` returns it.
+
+        Nothing is used that reading it before has mapped, checked or kept, but for the index of samples.
+
+        Raises:
+            DataError: a block of the file is damaged.
+        """
+        if self._direct is None:
+            self._direct = IndexedDataset(self._prefix)
+            self._direct.bin_reader = DirectReader(self.path, self._checksums(), self._size_bytes)
+        epoch, index = self._place(position)
+        fresh = copy.copy(self._epoch(epoch))
+        fresh.dataset, fresh.masks_and_position_ids_are_cached = self._direct, False
+        return self._sample(fresh, index)
+
+    def _sample(self, epoch: EpochDataset, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sample = epoch[index]
         tokens, labels, loss_mask = sample["tokens"], sample["labels"], sample["loss_mask"].clone()
         if self._mask_end_of_document:
             loss_mask[labels == self._adapter.eod] = 0.0
         return tokens, labels, loss_mask
+
+    def _checksums(self) -> BlockChecksums | None:
+        return None if self._block_bytes is None else BlockChecksums(self.path, self._block_bytes)
 
     def documents(self, position: int) -> list[DocumentPart]:
         """The parts of documents of the sample at a position in [0, len), in order: its tokens and the last label."""

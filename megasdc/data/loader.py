@@ -32,6 +32,10 @@ class SampleStream(Protocol):
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same from the file, into fresh memory."""
+        ...
+
 
 class MicroBatchLoader:
     """Yields micro-batches of one replica and tracks its position.
@@ -99,6 +103,17 @@ class MicroBatchLoader:
                 f"{self.dp_rank} of {self.dp_size} asks for position {max(positions)}; build it with more samples"
             )
         return _load(self.dataset, positions)
+
+    def read_again(self, positions: Sequence[int]) -> MicroBatch:
+        """What ``read`` has to return, from the file and into fresh memory.
+
+        Args:
+            positions: of samples that were read, [b].
+
+        Raises:
+            DataError: a block of the file is damaged.
+        """
+        return _stack([self.dataset.read_again(position) for position in positions])
 
     def pass_over(self, micro_batches: int, *, again: bool) -> None:
         """Skip the next micro-batches.
@@ -209,8 +224,7 @@ def _check_place(micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
 
 def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
     """Stack samples and check every id on the host, before it can reach a device's embedding lookup."""
-    rows = [dataset[position] for position in positions]
-    tokens, labels, loss_mask = (torch.stack(column) for column in zip(*rows, strict=True))
+    tokens, (labels, loss_mask) = _stack([dataset[position] for position in positions])
     for name, ids in (("token", tokens), ("label", labels)):
         low, high = ids.aminmax()
         if low < 0 or high >= dataset.vocab_size:
@@ -220,6 +234,11 @@ def _load(dataset: SampleStream, positions: Sequence[int]) -> MicroBatch:
                 f"{_where(dataset, positions[row])}, {name} {column}: id {int(ids[row, column])} is not "
                 f"in [0, {dataset.vocab_size}); the data were prepared with another tokenizer, or are damaged"
             )
+    return tokens, (labels, loss_mask)
+
+
+def _stack(rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> MicroBatch:
+    tokens, labels, loss_mask = (torch.stack(column) for column in zip(*rows, strict=True))
     return tokens, (labels, loss_mask)
 
 

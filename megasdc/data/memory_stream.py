@@ -34,3 +34,7 @@ class MemoryStream:
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         row = self._tokens[position % len(self._tokens)]
         return row[:-1], row[1:], self._mask
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same sample: there is no file."""
+        return self[position]

@@ -1,4 +1,4 @@
-"""Micro-batches of a step, kept so that they can be read again.
+"""Micro-batches of a step, kept so that they can be read again: from memory, or from the file.
 
 In a step whose first micro-batch is shared, all replicas read the samples that would be the source replica's, and only
 that replica's position advances: the other replicas use their own samples in their next micro-batch.
@@ -6,7 +6,7 @@ that replica's position advances: the other replicas use their own samples in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megasdc.data.loader import MicroBatch, MicroBatchLoader
@@ -36,6 +36,7 @@ class StepBatches:
         self._loader = loader
         self._batches = batches
         self._kept: list[MicroBatch] = []
+        self._positions: list[list[int]] = []
         self._next = 0
         self._shared: Shared | None = None
 
@@ -45,6 +46,7 @@ class StepBatches:
     def begin(self, shared: Shared | None) -> None:
         """Begin a step; ``shared``: its first micro-batch if all replicas share it."""
         self._kept.clear()
+        self._positions.clear()
         self._next = 0
         self._shared = shared
 
@@ -58,6 +60,18 @@ class StepBatches:
             raise ValueError(f"micro-batch {micro_batch} of the step was not read yet; {len(self._kept)} were")
         self._next = micro_batch
 
+    def renew(self) -> None:
+        """Replace what is kept of the step by what the loader reads at the same positions now; errors as its own."""
+        self._kept[:] = [self._loader.read(positions) for positions in self._positions]
+
+    def positions(self, micro_batch: int) -> Sequence[int]:
+        """Positions in the stream of the samples of a micro-batch of the step that was read, [b]."""
+        return self._positions[micro_batch]
+
+    def from_file(self, micro_batch: int) -> MicroBatch:
+        """A micro-batch of the step that was read, from the file; see ``MicroBatchLoader.read_again``."""
+        return self._loader.read_again(self._positions[micro_batch])
+
     def __next__(self) -> MicroBatch:
         """The next micro-batch; errors as in ``MicroBatchLoader``."""
         if self._next == len(self._kept):
@@ -68,5 +82,7 @@ class StepBatches:
     def _read(self) -> MicroBatch:
         shared = self._shared
         if self._kept or shared is None or shared.source == self._loader.dp_rank:
+            self._positions.append(self._loader.next_positions)
             return next(self._batches)
+        self._positions.append(list(shared.positions))
         return self._loader.read(shared.positions)

@@ -311,6 +311,12 @@ class TrainingEngine(PipelineEngine):
         """Number of the micro-batch that this stage starts next."""
         return self._started
 
+    def labels_of(self, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels and loss mask of a micro-batch in flight on the last stage, each [b, s], as the loss is given them."""
+        buffer_id = next(buffer for buffer, number in self._micro_batch_of_buffer.items() if number == micro_batch)
+        labels, loss_mask = self.pipe_buffers["labels"][buffer_id]
+        return labels, loss_mask
+
     def sample_places(self, micro_batch: int) -> tuple[int, ...]:
         """Indices of a micro-batch's samples in the global batch of the step, [b].
 

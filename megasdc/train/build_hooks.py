@@ -139,6 +139,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         recording.detection,
         slices,
         recording.detection and recording.detection.rows,
+        recording.detection and recording.detection.tokens,
         recording.toleranced,
         None if drills.injector is None else StateFaults(run.engine, drills.injector),
         drills.process_faults,

@@ -39,12 +39,13 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
             "null.",
         )
-    checked = any(getattr(always_on, one) for one in ("parameters", "finite", "toleranced", "slice_elements", "rows"))
+    parts = ("parameters", "finite", "toleranced", "slice_elements", "rows", "tokens")
+    checked = any(getattr(always_on, one) for one in parts)
     if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
-            "got true, but nothing is checked: parameters, finite and toleranced are false and no recomputation is "
-            "compared; set sdc.always_on.parameters true, or enabled false.",
+            "got true, but nothing is checked: parameters, finite, tokens and toleranced are false and no "
+            "recomputation is compared; set sdc.always_on.parameters true, or enabled false.",
         )
     if file.sdc.budget is not None and always_on.coverage != "auto":
         yield Problem(

@@ -76,6 +76,11 @@ class AlwaysOnSection(Section):
         "Sum the rows of one product of a linear layer (output, or gradient of input or weight) in each step that "
         "looks, another one each time; a row that is off is computed in fp64, and names its rank.",
     )
+    tokens: bool = setting(
+        True,
+        "Compare tokens, labels and loss mask of micro-batches, as the model was given them, with the file, which is "
+        "read again, its blocks' checksums too.",
+    )
     coverage: Literal["auto", "one", "all"] = setting(
         "auto",
         "Micro-batches whose results are looked at: one of each step, another each step; all; auto: as many as "

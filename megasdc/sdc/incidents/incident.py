@@ -168,7 +168,17 @@ class Incident:
     step: int
     micro_batch: int | None
     tier: Literal[
-        "audit", "recompute", "permuted", "rows", "parameters", "copies", "golden", "reduction", "state", "update"
+        "audit",
+        "recompute",
+        "permuted",
+        "rows",
+        "tokens",
+        "parameters",
+        "copies",
+        "golden",
+        "reduction",
+        "state",
+        "update",
     ]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
@@ -181,6 +191,7 @@ class Incident:
         "master shard",
         "copies on tensor ranks",
         "own copy",
+        "file of the data",
         "mean of the replicas' gradients",
     ]
     policy: Literal["halt", "isolate", "repair", "warn"]

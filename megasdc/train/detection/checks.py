@@ -40,6 +40,7 @@ from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.slices.hook import SliceChecks
+from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Detection(Hook):
     Attributes:
         slices: the hook that checks slices of the optimizer; None: there is none.
         rows: the hook that checks rows of products; None: there is none.
+        tokens: the hook that compares micro-batches with the file; None: nothing does.
         permuted: computes audited micro-batches with elements in other places; None: nothing does.
     """
 
@@ -126,6 +128,8 @@ class Detection(Hook):
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
+        always_on = sdc.always_on
+        self.tokens = TokenCheck(batches) if always_on.enabled and always_on.tokens else None
         self._save_interval = settings.save_interval
         self.referee = referee
         self._host_group = run.host_group
@@ -213,6 +217,8 @@ class Detection(Hook):
         if self.rows is not None:
             turn = self.budget.cadence.turn(step)
             self.rows.choose(turn, run.engine.micro_batches, looks=bool(self._covered))
+        if self.tokens is not None:
+            self.tokens.choose(self._covered)
         with self.budget.waits:
             shared = self._share(run, step) if self._auditing else None
         run.engine.shared_source = None if shared is None else shared.source
@@ -250,12 +256,15 @@ class Detection(Hook):
                 parameters = self._parameters.take()
             with budget.audits:
                 audited, moved = self._audited.take(), self._move(engine)
-            evidence = Evidence(parameters, audited, checked, moved, self._found_in_rows(engine))
+            evidence = Evidence(
+                parameters, audited, checked, moved, self._found_in_rows(engine), self._found_in_tokens(engine)
+            )
             with budget.fixed:
                 digests = [digest(evidence.parameters), digest(evidence.audited)]
                 copies = [digest(self._parameters.copies(evidence.parameters))]
                 wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
-                raised = [bool(checked.unrepeated), evidence.place_matters, wrong_row]
+                wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
+                raised = [bool(checked.unrepeated), evidence.place_matters, wrong_row, wrong_tokens]
                 raised += [seen is not None, not loss_is_finite(engine)]
             with budget.waits:
                 agreed = compare_replicas(digests, raised, engine.dims, self._host_group, copies)
@@ -300,6 +309,20 @@ class Detection(Hook):
             return rows.take()
 
         return Rows(rows.take(), micro_batch, again)
+
+    def _found_in_tokens(self, engine: TrainingEngine) -> Given | None:
+        tokens = self.tokens
+        if tokens is None:
+            return None
+
+        def again(micro_batch: int) -> WrongTokens | None:
+            if engine.is_first_stage() or engine.is_last_stage():
+                self._batches.renew()
+            self.rehearse(engine, micro_batch)
+            return tokens.take(engine)
+
+        with self.budget.looks:
+            return Given(tokens.take(engine), again)
 
     def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
         """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.

@@ -149,7 +149,9 @@ class Disputes:
         if agreed.stages[0]:
             return self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired)
         again = False
-        if agreed.raised[0]:
+        if agreed.raised[3] and evidence.given is not None:  # other results of that rank follow from it
+            again = self._act(step, self._findings.of_tokens(engine, evidence.given, earlier), repaired)
+        if agreed.raised[0] and not again:
             found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
             again = self._act(step, found, repaired)
         if agreed.raised[2] and not again and evidence.rows is not None:

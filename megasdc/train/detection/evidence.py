@@ -10,6 +10,7 @@ from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.rows import Rows
+from megasdc.train.detection.tokens import Given
 
 Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
@@ -25,6 +26,7 @@ class Evidence:
         repeats: forward results against their recomputation.
         moved: the shared micro-batch with elements in other places; None: it was not computed so.
         rows: of a product; None: none was looked at.
+        given: micro-batches as the model was given them, against the file; None: none is compared.
     """
 
     parameters: Trace
@@ -32,6 +34,7 @@ class Evidence:
     repeats: Repeats
     moved: Moved | None = None
     rows: Rows | None = None
+    given: Given | None = None
 
     @property
     def place_matters(self) -> bool:

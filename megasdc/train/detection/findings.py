@@ -22,6 +22,7 @@ from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
+    FILE,
     INCONCLUSIVE,
     INTERMITTENT,
     NOT_REPRODUCED,
@@ -33,12 +34,13 @@ from megasdc.sdc.trace import Trace
 from megasdc.train.detection.evidence import Rehearse
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.rows import Rows, named
+from megasdc.train.detection.tokens import Given
 
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "sdc"
 RIGHT = 0
-"""Stands for the checksum of a right product, which nobody computes."""
+"""Stands for the checksum of a right product, which nobody computes, and of a file that cannot be read."""
 ASKED = 8
 """Most results that the referee computes in one step; each is a repeat of the micro-batch."""
 
@@ -132,6 +134,33 @@ class Findings:
             counts.append(count_by_submodule(one.address.phase, [one.address.fqn], rank))
         shown = tuple(rulings), self._dims.world_size, merge_counts(counts), tuple(opinions)
         return Settled("rows", rows.micro_batch, *shown)
+
+    def of_tokens(self, engine: TrainingEngine, given: Given, earlier: Collection[int]) -> Settled:
+        """Rule on micro-batches that the model was given otherwise than the file has them; each is read again anew.
+
+        ``earlier``: ranks that were wrong in an earlier event of the run. Call in ``after_micro_batches``.
+        """
+        found = gather_objects(given.wrong, self._group)
+        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
+        for rank, one in flagged.items():
+            said = {"rank": rank, "address": str(one.address), "reason": one.reason}
+            self.tell("finding", step=engine.step_number, tier="tokens", **said)
+            logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
+        again: dict[int, list[tuple[int, int]]] = {rank: [] for rank in flagged}
+        for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
+            for _ in range(self._repeats):
+                for rank, now in enumerate(gather_objects(given.again(micro_batch), self._group)):
+                    if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
+                        right = flagged[rank].expected or RIGHT
+                        again[rank].append((right, right) if now is None else (now.got, now.expected or RIGHT))
+        rulings, counts = [], []
+        for rank, one in flagged.items():
+            first = Unrepeated(one.address, one.got, one.expected or RIGHT)
+            ruling = judge_recomputed(rank, first, again[rank], rank in earlier)
+            rulings.append(replace(ruling, basis=FILE, expected=one.expected))
+            counts.append(count_by_submodule(FORWARD, [one.address.fqn], rank))
+        first_of_all = min(one.address.micro_batch or 0 for one in flagged.values())
+        return Settled("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
 
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.

@@ -22,14 +22,14 @@ def test_finite_is_on_and_toleranced_is_off_unless_asked_for():
 @pytest.mark.parametrize("kept", ["parameters", "finite", "toleranced"])
 def test_one_check_is_enough(kept):
     """Any one of the checks alone is a sensible configuration."""
-    off = {"parameters": False, "finite": False, "toleranced": False}
+    off = {"parameters": False, "finite": False, "toleranced": False, "tokens": False}
     assert getattr(_parse({**off, kept: True}).megasdc.sdc.always_on, kept)
 
 
 @pytest.mark.parametrize(
     ("always_on", "deepspeed", "parts"),
     [
-        ({"parameters": False, "finite": False}, {}, ["sdc.always_on.enabled", "nothing is checked"]),
+        ({"parameters": False, "finite": False, "tokens": False}, {}, ["sdc.always_on.enabled", "nothing is checked"]),
         (
             {"toleranced": True},
             {"optimizer": {"params": {"torch_adam": False}}},

@@ -34,7 +34,10 @@ def build(deepspeed=None, **sections):
             ["megasdc.sdc.always_on.enabled", "determinism"],
         ),
         ({"sdc": {"always_on": {"enabled": True, "recompute": True}}}, ["activation_checkpoint_interval"]),
-        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False}}}, ["nothing is checked"]),
+        (
+            {"sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False, "tokens": False}}},
+            ["nothing is checked"],
+        ),
         ({"sdc": {"golden_interval": 9}}, ["golden_interval: got 9", "without a golden trace", "golden record"]),
         (
             {"sdc": {"golden": "a", "golden_interval": 9}, "determinism": {"enabled": False}},

@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megasdc.data.dataset import build_datasets
 from megasdc.data.index_cache import kept_index
 from megasdc.data.manifest import Manifest
+from megasdc.data.prepare import prepare
 from megasdc.errors import DataError
 
 S = 64
@@ -210,3 +211,22 @@ def test_an_interrupted_index_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         kept_index(tmp_path / "index", ["one"], lambda: (broken,))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_sample_is_read_again_from_the_file_alone(tmp_path, corpus, section_for):
+    """What the first read keeps - checked blocks, the cached mask of the loss - is not used by the second."""
+    section = section_for(tmp_path / "data", corpus)
+    prepare(section, workers=1, progress=False)
+    dataset, _ = build(section, tmp_path / "cache")
+    right = [one.clone() for one in dataset[5]]
+    assert all(map(torch.equal, right, dataset.read_again(5)))
+    dataset._epoch(0).cached_loss_mask[3] = 0.25
+    assert dataset[5][2][3] == 0.25 and torch.equal(dataset.read_again(5)[2], right[2])
+    content = np.memmap(dataset.path, np.uint16, "r+")
+    (part, *_) = dataset.documents(5)
+    place = int(dataset._tokens.index.sequence_pointers[part.document]) // 2 + part.first_token
+    content[place] ^= 1
+    content.flush()
+    assert dataset[5][0][0] == int(right[0][0]) ^ 1, "the block was checked before"
+    with pytest.raises(DataError, match=r"train\.bin is damaged: block \d+"):
+        dataset.read_again(5)

@@ -76,6 +76,10 @@ class RandomTokens:
         tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
         return tokens[:-1], tokens[1:], torch.ones(LENGTH)
 
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same, drawn anew."""
+        return self[position]
+
 
 def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
     """The configuration of ``live_config`` with the checks of a mode of ``tools.bench.detection.live_cases``."""
