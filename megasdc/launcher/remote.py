@@ -83,6 +83,7 @@ class Transport:
                 text=True,
                 timeout=timeout_s,
                 check=False,
+                start_new_session=True,  # a terminal that goes does not end it
             )
         except subprocess.TimeoutExpired:
             return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; check whether the host hangs")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -26,7 +27,9 @@ from megasdc.supervisor.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.supervisor.ledger import Ledger, judge
+from megasdc.supervisor.output import LOG_FILE, lasting_output
 from megasdc.supervisor.policy import Limits
+from megasdc.supervisor.salvage import complete
 from megasdc.supervisor.sizes import find_sizes
 from megasdc.supervisor.slurm import SlurmJob
 from megasdc.supervisor.supervise import Supervisor
@@ -128,14 +131,18 @@ def _supervise(
             allocation.is_ending = True
         stop.set()
 
-    with Journal(run_dir / FOLDER, say) as journal:
+    folder = run_dir / FOLDER
+    with (
+        lasting_output(folder / LOG_FILE),
+        Journal(folder, say, partial(complete, folder, name, allocation.job)) as journal,
+    ):
         _open(journal, name, allocation.slots, num_hosts, sizes)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
         ledger = None if section.ledger is None else Ledger(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
-        tests = StressTests(run_dir / FOLDER, section.test_rounds, section.golden, allocation.prefix)
+        tests = StressTests(folder, section.test_rounds, section.golden, allocation.prefix)
         limits = Limits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,

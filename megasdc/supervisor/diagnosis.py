@@ -43,6 +43,8 @@ class Kind:
     names_hosts: bool = False
 
 
+LOST = "lost"
+"""Kind of an attempt whose diagnosis is lost."""
 KINDS = {
     "done": Kind("all steps are done"),
     "stopped": Kind("stopped on request"),
@@ -64,6 +66,7 @@ KINDS = {
     "rank_crashed": Kind("a rank crashed", names_hosts=True),
     "rank_failed": Kind("a rank failed with an error that is none of the documented ones", names_hosts=True),
     "launch": Kind("the launch itself failed"),
+    LOST: Kind("how it ended is not known any more: the journal was damaged"),
 }
 """All kinds."""
 BY_CODE = {
@@ -116,6 +119,7 @@ class Evidence:
         unreachable: hosts that could not be reached afterwards.
         grows: it was asked to save and end, to go on with more hosts.
         interrupted: how it was ended from outside, in a sentence; empty: it was not.
+        asked: who had asked it to stop for good: a signal to the launch, or the configuration; empty: nobody.
         hang: the incident of a standstill in this attempt; None: there was none.
         corruption: that of silent data corruption; None: there was none.
         reached: last step that was reported; 0: none.
@@ -135,6 +139,7 @@ class Evidence:
     unreachable: Sequence[str] = ()
     grows: bool = False
     interrupted: str = ""
+    asked: str = ""
     hang: HangIncident | None = None
     corruption: Incident | None = None
     reached: int = 0
@@ -213,8 +218,10 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
         return found("launch", text="the front of the launch was killed")
     if code == HangError.exit_code:
         return found("stuck")
-    if code == 0 or code > SIGNALS:
-        return found("stopped")
+    if evidence.asked and (code == 0 or code > SIGNALS):
+        return found("stopped", text=evidence.asked)
+    if code == 0:
+        return found("launch", text="it ended with exit code 0 before its last step, and nobody had asked it to")
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
     if code == 1:
         return found("rank_failed", failed)

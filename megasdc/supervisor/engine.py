@@ -33,6 +33,8 @@ from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.trained import Trained, trained_since
 
 FIND_S = 2.0
+OF_CONFIGURATION = ("time limit", "training.stop_step")
+"""How the reasons of a stop begin that the configuration asks for, see ``megasdc.train.stop``."""
 
 
 class Engine(Protocol):
@@ -177,8 +179,7 @@ class FrontEngine:
 
     def evidence(self, attempt: Attempt) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
-        path = self._file(attempt, "json")
-        result = FrontResult(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        result = front.load_result(self._file(attempt, "json"))
         code = None if result is None else result.exit_code
         hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
@@ -195,9 +196,10 @@ class FrontEngine:
             unreachable=() if code == 0 else self._allocation.unreachable(attempt),
             grows=attempt.grows,
             interrupted=self._interrupted(attempt, result),
+            asked=self._asked(attempt, result),
             hang=hangs[-1] if hangs else None,
             corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
-            reached=self._reached(),
+            reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
             last=self._last(attempt, trained),
             steps=self._steps,
@@ -205,13 +207,16 @@ class FrontEngine:
             back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
 
-    def _reached(self) -> int:
+    def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""
         if not self._run_dir.is_dir():
             return 0
-        rows = read_metrics(self._run_dir)
         if self._request.program is None:
-            return max((row["step"] for row in rows if "train/loss" in row), default=0)
+            steps = [row["step"] for row in read_metrics(self._run_dir) if "train/loss" in row]
+            ends = read_events(self._run_dir, kind="end", name="run", rank=0, broken=[])
+            # Also where lines of metrics were lost.
+            steps += [one.step for one in ends if one.step is not None and one.time >= attempt.planned_at]
+            return max(steps, default=0)
         return last_step_seen(self._run_dir)
 
     def _last(self, attempt: Attempt, trained: Trained | None) -> int | None:
@@ -235,11 +240,27 @@ class FrontEngine:
         # A front that ends the rest after a failure has the step cancelled, too.
         if ends <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
             return "its job step was cancelled"
-        if result is None or result.exit_code or result.stopped_by is not None or not self._run_dir.is_dir():
+        if result is None or result.exit_code or result.stopped_by is not None:
             return ""
-        stops = [one for one in read_events(self._run_dir, kind="stop", rank=0) if one.time >= attempt.planned_at]
-        by_signal = any(str(one.fields["reason"]).startswith("signal") for one in stops)
+        by_signal = any(reason.startswith("signal") for reason in self._stop_reasons(attempt))
         return "its ranks got a signal to save and end, which was not the supervisor's" if by_signal else ""
+
+    def _asked(self, attempt: Attempt, result: FrontResult | None) -> str:
+        """Who had asked it to stop for good; empty: nobody, whatever its exit code says.
+
+        A signal to the front is the supervisor's, or one that a person gave: its process has a session of its own.
+        """
+        if result is not None and result.stopped_by is not None:
+            return f"its launch was asked to stop by {signal.Signals(result.stopped_by).name}"
+        reasons = [one for one in self._stop_reasons(attempt) if one.startswith(OF_CONFIGURATION)]
+        return f"its configuration asked it to stop: {reasons[-1]}" if reasons else ""
+
+    def _stop_reasons(self, attempt: Attempt) -> list[str]:
+        """Why its ranks have stopped before the last step."""
+        if not self._run_dir.is_dir():
+            return []
+        stops = read_events(self._run_dir, kind="stop", name="requested", rank=0, broken=[])
+        return [str(one.fields.get("reason")) for one in stops if one.time >= attempt.planned_at]
 
 
 def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:

@@ -47,6 +47,14 @@ def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
     return folder / f"attempt_{attempt:04d}_{launch_id}.{ending}"
 
 
+def load_result(path: Path) -> FrontResult | None:
+    """The result that a front left; None: it was killed and left none, or the file is damaged."""
+    try:
+        return FrontResult(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
 def run(launch: dict[str, Any]) -> FrontResult:
     """Launch, and wait for the end; every error becomes a result."""
     named = ("config_path", "hostfile", "script")

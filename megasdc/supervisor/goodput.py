@@ -27,13 +27,12 @@ that runs it is productive so far, as long as it is not silent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.supervisor.front import FrontResult, file_of
+from megasdc.supervisor.front import file_of, load_result
 from megasdc.supervisor.history import TAKEN_OVER
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
 from megasdc.supervisor.trained import Trained, trained_since
@@ -148,8 +147,8 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
     fronts = {}
     for one in planned:
         path = file_of(folder, one.fields["attempt"], one.fields["launch_id"], "json")
-        if path.exists():
-            fronts[one.fields["attempt"]] = FrontResult(**json.loads(path.read_text(encoding="utf-8"))).ended_at
+        if (result := load_result(path)) is not None:
+            fronts[one.fields["attempt"]] = result.ended_at
     return goodput(entries, now, trained_since(run_dir, planned[-1].time), fronts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megasdc.supervisor.diagnosis import Back, Diagnosis
 from megasdc.supervisor.host_tests import HostTest
-from megasdc.supervisor.journal import Entry
+from megasdc.supervisor.journal import DAMAGED, Entry
 from megasdc.supervisor.policy import Action, Decision, Failure
 
 
@@ -255,22 +255,23 @@ def _finished(history: History, entry: Entry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
-def _taken_over(history: History, entry: Entry) -> None:
+def _unchanged(history: History, entry: Entry) -> None:
     """The run is as it was."""
 
 
 HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER = "hosts", "suspected", "tested", "growing", "taken_over"
-NO_TURNS = (HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER)
+NO_TURNS = (HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER, DAMAGED)
 """Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; hosts that failed
 often in other runs; ends of tests; an attempt is asked to end, since there are more hosts; a supervisor goes on where
-an earlier one has stopped."""
+an earlier one has stopped; the journal was written anew since lines of it were damaged."""
 CHANGES: dict[str, Callable[[History, Entry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
     SUSPECTED: _suspected,
     TESTED: _tested,
     GROWING: _growing,
-    TAKEN_OVER: _taken_over,
+    TAKEN_OVER: _unchanged,
+    DAMAGED: _unchanged,
     "planned": _planned,
     "started": _started,
     "ended": _ended,

@@ -92,6 +92,7 @@ class StressTests:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # a terminal that goes does not end it
                 preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads
             )
 

@@ -1,7 +1,8 @@
 """What a supervisor plans and does, an entry a line: after it was killed the same command goes on from there; no torch.
 
 An entry that plans something is on the disk before it is done. Each line has a checksum of itself and of all lines
-before it; a last line that was cut off, when the supervisor was killed, is removed.
+before it; a last line that was cut off, when the supervisor was killed, is removed. Since each line also holds that
+checksum, a damaged line costs no other one: a supervisor writes the journal anew from those that are whole.
 """
 
 from __future__ import annotations
@@ -9,19 +10,26 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import xxhash
 
+from megasdc.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.errors import LaunchError, StorageError
 
 FOLDER, JOURNAL_FILE = "supervise", "journal.jsonl"
 """In the run folder, and in that one."""
+DAMAGED = "damaged"
+"""Kind of the entry that says that the journal was written anew: ``aside``, the name of the damaged file beside it,
+``problem``, and ``lost``, the number of its lines that could not be read."""
+_CHECKSUM = re.compile(rb"[0-9a-f]{16}")
+"""The last one of a line is its checksum, unless a digit of it is damaged."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +49,30 @@ class Entry:
     fields: dict[str, Any]
 
 
+Rebuild = Callable[[Sequence[Entry]], Sequence[Entry]]
+"""From the entries of whole lines to those that a journal begins with that is written anew."""
+
+
 class Journal:
     """The journal of a run, open for one supervisor at a time; a context manager.
 
     Args:
         folder: it lies in, made where it is absent.
-        say: receives a message where a line that was cut off is removed.
+        say: receives a message where a line that was cut off is removed, and where the journal is written anew.
+        rebuild: completes the entries of whole lines where one is damaged; None: that is an error.
 
     Attributes:
         entries: all of them, oldest first.
 
     Raises:
         LaunchError: another supervisor has it.
-        StorageError: it was changed, or cannot be read or written.
+        StorageError: it was changed and there is no ``rebuild``, or it cannot be read or written.
 
     A file server that takes this host for lost may give the lock to another supervisor. So each entry is written only
     where the file still is as this one has left it.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None], rebuild: Rebuild | None = None) -> None:
         self.path, self._size = folder / JOURNAL_FILE, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +81,7 @@ class Journal:
             raise StorageError(f"the supervisor's journal {self.path} cannot be opened: {error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.entries, self._checksum = self._read(say)
+            self.entries, self._checksum = self._read(say, rebuild)
         except BlockingIOError as error:
             self._file.close()
             raise LaunchError(f"{self.path} is in use by another supervisor of this run; wait for its end") from error
@@ -97,8 +110,7 @@ class Journal:
         self._check_owned()
         number = len(self.entries) + 1
         content = {"number": number, "time": time.time(), "kind": kind, "fields": fields}
-        checksum = _chained(self._checksum, content)
-        line = json.dumps({**content, "checksum": checksum}) + "\n"
+        line, checksum = _line(self._checksum, content)
         try:
             self._file.write(line.encode())
             os.fsync(self._file.fileno())
@@ -122,15 +134,81 @@ class Journal:
                 "of this one; this one ends, what it has started goes on"
             )
 
-    def _read(self, say: Callable[[str], None]) -> tuple[list[Entry], str]:
+    def _read(self, say: Callable[[str], None], rebuild: Rebuild | None) -> tuple[list[Entry], str]:
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
+        tail = content[len(whole) :]
+        if tail and _entry_of(tail[:-1]) is not None:  # it was written to its end, whose newline is damaged
+            return self._anew(content[:-1] + b"\n", "the end of its last line was changed", say, rebuild)
+        if tail:
             say(f"{self.path}: a line that was not written to its end is removed")
             os.ftruncate(self._file.fileno(), len(whole))
         self._size = len(whole)
-        return _parse(whole, self.path)
+        try:
+            return _parse(whole, self.path)
+        except StorageError as error:
+            return self._anew(whole, str(error), say, rebuild)
+
+    def _anew(
+        self, lines: bytes, problem: str, say: Callable[[str], None], rebuild: Rebuild | None
+    ) -> tuple[list[Entry], str]:
+        """Write the journal anew from its whole lines; the damaged file stays under another name."""
+        if rebuild is None:
+            raise StorageError(problem)
+        kept = whole_lines(lines)
+        number = 1
+        while (aside := self.path.with_name(f"journal_damaged_{number:03d}.jsonl")).exists():
+            number += 1
+        lost = len(lines.splitlines()) - len(kept)
+        fields = {"aside": aside.name, "problem": problem, "lost": lost}
+        entries = [*rebuild(kept), Entry(0, time.time(), DAMAGED, fields)]
+        entries = [Entry(at, one.time, one.kind, one.fields) for at, one in enumerate(entries, 1)]
+        checksum, text = "", b""
+        for entry in entries:
+            line, checksum = _line(checksum, asdict(entry))
+            text += line.encode()
+        temporary = self.path.with_name(f"{TEMPORARY_PREFIX}{JOURNAL_FILE}")
+        temporary.unlink(missing_ok=True)
+        file = open(temporary, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(text)
+            os.fsync(file.fileno())
+            os.link(self.path, aside)
+            os.replace(temporary, self.path)
+            sync_path(self.path.parent)
+        except BaseException:
+            file.close()
+            raise
+        self._file.close()
+        self._file, self._size = file, len(text)
+        say(
+            f"{problem.partition('; ')[0]}: it is written anew from {len(kept)} whole lines and the records of attempts"
+        )
+        say(f"the damaged journal is kept in {aside}")
+        return entries, checksum
+
+
+def whole_lines(lines: bytes) -> list[Entry]:
+    """Entries of the lines that are as they were written, oldest first.
+
+    A line is if its checksum follows from its content and the checksum of the line before, whatever else that line
+    still says; and if the next line follows from it, though its own checksum is damaged.
+    """
+    found, before = list[Entry](), {""}
+    unsure: tuple[Entry | None, str] = None, ""
+    for line in lines.splitlines():
+        entry, claimed = _entry_of(line), next((match.decode() for match in _CHECKSUM.findall(line)[-1:]), "")
+        follows = {} if entry is None else {_chained(one, asdict(entry)): one for one in before}
+        if entry is not None and claimed in follows:
+            if unsure[0] is not None and follows[claimed] != unsure[1]:
+                found.append(unsure[0])
+            found.append(entry)
+            unsure, before = (None, ""), {claimed}
+        else:
+            unsure, before = (entry, claimed), {claimed, *follows}
+    return found
 
 
 def read_journal(folder: Path) -> list[Entry]:
@@ -154,7 +232,7 @@ def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
     entries, checksum = list[Entry](), ""
     for number, line in enumerate(lines.splitlines(), 1):
         where = f"line {number} of the supervisor's journal {path}"
-        remedy = "move the file away to supervise the run anew: its checkpoints stay"
+        remedy = "the next start of the supervisor writes it anew from the others, and keeps the damaged file"
         try:
             raw = json.loads(line)
             claimed = raw.pop("checksum")
@@ -166,6 +244,22 @@ def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
             raise StorageError(f"{where} was changed; {remedy}")
         entries.append(entry)
     return entries, checksum
+
+
+def _entry_of(line: bytes) -> Entry | None:
+    """What a line holds, whatever its checksum; None: it is no entry."""
+    try:
+        raw = json.loads(line)
+        del raw["checksum"]
+        return Entry(**raw)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _line(before: str, content: dict[str, Any]) -> tuple[str, str]:
+    """A line, and the checksum of it and of all before it."""
+    checksum = _chained(before, content)
+    return json.dumps({**content, "checksum": checksum}) + "\n", checksum
 
 
 def _chained(before: str, content: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ rank_crashed       start again                         replace the hosts
 rank_failed        start again                         replace the hosts
 link               start again                         replace both hosts
 stuck, launch      start again                         start again
+lost               start again                         start again
 =================  ==================================  =====================================================
 
 An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
@@ -50,7 +51,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.supervisor.diagnosis import KINDS, Back, Diagnosis
+from megasdc.supervisor.diagnosis import KINDS, LOST, Back, Diagnosis
 
 HOUR_S = 3600.0
 
@@ -112,6 +113,7 @@ RULES = {
     "link": Rule(Action.AGAIN, Action.REPLACE, outside=True),
     "stuck": Rule(Action.AGAIN),
     "launch": Rule(Action.AGAIN),
+    LOST: Rule(Action.AGAIN),
 }
 """By kind of ``megasdc.supervisor.diagnosis``."""
 

@@ -105,7 +105,7 @@ def pretrain(
         tell_failure(folder, code, known or error, process_started, held)
         return code, known or error
     except KeyboardInterrupt as error:  # the record of the end must still be written
-        logger.error("interrupted by SIGINT; steps since the last checkpoint are lost")
+        logger.error("interrupted by a second SIGINT; steps since the last checkpoint are lost")
         code = 128 + signal.SIGINT
         tell_failure(folder, code, error, process_started, held)
         return code, error

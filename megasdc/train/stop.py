@@ -65,7 +65,7 @@ class SkipWatch(Hook):
 
 
 class StopWatch(Hook):
-    """Stops a run at the next step boundary on SIGTERM or SIGUSR1, at its time limit, or at a given step.
+    """Stops a run at the next step boundary on SIGTERM, SIGUSR1 or SIGINT, at its time limit, or at a given step.
 
     Ranks may receive a signal at different moments, so they agree once a step on the largest; a signal that comes after
     the agreement has begun counts for the next step.

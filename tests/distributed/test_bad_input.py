@@ -21,6 +21,8 @@ import torch.distributed as dist
 from harness import run_distributed
 from whole_runs import events_of, prepare_text, train_run, write_config
 
+from megasdc.events import read_events
+from megasdc.metrics.writer import read_metrics
 from megasdc.run_lock import Holder, read_holder, take
 
 pytestmark = pytest.mark.distributed
@@ -244,8 +246,8 @@ def test_resume_never_protects_a_run(tmp_path: Path, data: Path) -> None:
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def test_an_interrupted_rank_leaves_a_record(tmp_path: Path, data: Path) -> None:
-    """SIGINT while training: exit code 130, and a record of the end that says so."""
+def test_an_interrupted_rank_saves_and_leaves_a_record(tmp_path: Path, data: Path) -> None:
+    """SIGINT while training ends it as SIGTERM does: with a checkpoint, its reason, and exit code 0."""
     config = write_config(tmp_path / "c.json", data, tmp_path / "run", training__steps=1_000_000)
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     script = Path(__file__).parents[2] / "launch" / "pretrain_gpt.py"
@@ -257,12 +259,15 @@ def test_an_interrupted_rank_leaves_a_record(tmp_path: Path, data: Path) -> None
     )
     try:
         end = time.monotonic() + 300
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < end:
+        while not read_metrics(tmp_path / "run") and time.monotonic() < end:
             assert process.poll() is None
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 130
+        assert process.wait(300) == 0
     finally:
         process.kill()
     record = json.loads((tmp_path / "run" / "done" / "this" / "rank_00000.json").read_text())
-    assert (record["exit_code"], record["error_class"]) == (130, "KeyboardInterrupt")
+    assert (record["exit_code"], record["error_class"]) == (0, None)
+    (stop,) = read_events(tmp_path / "run", kind="stop", name="requested")
+    assert stop.fields["reason"] == "signal SIGINT"
+    assert (tmp_path / "run" / "checkpoints" / f"step_{stop.step:08d}").is_dir()

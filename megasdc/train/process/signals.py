@@ -15,7 +15,7 @@ from megasdc.errors import PeerError
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AUDIT_SIGNAL = signal.SIGUSR2
 STUCK_S = 5.0
 POLL_S = 1.0
@@ -45,6 +45,11 @@ class StartGuard:
     def met(self) -> None:
         """All ranks have met: from now on they depend on this rank."""
         self._met = True
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the training loop has stop signals now."""
+        return self._closed.is_set()
 
     def heard(self) -> None:
         """The main thread has handled a stop signal, so it is not stuck."""
@@ -81,7 +86,8 @@ class StartGuard:
 class StopSignals:
     """Records the last stop signal instead of ending the process, from creation until ``close``; for ranks.
 
-    SIGUSR2 requests an audit and stops nothing.
+    Of a rank that trains a second SIGINT is a ``KeyboardInterrupt``, which saves nothing. SIGUSR2 requests an audit and
+    stops nothing.
 
     Args:
         leave: ends the process, with an exit code and the error behind it; see ``StartGuard``. None: only record.
@@ -104,6 +110,8 @@ class StopSignals:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == AUDIT_SIGNAL:
             self.audit_requested = True
+        elif number == self.received == signal.SIGINT and (self.start is None or self.start.is_closed):
+            raise KeyboardInterrupt
         else:
             self.received = number
             if self.start is not None:

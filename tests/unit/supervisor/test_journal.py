@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
-from megasdc.supervisor.journal import JOURNAL_FILE, Journal
+from megasdc.supervisor.journal import JOURNAL_FILE, Journal, read_journal
 
 SAID: list[str] = []
 
@@ -65,9 +65,37 @@ def test_each_change_is_noticed(tmp_path: Path) -> None:
     changed += [lines[0] + other[1], lines[0] + b"[]\n", b"{}\n" + lines[1]]
     for one in changed:
         path.write_bytes(one)
-        with pytest.raises(StorageError, match="move the file away"):
+        with pytest.raises(StorageError, match="journal"):
             Journal(tmp_path, SAID.append)
+        with pytest.raises(StorageError, match="the next start of the supervisor writes it anew"):
+            read_journal(tmp_path)
         assert path.read_bytes() == one, "nothing is lost"
+
+
+def test_a_damaged_line_costs_no_other_one(tmp_path: Path) -> None:
+    """A flipped bit anywhere, the end of the last line included: the file stays aside, and the other entries are kept.
+
+    Where only a checksum is damaged its own line is kept, too, unless it is the last one.
+    """
+    content = written(tmp_path)
+    path, num_lost = tmp_path / JOURNAL_FILE, 0
+    for at in range(len(content)):
+        one = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+        path.write_bytes(one)
+        with Journal(tmp_path, SAID.append, lambda kept: kept) as journal:
+            *entries, last = journal.entries
+            of_line = content[:at].count(b"\n")
+            kept = [number for number in range(3) if number != of_line or len(entries) == 3]
+            if content[at : at + 1] == b"\n" and of_line < 2:  # two lines in one
+                kept = [number for number in range(3) if number - of_line not in (0, 1)]
+            assert [entry.fields["attempt"] for entry in entries] == kept, at
+            aside = tmp_path / last.fields["aside"]
+            assert last.kind == "damaged" and aside.read_bytes() == one
+            num_lost += last.fields["lost"]
+            journal.write("ended", exit_code=0)
+        assert [entry.kind for entry in read_journal(tmp_path)] == ["planned"] * len(kept) + ["damaged", "ended"]
+        aside.unlink()
+    assert 0 < num_lost < len(content)
 
 
 def test_a_supervisor_whose_lock_was_given_to_another_writes_nothing(tmp_path: Path) -> None:

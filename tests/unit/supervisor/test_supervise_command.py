@@ -85,14 +85,14 @@ def test_all_hosts_are_excluded(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_a_journal_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Another configuration's is not gone on with, and one that was changed is not believed."""
+    """Another configuration's is not gone on with, also where a line of it is damaged."""
     config = config_of(tmp_path, num_hosts=1)
     journal = write_journal(tmp_path, "/elsewhere/other.json")
     code, text = supervise(capsys, tmp_path, config)
     assert code == 78 and f"is of the run of /elsewhere/other.json, not of {config}; give that file" in text
     journal.write_text(journal.read_text().replace('"num_hosts": 1', '"num_hosts": 2'))
     code, text = supervise(capsys, tmp_path, config)
-    assert code == 77 and "line 1 of the supervisor's journal" in text and "move the file away" in text
+    assert code == 78 and "line 1 of the supervisor's journal" in text and "is of the run of /elsewhere" in text
 
 
 def test_a_ledger_of_another_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from random import Random
 from threading import Event
 
 import pytest
@@ -20,11 +22,13 @@ from megasdc.errors import LaunchError
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import Evidence
+from megasdc.supervisor.front import file_of
 from megasdc.supervisor.history import ENDED, Attempt, History, Process
 from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import Entry, Journal
 from megasdc.supervisor.ledger import Ledger
 from megasdc.supervisor.policy import Limits, may_return
+from megasdc.supervisor.salvage import complete
 from megasdc.supervisor.supervise import Supervisor
 
 STEPS = 50
@@ -79,6 +83,8 @@ class SmallProcesses:
     def start(self, attempt: Attempt) -> Process:
         """See ``Engine``."""
         self.ended = list(attempt.ended)
+        hostfile = file_of(self._log.parent, attempt.number, attempt.launch_id, "hosts")
+        hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()))
         with open(self._log, "a") as log:
             log.write(f"{attempt.launch_id} {','.join(attempt.hosts)}\n")
         child = subprocess.Popen(
@@ -196,7 +202,7 @@ def supervise(
 ) -> int:
     """Supervise two of four hosts, or as many as can be; ``on_write`` is called before and after each entry."""
     allocation = Allocation("hosts", SLOTS) if allocation is None else allocation
-    with Journal(folder, lambda line: None) as journal:
+    with Journal(folder, lambda line: None, partial(complete, folder, "c.json", allocation.job)) as journal:
         if on_write is not None:
             write = journal.write
 
@@ -209,7 +215,7 @@ def supervise(
             journal.write = watched  # type: ignore[method-assign]
         if History.of(journal.entries).slots != allocation.slots:
             journal.write("hosts", slots=allocation.slots, num_hosts=2, sizes=sizes)
-        if len(journal.entries) < 2:
+        if not History.of(journal.entries).stage:
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
         stop = _Stop(allocation)
@@ -253,6 +259,42 @@ def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, after: bool) -> None:
     assert code == 0 and len(killed) == 23
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,c", "c,a", "c,a"]
     assert len(set(engine.started)) == 5
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_goes_on_wherever_a_line_of_its_journal_is_damaged(tmp_path: Path, seed: int) -> None:
+    """Killed after each entry in turn, a bit of any line flipped each time: no attempt is started twice or forgotten.
+
+    The lost host is not used again, and each damaged journal is kept as it was.
+    """
+    engine, draw, path = SmallProcesses(tmp_path, ENDS, seconds=0.1), Random(seed), tmp_path / "journal.jsonl"
+    killed: list[int] = []
+    damaged: list[bytes] = []
+
+    def kill_once(journal: Journal, written: bool) -> None:
+        turns = [one.kind for one in journal.entries if one.kind != "damaged"]
+        if written and len(turns) not in killed:
+            killed.append(len(turns))
+            raise Killed
+
+    code = None
+    while code is None:
+        with contextlib.suppress(Killed):
+            code = supervise(tmp_path, engine, kill_once)
+            continue
+        content = bytearray(path.read_bytes())
+        at = draw.choice([len(content) - 1, draw.randrange(len(content)), draw.randrange(len(content))])
+        content[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        damaged.append(bytes(content))
+    assert code == 0 and len(damaged) > 15
+    attempts = [one.split() for one in engine.started]
+    assert len(attempts) == 5 == len({launch_id for launch_id, _ in attempts})
+    assert attempts[0][1] == "z,b" and not any("b" in hosts for _, hosts in attempts[1:])
+    assert [one.read_bytes() for one in sorted(tmp_path.glob("journal_damaged_*"))] == damaged
+    history = _history_in(tmp_path)
+    assert history.config == "c.json" and "b" in history.replaced and len(history.failures) == 5
+    assert len(engine.ended) == 4, "whose locks the last one takes over at once"
 
 
 def test_a_supervisor_whose_run_another_has_taken_over_starts_nothing(tmp_path: Path) -> None:

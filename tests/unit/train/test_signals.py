@@ -31,7 +31,7 @@ print("received", stop.received, flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize(
     ("met", "closed", "stuck", "code", "said"),
     [
@@ -53,3 +53,17 @@ def test_a_stop_during_the_start(number, met, closed, stuck, code, said):
     assert process.stdout.readline().strip() == said.format(number=int(number))
     assert process.wait(timeout=30) == code
     process.stdout.close()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step():
+    """The first SIGINT is a request to save and end, of a rank that trains the second one ends it at once."""
+    program = PROGRAM.format(met=False, closed=True, stuck=False).replace("while not stop.received or", "while True or")
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == -signal.SIGINT and "KeyboardInterrupt" in process.stderr.read()

@@ -1,0 +1,82 @@
+"""Standard error of a supervisor, which outlives the terminal: where that has gone, what is said goes on to a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+LOG_FILE = "supervisor.log"
+"""In the folder of the supervisor."""
+
+
+class LastingStream:
+    """A text stream for ``print``, on to a file from its first error; SIGHUP says the same of a terminal.
+
+    Args:
+        stream: of this process, whose descriptor the file takes: programs that are started write there too.
+        path: of the file, to which is appended.
+    """
+
+    def __init__(self, stream: TextIO, path: Path) -> None:
+        self._stream, self._path, self._lasts = stream, path, False
+
+    def write(self, text: str) -> int:
+        """Write, where it can be written."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self.go_on_in_file("it cannot be written to any more")
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered; what the stream did not take goes to the file."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self.go_on_in_file("it cannot be written to any more")
+            self._stream.flush()
+
+    def go_on_in_file(self, why: str) -> None:
+        """Append to the file from now on.
+
+        Raises:
+            OSError: that cannot be written either.
+        """
+        if self._lasts:
+            return
+        self._lasts = True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for descriptor in {self._stream.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1}:
+            os.dup2(file, descriptor)
+        os.close(file)
+        print(f"megasdc supervise: what was said before went to standard error: {why}", file=self._stream, flush=True)
+
+
+@contextmanager
+def lasting_output(path: Path) -> Iterator[None]:
+    """Let this process outlive its terminal: SIGHUP does not end it, and standard error goes on to a file.
+
+    An ignored SIGHUP stays ignored, as ``nohup`` requires.
+    """
+    before, stream = sys.stderr, LastingStream(sys.stderr, path)
+
+    def on_hangup(_number: int, _frame: FrameType | None) -> None:
+        stream.go_on_in_file("its terminal has gone (SIGHUP)")
+
+    handler = signal.getsignal(signal.SIGHUP)
+    if handler != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, on_hangup)
+    sys.stderr = stream  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        if handler is not None:
+            signal.signal(signal.SIGHUP, handler)
