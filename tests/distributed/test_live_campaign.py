@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from fused_switch import fused
@@ -12,6 +13,7 @@ from megasdc.train.detection.toleranced import REDUCTION, UNITS, UPDATE
 from tools.bench.commands import app
 from tools.bench.detection.live import bench_live
 from tools.bench.detection.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
+from tools.bench.detection.live_chain import NAMED, ChainPlan, run_chain_drills
 from tools.bench.detection.live_tolerance_trial import ANY, COVERED
 from tools.bench.detection.live_trial import UNSEEN
 from tools.bench.detection.options import LiveOptions
@@ -73,6 +75,14 @@ def test_a_campaign_of_nothing_is_refused(arguments: list[str]) -> None:
     assert "--faults" in done.output + str(done.exception)
 
 
+def test_drills_are_of_running_jobs() -> None:
+    """Whole runs are no part of the campaign of golden traces, and an unknown kind is refused."""
+    done = CliRunner().invoke(app, ["detection", "--drills", "5"])
+    assert done.exit_code == 2 and "--drills and --kinds need --live" in done.output
+    done = CliRunner().invoke(app, ["detection", "--live", "--drills", "5", "--kinds", "state,stat"])
+    assert done.exit_code != 0 and "'stat' is none of tokens, place" in done.output + str(done.exception)
+
+
 def test_toleranced_faults_need_a_run_under_way() -> None:
     """A golden trace afterwards has no such checks."""
     done = CliRunner().invoke(app, ["detection", "--toleranced", "5"])
@@ -86,3 +96,13 @@ def test_toleranced_faults_need_replicas() -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code != 0
     assert "toleranced checks need 2 replicas" in done.output + str(done.exception)
+
+
+def test_a_sample_of_whole_runs(tmp_path: Path) -> None:
+    """Weights that one rank has wrong are found, and the run ends with the right bits; a log is gone on from."""
+    plan = ChainPlan(1, ("parameter",), ((1, 1, 2),), 2, 4, ("fp32",))
+    result = run_chain_drills(plan, tmp_path / "log", lambda what, done, total: None)
+    assert result.passed and result.clean_steps == {"1x1x2": 2}
+    (drill,) = result.faulty
+    assert drill.outcome == NAMED and drill.named == drill.changed and drill.found
+    assert run_chain_drills(plan, tmp_path / "log", lambda what, done, total: None) == result

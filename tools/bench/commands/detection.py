@@ -21,26 +21,30 @@ from tools.bench.detection.options import (
 )
 from tools.bench.guard.options import GuardCostOptions, GuardOptions
 from tools.bench.isolation.options import IsolationOptions, RateOptions
-from tools.bench.options import add_command
+from tools.bench.options import Log, add_command
 
 
 @add_command(app, "detection", "--live --faults 1000 --out detection.json")
-def bench_detecting(on_progress: Any, options: CampaignOptions) -> Any:
+def bench_detecting(on_progress: Any, options: CampaignOptions, log: Log = None) -> Any:
     """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
     the injector reports, with --live also for the checks that users have today. Clean runs must raise no alarm. The
-    toleranced checks of a run are scored apart, by the size of the fault in thresholds.
+    toleranced checks of a run are scored apart, by the size of the fault in thresholds. With --drills whole runs have
+    faults in the links from tokens to parameters; each must end with the bits of a run without, or the run says in its
+    coverage that such a fault may pass.
     """
     if options.toleranced is not None and not options.live:
         raise typer.BadParameter("--toleranced needs --live: those checks work in a running job")
+    if (options.drills or options.kinds) and not options.live:
+        raise typer.BadParameter("--drills and --kinds need --live: they are whole runs")
     if options.faults == 0 and not options.live:
         raise typer.BadParameter("--faults 0 needs --live: nothing else would be injected")
     from tools.bench.detection.golden import bench_detection
     from tools.bench.detection.live import bench_live
 
     if options.live:
-        return bench_live(LiveOptions(**options.given), on_progress)
+        return bench_live(LiveOptions(**options.given), on_progress, log)
     return bench_detection(DetectionOptions(**options.given), on_progress)
 
 

@@ -3,17 +3,19 @@
 ``python -m tools.bench detection --live``: in several layouts and types, seeded faults are injected into runs of the
 real loop with the real checks, and what these report is scored against what the injector did. The same faults are
 scored for what users have today. Clean steps in between must raise nothing. The toleranced checks, which only warn, are
-scored apart.
+scored apart, and whole runs with faults between tokens and parameters by how they end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tools.bench.detection.campaign import CampaignResult, run_cell
 from tools.bench.detection.live_cases import LONG, MAJORITY
+from tools.bench.detection.live_chain import ChainPlan, ChainResult, run_chain_drills
 from tools.bench.detection.live_rank import run_campaign
 from tools.bench.detection.live_today import OTHERS, compare_with_today
 from tools.bench.detection.live_tolerance_rank import run_tolerance_campaign
@@ -49,6 +51,7 @@ class LiveResult(CampaignResult):
 
     trials: Sequence[LiveTrial] = field(repr=False)
     toleranced: ToleranceResult
+    chain: ChainResult
 
     @property
     def missed(self) -> list[LiveTrial]:
@@ -59,7 +62,8 @@ class LiveResult(CampaignResult):
     def passed(self) -> bool:
         """Whether all trials were as they have to be, and something was tested."""
         tested = not self.options.faults or (bool(self.clean) and any(trial.harmed for trial in self.faulty))
-        return not self.missed and tested and (not self.options.toleranced or self.toleranced.passed)
+        toleranced = not self.options.toleranced or self.toleranced.passed
+        return not self.missed and tested and toleranced and (not self.options.drills or self.chain.passed)
 
     @property
     def today(self) -> dict[str, dict[str, Any]]:
@@ -82,6 +86,8 @@ class LiveResult(CampaignResult):
             yield from self._exact_checks()
         if self.toleranced.trials:
             yield from self.toleranced.report()
+        if self.chain.drills:
+            yield from self.chain.report()
 
     def _exact_checks(self) -> Report:
         yield from self.count_tables()
@@ -117,11 +123,16 @@ class LiveResult(CampaignResult):
         )
 
 
-def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, total: None) -> LiveResult:
+def bench_live(
+    options: LiveOptions, on_progress: Progress = lambda what, done, total: None, log: Path | None = None
+) -> LiveResult:
     """Run a campaign with all ranks on this machine.
 
+    Args:
+        log: file that keeps drills of whole runs, which are not repeated; None: none does.
+
     Raises:
-        MegasdcError: a rank failed.
+        MegasdcError: a rank failed, or the log cannot be used.
     """
     machine = describe_machine()
     faults, toleranced, clean = (options.share(one) for one in (options.faults, options.toleranced, options.clean))
@@ -136,4 +147,8 @@ def bench_live(options: LiveOptions, on_progress: Progress = lambda what, done, 
         if toleranced and cell["layout"][2] > 1:
             request = {**common, "faults": toleranced, "clean_steps": clean}
             tolerance_trials += run_cell(run_tolerance_campaign, request, toleranced + 1, on_progress)
-    return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials))
+    chain = ChainResult([])
+    if options.drills:
+        plan = ChainPlan(options.drills, options.drawn, options.layouts, options.clean, options.seed)
+        chain = run_chain_drills(plan, log, on_progress)
+    return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials), chain)

@@ -14,6 +14,11 @@ STYLES = {"fp32": "gpt", "bf16": "llama"}
 """Each type trains another style of model, so that both are in a campaign."""
 GOLDEN_LAYOUTS = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2))
 """(tensor, pipeline, data)."""
+CHAIN_LAYOUTS = ((1, 1, 3), (1, 2, 2), (2, 1, 2))
+CHAIN_KINDS = (
+    *("tokens", "place", "sum", "reduced", "part", "norm", "factor", "clipped", "lr", "beta", "eps", "decay", "count"),
+    *("state", "update", "rest", "groups", "copy", "parameter", "alike"),
+)
 LIVE_LAYOUTS = ((1, 1, 3), (1, 1, 4), (2, 1, 3), (1, 2, 3), (1, 1, 2), (2, 2, 2), (1, 1, 1), (2, 2, 1))
 DROPOUT = 0.1
 Layouts = tuple[tuple[int, int, int], ...]
@@ -84,18 +89,29 @@ class LiveOptions(DetectionOptions):
         clean: steps without a fault, for each of exact and toleranced checks that have faults.
         toleranced: trials with faults for the toleranced checks, over all layouts and types; those with one replica
             have none.
+        drills: whole runs with faults in the chain from tokens to parameters.
+        kinds: of these faults, with commas between; "all".
     """
 
     faults: int = 1000
     clean: int = 500
     layouts: Layouts = LIVE_LAYOUTS
     toleranced: int = 360
+    drills: int = 0
+    kinds: str = "all"
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Kinds of faults of drills."""
+        return CHAIN_KINDS if self.kinds == "all" else tuple(one.strip() for one in self.kinds.split(","))
 
     def problems(self) -> list[str]:
         """See ``Options``."""
-        if not (self.faults or self.toleranced):
-            return ["--faults, --toleranced: both are 0, and nothing would be tested; give one of them"]
-        if not self.faults and all(layout[2] < 2 for layout in self.layouts):
+        if unknown := [one for one in self.drawn if one not in CHAIN_KINDS]:
+            return [f"--kinds: {unknown[0]!r} is none of {', '.join(CHAIN_KINDS)}"]
+        if not (self.faults or self.toleranced or self.drills):
+            return ["--faults, --toleranced, --drills: all are 0, and nothing would be tested; give one of them"]
+        if not (self.faults or self.drills) and all(layout[2] < 2 for layout in self.layouts):
             return ["--layouts: the toleranced checks need 2 replicas, and nothing would be tested; add such a layout"]
         return []
 
@@ -122,13 +138,17 @@ class CampaignOptions:
     toleranced: int | None = option(
         None, "With --live: faults for the toleranced checks; default: 360, 0: none.", min=0
     )
+    drills: int | None = option(
+        None, "With --live: whole runs with faults between tokens and parameters; default: none.", min=0
+    )
+    kinds: str | None = option(None, f"With --drills: kinds of faults, of {', '.join(CHAIN_KINDS)}; default: all.")
     clean: int | None = option(
         None, "Runs without a fault in between; default: 120; with --live steps of each part, 500.", min=1
     )
     layouts: Layouts | None = option(
         None,
         "Layouts, tensor x pipeline x data, separated by commas; default: 1x1x2,2x1x1,1x2x1,2x2x2, "
-        "with --live 1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2,1x1x1,2x2x1.",
+        "with --live 1x1x3,1x1x4,2x1x3,1x2x3,1x1x2,2x2x2,1x1x1,2x2x1, of drills 1x1x3,1x2x2,2x1x2.",
         given=None,
         callback=_layouts,
     )
@@ -138,7 +158,10 @@ class CampaignOptions:
     @property
     def given(self) -> dict[str, Any]:
         """Arguments of the options of the campaign that runs."""
-        return {name: value for name, value in vars(self).items() if name != "live" and value is not None}
+        given = {name: value for name, value in vars(self).items() if name != "live" and value is not None}
+        if self.drills and not (self.faults or self.toleranced or self.layouts):
+            given["layouts"] = CHAIN_LAYOUTS
+        return given
 
 
 @dataclass(frozen=True)
