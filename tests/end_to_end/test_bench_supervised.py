@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +16,13 @@ from megasdc.errors import ConfigError
 from megasdc.supervisor.goodput import PARTS
 from megasdc.supervisor.journal import Entry
 from tools.bench.commands import app
+from tools.bench.supervised.campaign import _plan, _truthful_end
 from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again
+from tools.bench.supervised.faults import CONDITIONS
 from tools.bench.supervised.options import SupervisedOptions
+from tools.bench.supervised.target import SshTarget, clock_library
 from tools.bench.supervised.verdict import SupervisedResult
-from tools.hosts import unavailable_reason
+from tools.hosts import Cluster, unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
 
 REASON = unavailable_reason()
@@ -82,6 +88,56 @@ def test_kinds_are_those_that_can_come_about() -> None:
     assert {"requeue", "limit", "step", "wrong"} <= set(in_jobs) and "supervisor" not in in_jobs
     with pytest.raises(ConfigError, match="requeue cannot come about without --slurm"):
         SupervisedOptions(kinds="rank,requeue")
+
+
+def test_conditions_are_kinds_of_their_own() -> None:
+    """They are drawn together by one word, from as few to as many a run as is said; none is of a SLURM job."""
+    options = SupervisedOptions(drills=40, kinds="conditions", faults=3, fewest=1)
+    assert set(options.drawn) == set(CONDITIONS) <= set(SupervisedOptions().drawn)
+    planned = _plan(options, random.Random(1))
+    assert {len(kinds) for _, kinds, _ in planned} == {1, 2, 3}
+    assert {kind for _, kinds, _ in planned for kind in kinds} == set(CONDITIONS)
+    with pytest.raises(ConfigError, match="--fewest: 4 is more than --faults 3"):
+        SupervisedOptions(faults=3, fewest=4)
+    with pytest.raises(ConfigError, match="no_data cannot come about under SLURM"):
+        SupervisedOptions(slurm=True, kinds="conditions")
+
+
+@pytest.mark.parametrize(
+    ("code", "unfit", "said", "reason"),
+    [
+        (71, {"node2", "node3"}, "ERROR: node3: the data differ", "ERROR: node3: the data differ"),
+        (71, {"node2", "node3"}, "ERROR: the data differ", ""),
+        (71, {"node3"}, "ERROR: node3: the data differ", ""),
+        (70, {"node2", "node3"}, "ERROR: node3: the data differ", ""),
+        (0, {"node2", "node3"}, "ERROR: node3: the data differ", ""),
+    ],
+    ids=["right", "no host named", "hosts are left", "another exit code", "no error"],
+)
+def test_an_end_for_want_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, unfit: set[str], said: str, reason: str
+) -> None:
+    """It is truthful where too few are left, the exit code is the condition's, and one of its hosts is named."""
+    hosts = Cluster(tmp_path / "hosts", 4)
+    monkeypatch.setattr(hosts, "is_on", lambda host: True)
+    target = SshTarget(hosts, tmp_path, 2, 1, random.Random(1), unfit=unfit)
+    (tmp_path / "supervisor.log").write_text(f"INFO: node4 is a spare\n{said}\n")
+    assert _truthful_end(target, ["rank", "bad_data"], code) == reason
+
+
+def test_a_clock_that_is_off(tmp_path: Path) -> None:
+    """Programs of a host have its wall clock, whatever they read it by; other clocks, and other hosts, keep theirs."""
+    script = "import datetime, time; print(time.time(), datetime.datetime.now().timestamp(), time.monotonic())"
+    with Cluster(tmp_path / "hosts", 2, {"LD_PRELOAD": str(clock_library(tmp_path))}) as hosts:
+        hosts.run("node1", ["sh", "-ec", "echo -3600 >/run/clock_off"])
+        found = {}
+        for host in hosts.names:
+            done = hosts.run(host, [sys.executable, "-c", script])
+            wall, date, monotonic = map(float, done.stdout.split())
+            assert abs(wall - date) < 5
+            found[host] = round((wall - time.time()) / 60), round((monotonic - time.monotonic()) / 60)
+        date_s = float(hosts.run("node1", ["date", "+%s"]).stdout)
+    assert found == {"node1": (-60, 0), "node2": (0, 0)} and round((date_s - time.time()) / 60) == -60
 
 
 def test_a_host_that_computed_wrong_results_is_not_used_again() -> None:

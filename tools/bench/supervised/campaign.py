@@ -6,6 +6,7 @@ for the command of a supervisor that was killed, and for hosts that get their po
 end with exit code 0, with the losses, the last checkpoint and the places in the data of a run without a fault, bit for
 bit, with few attempts, and with no healthy host away whose test has passed. A run that went back over samples is
 compared with one that skips the same ones; one that had fewer replicas for a while by its losses, but for rounding.
+Where conditions of hosts leave too few of them, a run may end with the exit code of the condition and name a host.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _plan(options: SupervisedOptions, chance: random.Random) -> list[tuple[Layou
     found = []
     for number in range(options.drills):
         layout, kinds = options.sizes[number % len(options.sizes)], list[str]()
-        while len(kinds) < options.faults:
+        count = options.faults if options.fewest is None else chance.randint(options.fewest, options.faults)
+        while len(kinds) < count:
             name = next((name for name in names if _fits(name, layout, kinds)), None)
             if name is None:
                 drawn = options.drawn
@@ -144,7 +146,7 @@ class _Runs:
         """
         training = training_of(layout, kinds)
         drill, run = self._run(name, training, kinds, seed)
-        if drill.problems:
+        if drill.problems or drill.truthful:
             return drill, run
         skipped = union(History.of(read_journal(run / FOLDER)).skip)
         training = replace(training, skip=tuple((first, end) for first, end in skipped))
@@ -170,7 +172,7 @@ class _Runs:
         spares = max((KINDS[kind].spares for kind in kinds), default=SPARES)
         strikes: list[Strike] = []
         with self._engine(folder, math.prod(training.layout) // slots, spares, slots, chance) as target:
-            write_config(target, self._data, training, kinds)
+            write_config(target, target.give_data(self._data), training, kinds)
             target.start()
             until = time.monotonic() + GIVE_UP_S
             for kind in kinds:
@@ -181,14 +183,23 @@ class _Runs:
             while (code := target.exit_code()) is None and time.monotonic() < until:
                 target.undo()
                 time.sleep(_POLL_S)
-            run = target.run
+            run, truthful = target.run, _truthful_end(target, kinds, code)
         drill = read_drill(kinds, training.layout, run, strikes, time.monotonic() - started)
         problems = [*target.problems, *drill.problems]
         if code is None:
             problems.append(f"it has not ended in {GIVE_UP_S:g} s")
-        elif code:
+        elif code and not truthful:
             problems.append(f"it has ended with exit code {code}")
-        return replace(drill, problems=tuple(problems)), run
+        return replace(drill, problems=tuple(problems), truthful=truthful), run
+
+
+def _truthful_end(target: Target, kinds: Sequence[str], code: int | None) -> str:
+    """The reason that a run gave for its end, where too few hosts were left and it named one of those; else empty."""
+    fit = [one for one in target.hosts.names[1:] if one not in target.unfit and target.hosts.is_on(one)]
+    if not code or code not in {one for kind in kinds for one in KINDS[kind].may_end} or len(fit) >= target.num_hosts:
+        return ""
+    lines = target.last_words().splitlines()
+    return next((line for line in reversed(lines) if any(host in line for host in target.unfit)), "")
 
 
 def _wait_for_moment(target: Target, until: float) -> bool:

@@ -78,6 +78,7 @@ class Drill:
         problems: what was not right, a line each.
         seconds: of the whole run.
         plain_s: of a run without a fault; None: it was not compared with one.
+        truthful: the reason that it gave for an end for want of hosts; empty: it has ended otherwise.
     """
 
     kinds: tuple[str, ...]
@@ -88,6 +89,7 @@ class Drill:
     problems: tuple[str, ...]
     seconds: float
     plain_s: float | None = None
+    truthful: str = ""
 
     @property
     def right(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +15,18 @@ from typing import Any
 
 import psutil
 
+from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
 from megasdc.shared_memory import own_prefix
 from megasdc.supervisor import front
+from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
 from megasdc.supervisor.slurm import fields_of
-from tools.bench.supervised.target import LONG_S, SPARES, SUPERVISOR, Target
+from tools.bench.supervised.target import LOCAL, LONG_S, RUN_BYTES, SPARES, SUPERVISOR, Target
 
 SSH, SLURM = "ssh", "slurm"
 """How attempts are started."""
 INJECTED, SKIPPED = ("fault", "injected"), ("skip", "optimizer_step")
+START_S = 60.0
+"""Longest time until ranks of the next start are waited for."""
 POISON = Path(__file__).with_name("poison.py")
 _WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.health.agent"
 
@@ -186,6 +192,116 @@ def _poisoned_samples(run: Target, sections: dict[str, Any]) -> None:
     sections["supervise"] |= {"rewind_steps": 2, "rewinds": 8}  # each knows of two more steps
 
 
+def _spare_without_data(run: Target) -> None:
+    """Then a host that the run uses is powered off, so that it needs the spare."""
+    for host in run.spares():
+        data, away = run.data_of(host), run.folder / f"away_{host}"
+        if not away.exists() and any(data.iterdir()):
+            away.mkdir()
+            _move(data, away)
+            run.condition(host, lambda data=data, away=away: _move(away, data))  # type: ignore[misc]
+    _host_off(run)
+
+
+def _move(source: Path, target: Path) -> None:
+    for one in source.iterdir():
+        one.rename(target / one.name)
+
+
+def _data_flipped(run: Target) -> None:
+    """In one host's copy of the tokens; then a rank is killed."""
+    host = run.chance.choice(run.used())
+    path = run.chance.choice(sorted(run.data_of(host).rglob("*.bin")))
+    whole = path.read_bytes()
+    _flip(path, run.chance)
+    run.condition(host, lambda: path.write_bytes(whole))
+    _rank_killed(run)
+
+
+def _read_only(run: Target) -> None:
+    """The run's folder, on one host."""
+    host, folder = run.chance.choice(run.used()), run.run
+    run.on_host(host, f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}")
+    run.condition(host, lambda: run.on_host(host, f"umount -l {folder} || true"))
+
+
+def _shared_memory_full(run: Target) -> None:
+    """On one host; then a rank is killed, so that the run is started again."""
+    host = run.chance.choice(run.used())
+    used = "$(($(df -k --output=used /dev/shm | tail -n 1) + 4))k"
+    run.on_host(host, f"mount -o remount,size={used} /dev/shm")
+    run.condition(host, lambda: run.on_host(host, "mount -o remount,size=50% /dev/shm"))
+    _rank_killed(run)
+
+
+def _local_folder_full(run: Target) -> None:
+    """The folder of its own checkpoints, on one host."""
+    host, folder = run.chance.choice(run.used()), run.folder / LOCAL
+    run.on_host(host, f"if mountpoint -q {folder}; then head -c 1G /dev/zero >{folder}/fill 2>/dev/null || true; fi")
+    run.condition(host, lambda: run.on_host(host, f"rm -f {folder}/fill"))
+
+
+def _own_checkpoints(run: Target, sections: dict[str, Any]) -> None:
+    """Each host has its own, in a small file system."""
+    for host in run.hosts.names[1:]:
+        run.on_host(host, f"mount -t tmpfs -o size=32m none {run.folder / LOCAL}")
+    sections["checkpoint"] |= {"storage": "node_local", "folder": str(run.folder / LOCAL)}
+
+
+def _run_folder_full(run: Target) -> None:
+    """For a while, on all hosts."""
+    file_system = os.statvfs(run.run)
+    used = (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
+    _resize(run.run, used + file_system.f_frsize)
+    run.later(lambda: _resize(run.run, RUN_BYTES))
+
+
+def _resize(folder: Path, size_bytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size_bytes}", str(folder)], check=True)
+
+
+def _journal_flipped(run: Target) -> None:
+    """A bit of the supervisor's journal; then the supervisor is killed, and started again."""
+    run.kill(run.processes(SUPERVISOR))
+    with suppress(OSError, ValueError):
+        _flip(run.run / FOLDER / JOURNAL_FILE, run.chance)
+    run.soon()
+    run.start()
+
+
+def _signal(number: int, *more: str) -> Callable[[Target], None]:
+    """A signal to a front, a launcher, an agent, a rank, or what has these words in its command line."""
+
+    def strike(run: Target) -> None:
+        words = run.chance.choice([front.MODULE, "deepspeed.launcher.launch", _AGENT, "", *more])
+        found = run.processes(words) if words else run.a_rank()
+        found = [one for one in found if "python" in Path(one.info["cmdline"][0]).name]  # not what enters a host
+        run.kill([run.chance.choice(found)] if found else [], number)
+
+    return strike
+
+
+def _killed_while_starting(run: Target) -> None:
+    """A rank is killed, and then one of each of the next two starts before it trains."""
+    _rank_killed(run)
+    for _ in range(2):
+        before, until = {one.pid for one in run.ranks().values()}, time.monotonic() + START_S
+        while run.exit_code() is None and time.monotonic() < until:
+            now = {one.pid for one in run.ranks().values()}
+            if now and not now & before:
+                break
+            time.sleep(0.1)
+        _rank_killed(run)
+
+
+def _clock_off(run: Target) -> None:
+    """By seconds to days, on any host, the supervisor's included; it jumps back later."""
+    host = run.chance.choice(run.hosts.names)
+    seconds = run.chance.choice((5, 90, 3600, 86_400)) * run.chance.choice((1, -1))
+    run.on_host(host, f"echo {seconds} >/run/clock_off")
+    run.later(lambda: run.on_host(host, "rm -f /run/clock_off"), LONG_S)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of fault, and what brings it about.
@@ -199,6 +315,7 @@ class Kind:
         engines: of the runs that it can come about in.
         changes_size: the run may have another number of replicas for a while.
         checked: results are checked in every step, instead of by audits.
+        may_end: exit codes with which a run may end that has too few hosts left, naming one.
     """
 
     title: str
@@ -210,6 +327,7 @@ class Kind:
     engines: tuple[str, ...] = (SSH, SLURM)
     changes_size: bool = False
     checked: bool = False
+    may_end: tuple[int, ...] = ()
 
 
 def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
@@ -217,6 +335,30 @@ def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **mo
     return Kind(title, None, prepare, INJECTED, (3, 3), engines=(SSH,), checked=True, **more)
 
 
+def _condition(title: str, strike: Callable[[Target], None], *may_end: type[MegasdcError], **more: Any) -> Kind:
+    """Of one host, or of the supervisor."""
+    return Kind(title, strike, engines=(SSH,), may_end=tuple(one.exit_code for one in may_end), **more)
+
+
+CONDITIONS = {
+    "no_data": _condition("a spare has no data, and a host is powered off", _spare_without_data, DataError),
+    "bad_data": _condition("a bit flips in a host's copy of the data, then a rank is killed", _data_flipped, DataError),
+    "read_only": _condition("the run folder is read-only on one host", _read_only, StorageError),
+    "shm_full": _condition(
+        "/dev/shm of a host is full, then a rank is killed", _shared_memory_full, ConfigError, StorageError
+    ),
+    "local_full": _condition(
+        "a host's own checkpoint folder is full", _local_folder_full, StorageError, prepare=_own_checkpoints
+    ),
+    "run_full": _condition("the run folder's file system is full for a while", _run_folder_full),
+    "journal": _condition("a bit flips in the journal, and the supervisor is killed", _journal_flipped),
+    "hup": _condition("SIGHUP to one process", _signal(signal.SIGHUP, SUPERVISOR)),
+    "int": _condition("SIGINT to one process", _signal(signal.SIGINT)),
+    "stop": _condition("SIGSTOP to one process", _signal(signal.SIGSTOP)),
+    "starting": _condition("a rank is killed, and one in each of the next two starts", _killed_while_starting),
+    "clock": _condition("the clock of a host is off", _clock_off),
+}
+"""Kinds that are a condition of one host, or of the supervisor."""
 KINDS = {
     "rank": Kind("a rank is killed", _rank_killed),
     "crash": Kind("a rank crashes (SIGSEGV)", _rank_crashed),
@@ -255,6 +397,7 @@ KINDS = {
     "isolated_alone": _checked(
         "one host is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
     ),
+    **CONDITIONS,
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""
 LEAVE_OUT = {"isolated", "isolated_alone"}

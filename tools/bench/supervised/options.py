@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tools.bench.drills import DrillOptions
 from tools.bench.options import option
-from tools.bench.supervised.faults import KINDS, SLURM, SSH
+from tools.bench.supervised.faults import CONDITIONS, KINDS, SLURM, SSH
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,23 @@ class SupervisedOptions(DrillOptions):
 
     drills: int = option(75, "Runs.", least=1)
     faults: int = option(2, "Faults of a run, kinds in turn.", least=1)
-    kinds: str = option("all", "Kinds of faults; all: those that can come about there.")
+    fewest: int | None = option(None, "Fewest faults of a run, of which it then has so many up to --faults.", min=1)
+    kinds: str = option("all", "Kinds of faults; all: those that can come about there; conditions: of one host.")
     layouts: str = option("1x1x3,2x1x2,1x2x2", "Tensor x pipeline x data of each layout.")
     slurm: bool = option(False, "In jobs of a real SLURM on test hosts, instead of over SSH.")
 
     @property
     def drawn(self) -> list[str]:
         """See ``DrillOptions``."""
-        return self._possible if self.kinds == "all" else super().drawn
+        chosen = {"all": self._possible, "conditions": list(CONDITIONS)}
+        return chosen[self.kinds] if self.kinds in chosen else super().drawn
 
     def problems(self) -> list[str]:
         """Kinds that are not known, or cannot come about there."""
         known = [one for one in self.drawn if one in KINDS and one not in self._possible]
         where = "under SLURM" if self.slurm else "without --slurm"
-        return [*super().problems(), *(f"--kinds: {one} cannot come about {where}" for one in known)]
+        wrong = [f"--fewest: {self.fewest} is more than --faults {self.faults}"] * (self.faults < (self.fewest or 0))
+        return [*super().problems(), *wrong, *(f"--kinds: {one} cannot come about {where}" for one in known)]
 
     @property
     def _possible(self) -> list[str]:

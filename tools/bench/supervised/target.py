@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,10 @@ LONG_S = (45.0, 60.0)
 """The same, where the run is not to wait for it."""
 SOON_S = 6.0
 """Most seconds between two faults of a kind that has two."""
+LOCAL = "local"
+"""Folder of the run's folder that each host has for itself."""
+RUN_BYTES = 512 << 20
+"""Size of the file system of a run's folder."""
 SPARES = 1
 """Least hosts that a run has beside those that it needs."""
 
@@ -51,6 +56,7 @@ class Target(ABC):
         job: that it runs in, once it is submitted; empty: there is none.
         back: what is undone later, and when, on ``time.monotonic``.
         problems: what a fault has shown not to be right, a line each.
+        unfit: hosts with a condition that keeps the run from using them, until it is undone.
     """
 
     hosts: Cluster
@@ -61,6 +67,7 @@ class Target(ABC):
     job: str = ""
     back: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unfit: set[str] = field(default_factory=set)
 
     @abstractmethod
     def start(self) -> None:
@@ -76,6 +83,14 @@ class Target(ABC):
 
     def intrude(self) -> None:
         """Start another supervisor of the run, elsewhere, which must be refused."""
+        raise NotImplementedError("only without a scheduler")
+
+    def give_data(self, data: Path) -> Path:
+        """Path at which the hosts find the prepared data."""
+        return data
+
+    def data_of(self, host: str) -> Path:
+        """Where this machine finds a host's own copy of the data."""
         raise NotImplementedError("only without a scheduler")
 
     def scheduler(self, *words: str) -> str:
@@ -101,7 +116,10 @@ class Target(ABC):
         """Entries of the supervisor's journal of one kind."""
         path = self.run / FOLDER / JOURNAL_FILE
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        found = []
+        for line in lines:
+            with suppress(ValueError):  # one that a fault has damaged, or that is being written
+                found.append(json.loads(line))
         return [one["fields"] for one in found if one["kind"] == kind]
 
     def used(self) -> list[str]:
@@ -129,6 +147,33 @@ class Target(ABC):
             if all(word in said for word in words) and str(self.folder) in said:
                 found.append(one)
         return found
+
+    def spares(self) -> list[str]:
+        """Hosts that the last attempt does not use and that are on."""
+        return [one for one in self.hosts.names[1:] if one not in self.used() and self.hosts.is_on(one)]
+
+    def on_host(self, host: str, script: str) -> None:
+        """Run a shell script on a host that is on; one that fails there is a problem."""
+        if self.hosts.is_on(host):
+            done = self.hosts.run(host, ["sh", "-ec", script])
+            if done.returncode and self.hosts.is_on(host):
+                self.problems.append(f"{script!r} failed on {host}: {done.stderr[-300:]}")
+
+    def condition(self, host: str, undo: Callable[[], object], seconds: tuple[float, float] = LONG_S) -> None:
+        """A host has a condition from now on, which is undone after a while."""
+
+        def fit_again() -> None:
+            undo()
+            self.unfit.discard(host)
+
+        self.unfit.add(host)
+        self.later(fit_again, seconds)
+
+    def last_words(self) -> str:
+        """The last lines that the supervisor has printed."""
+        path = self.folder / "supervisor.log"
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return "\n".join(text.splitlines()[-30:])
 
     def kill(self, processes: Sequence[psutil.Process], number: int = signal.SIGKILL) -> None:
         """Send a signal to those that still run."""
@@ -195,6 +240,16 @@ class SshTarget(Target):
         """See ``Target``."""
         self.hosts.boot(host)
 
+    def give_data(self, data: Path) -> Path:
+        """See ``Target``; each host has its own copy."""
+        for host in self.hosts.names:
+            shutil.copytree(data, self.data_of(host), dirs_exist_ok=True)
+        return self.hosts.private[0]
+
+    def data_of(self, host: str) -> Path:
+        """See ``Target``."""
+        return self.hosts.private_dir(host, self.hosts.private[0])
+
     def _holds_journal(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
             return str(self.run / FOLDER / JOURNAL_FILE) in [one.path for one in process.open_files()]
@@ -209,6 +264,42 @@ class SshTarget(Target):
 
 @contextmanager
 def over_ssh(folder: Path, num_hosts: int, spares: int, slots: int, chance: random.Random) -> Iterator[Target]:
-    """Test hosts for a run, with spares, for the time of a ``with`` block; arguments as of ``Target``."""
-    with Cluster(folder / "hosts", 1 + num_hosts + spares, env=ENVIRONMENT) as hosts:
+    """Test hosts for a run, with spares, for the time of a ``with`` block; arguments as of ``Target``.
+
+    The run's folder is a file system of its own; data, and a folder for files of one host, are each host's own.
+
+    Raises:
+        LaunchError: the library of clocks that are off cannot be built.
+    """
+    env = {**ENVIRONMENT, "LD_PRELOAD": str(clock_library(folder))}
+    private = [folder / "data", folder / LOCAL]
+    with _own_file_system(folder / "run"), Cluster(folder / "hosts", 1 + num_hosts + spares, env, private) as hosts:
         yield SshTarget(hosts, folder, num_hosts, slots, chance)
+
+
+@contextmanager
+def _own_file_system(folder: Path) -> Iterator[None]:
+    """Mount one at a new folder, whose files lie in an ordinary folder of this name afterwards."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={RUN_BYTES}", "none", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        kept = folder.with_name("kept")
+        shutil.copytree(folder, kept, symlinks=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        folder.rmdir()
+        kept.rename(folder)
+
+
+def clock_library(folder: Path) -> Path:
+    """Build the library that adds to a host's wall clock what its ``/run/clock_off`` says."""
+    library = folder / "clock.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(Path(__file__).with_name("clock.c"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LaunchError("clocks that are off need a C compiler: install cc") from None
+    if done.returncode:
+        raise LaunchError(f"clocks that are off: {command} failed: {done.stderr[-500:]}")
+    return library
