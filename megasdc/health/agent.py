@@ -98,7 +98,7 @@ class Agent:
     def __init__(self, options: AgentOptions, front: FrontAddress | None) -> None:
         self._options = options
         self._health = options.run_folder / "health"
-        self._ranks = ranks = WatchedRanks(options.folder, options.ranks)
+        self._ranks = ranks = WatchedRanks(options.folder, options.ranks, _first_steps(options.folder))
         self._board = FolderBoard(self._health, ranks.run, options.node, len(options.nodes))
         self._kept = load_durations(self._health / DURATIONS_FILE)
         self._journal = Journal(self._health, node_name(options.node), ranks.run)
@@ -107,6 +107,11 @@ class Agent:
         self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
         self._own: Conclusion | None = None
+
+    @property
+    def first_steps(self) -> dict[int, int]:
+        """First steps of the ranks' processes by rank, which an agent that takes this one's place cannot see."""
+        return {rank.identity.rank: rank.first_step for rank in self._ranks}
 
     def run(self) -> None:
         """Watch until all ranks of this host have ended, and hold their memory after they have failed."""
@@ -223,6 +228,15 @@ class Agent:
             self._note(problem)
 
 
+def _first_steps(folder: Path) -> dict[int, int]:
+    """First steps of the ranks' processes by rank, where an earlier agent of this start has kept them."""
+    try:
+        found = json.loads((folder / AGENT_FILE).read_text(encoding="utf-8"))["first_steps"]
+        return {int(rank): int(step) for rank, step in found.items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
 def main(argv: Sequence[str]) -> None:
     """Watch the ranks of this host; ``argv``: the encoded options. Standard input: the front as JSON, or nothing.
 
@@ -236,7 +250,8 @@ def main(argv: Sequence[str]) -> None:
         os._exit(0)
     os.setsid()
     with replacing(options.folder / AGENT_FILE) as file:
-        json.dump({"pid": os.getpid(), "started_at": started_at(os.getpid())}, file)
+        own = {"pid": os.getpid(), "started_at": started_at(os.getpid())}
+        json.dump({**own, "first_steps": agent.first_steps}, file)
     agent.run()
 
 

@@ -16,13 +16,15 @@ from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.board import FolderBoard, OwnState
 from megasdc.health.front.link import FrontLink
 from megasdc.health.front.wire import FrontAddress, Hello
-from megasdc.health.process_state import process_state
+from megasdc.health.process_state import Waker, process_state
 from megasdc.health.rank_state import GONE
 from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 START_S = 60.0
 LOOK_S = 2.0
 MAX_RESTARTS = 3
+STOPPED_S = 3.0
+"""With two looks less than the time after which an agent leaves out what ranks did not do while it stood still."""
 
 
 class AgentProcess:
@@ -41,6 +43,7 @@ class AgentProcess:
         self._log = options.run_folder / "health" / f"agent_{options.node:05d}.log"
         self._look_at = time.monotonic() + LOOK_S
         self._restarts = 0
+        self._waker = Waker(STOPPED_S)
         self._ended = False
         self.news: deque[tuple[str, str]] = deque()
         """What the run has to be told, as name of an event and text; the run takes it out."""
@@ -73,7 +76,7 @@ class AgentProcess:
         return not problem
 
     def look(self) -> None:
-        """Start it again if it has ended; at most three times."""
+        """Start it again if it has ended, at most three times; wake it where a signal has stopped it."""
         if self._ended or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
@@ -110,7 +113,11 @@ class AgentProcess:
             found = json.loads((self._options.folder / AGENT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return True  # it has not detached yet
-        return process_state(found["pid"], found["started_at"]) != GONE
+        if process_state(found["pid"], found["started_at"]) == GONE:
+            return False
+        if done := self._waker.look(found["pid"]):
+            self.news.append(("agent_stopped", f"its agent: {done}"))
+        return True
 
     def close(self) -> None:
         """Remove the records where no agent is left to do so."""

@@ -5,9 +5,11 @@ for the neighbouring pipeline stage, a rank in a collective for those of its gro
 sequence numbers of PyTorch's flight recorder. The cause is whom others wait for and who waits for nobody. Where ranks
 wait for each other in a circle, it is the one that most wait for; of two, the one that has left out a collective, as
 far as other groups show which it is (``megasdc.health.sister_groups``); else all of the circle. A rank that waits for
-ranks of which nothing is known, or that is in a collective and has not answered, is not the cause. Where the graph
-names nobody, nobody is named. Before the graph comes what the kernel says of connections: between two hosts of which
-one acknowledges nothing that the other sends, ranks wait for each other through no fault of theirs.
+ranks of which nothing is known, or that is in a collective and has not answered, is not the cause. One that runs and
+does not answer, while others do, holds its interpreter: where its record has it in no collective or transfer, it is the
+cause. Where the graph names nobody, nobody is named. Before the graph comes what the kernel says of connections:
+between two hosts of which one acknowledges nothing that the other sends, ranks wait for each other through no fault of
+theirs.
 """
 
 from __future__ import annotations
@@ -86,6 +88,9 @@ def find_blame(
     if differing := _mismatch(states):
         ranks, why = differing
         return blame("mismatch", ranks, why)
+    if (held := [one.rank for one in states if _holds_interpreter(one)]) and any(one.answered for one in states):
+        why = "it runs and does not answer, as where native code keeps the interpreter, and is in no collective"
+        return blame("behind", held, why)
     awaited = {rank for targets in edges.values() for rank in targets if rank != UNSEEN}
     if sinks := sorted(rank for rank in awaited if not edges[rank]):
         return blame("behind", sinks, "others wait for it, and it waits for nobody")
@@ -132,7 +137,7 @@ def wait_for_graph(states: Sequence[RankState]) -> dict[int, set[int]]:
             edges[one.rank].add(places.get((one.pp_rank + NEIGHBOUR[one.phase], one.tp_rank, one.dp_rank), UNSEEN))
         elif one.phase in COLLECTIVE and not one.answered:
             edges[one.rank].add(UNSEEN)
-        elif one.phase == Phase.TRAINING and one.may_wait and not _waiting(one):
+        elif one.phase in (Phase.TRAINING, Phase.DATA) and one.may_wait and not _waiting(one):
             edges[one.rank].add(UNSEEN)  # in a transfer, of which no recorder of gloo knows the other side
         for name, group in one.groups.items():
             if group.waits_in is not None:
@@ -148,7 +153,12 @@ def _is_at_work(one: RankState, waits_for: set[int]) -> bool:
     """Whether a rank is where it waits for no other."""
     if one.phase in (Phase.TRAINING, Phase.BETWEEN):
         return one.answered and not waits_for and not _waiting(one) and not one.may_wait
-    return one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR
+    return one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR and not waits_for and not _waiting(one)
+
+
+def _holds_interpreter(one: RankState) -> bool:
+    """Whether a rank runs, has not answered, and by its record is in no collective or transfer."""
+    return one.process == RUNNING and not one.answered and one.phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 
 
 def _waiting(one: RankState) -> bool:

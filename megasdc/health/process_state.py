@@ -1,8 +1,11 @@
-"""What the system says of a process: running, stopped, waiting for a disk, or gone."""
+"""What the system says of a process: running, stopped, waiting for a disk, or gone; and how one is woken."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -10,6 +13,7 @@ import psutil
 from megasdc.health.rank_state import DISK, GONE, RUNNING, STOPPED
 
 TOLERANCE_S = 0.1
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def process_state(pid: int, began_at: float) -> str:
@@ -21,7 +25,7 @@ def process_state(pid: int, began_at: float) -> str:
             return GONE
     except (psutil.Error, OSError, ValueError, IndexError):
         return GONE
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+    if status in _STOPPED:
         return STOPPED
     return DISK if status == psutil.STATUS_DISK_SLEEP else RUNNING
 
@@ -33,3 +37,33 @@ def started_at(pid: int) -> float:
     """
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+class Waker:
+    """Wakes a process that a signal has stopped (SIGSTOP) while others wait for it, and kills it where it stays so.
+
+    Args:
+        limit_s: seconds that it may stay stopped before it gets SIGCONT, and again before it gets SIGKILL.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._stopped: dict[int, tuple[float, bool]] = {}
+
+    def look(self, pid: int) -> str:
+        """Look at a process that is not reaped yet; returns what was done, in a sentence; empty: nothing."""
+        try:
+            is_stopped = psutil.Process(pid).status() in _STOPPED
+        except psutil.Error:
+            is_stopped = False
+        if not is_stopped:
+            self._stopped.pop(pid, None)
+            return ""
+        since, is_woken = self._stopped.setdefault(pid, (time.monotonic(), False))
+        if time.monotonic() - since < self._limit_s:
+            return ""
+        self._stopped[pid] = time.monotonic(), True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL if is_woken else signal.SIGCONT)
+        done = "stays so and is killed" if is_woken else f"has been for {self._limit_s:g} s: it is woken (SIGCONT)"
+        return f"process {pid} is stopped by a signal, and {done}"

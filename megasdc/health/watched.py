@@ -91,20 +91,21 @@ class WatchedRanks:
     Args:
         folder: of the records.
         ranks: their numbers.
+        first_steps: of their processes, by rank, as far as an earlier agent has kept them; else where they are now.
 
     Raises:
         OSError: a record is missing.
         ValueError: a record is damaged.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, ranks: Sequence[int], first_steps: Mapping[int, int] | None = None) -> None:
+        self._folder, self._first_steps = folder, first_steps or {}
         self._ranks = [self._open(rank) for rank in ranks]
 
     def _open(self, rank: int) -> WatchedRank:
         record = RecordReader(record_path(self._folder, rank))
         progress = record.read()
-        return WatchedRank(record, max(progress.step, 1), progress)
+        return WatchedRank(record, self._first_steps.get(rank, max(progress.step, 1)), progress)
 
     def __iter__(self) -> Iterator[WatchedRank]:
         return iter(self._ranks)

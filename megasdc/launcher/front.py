@@ -12,7 +12,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -113,8 +113,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), listening_for_agents(plan):
-        verdict, launcher_code = _run(plan, quiet)
+    with _holding(plan), listening_for_agents(plan) as silent:
+        verdict, launcher_code = _run(plan, quiet, silent)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:
@@ -185,8 +185,8 @@ def _describe(placement: Placement) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''} on {', '.join(shown)}{f' and {more} more hosts' if more else ''}"
 
 
-def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
-    """Start the launcher, wait for it, and judge the records."""
+def _run(plan: LaunchPlan, quiet: bool, silent: Callable[[], Mapping[int, float]]) -> tuple[Verdict, int]:
+    """Start the launcher, wait for it, and judge the records; ``silent``: see ``FailureWatch``."""
     # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
@@ -196,7 +196,7 @@ def _run(plan: LaunchPlan, quiet: bool) -> tuple[Verdict, int]:
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
-        code = process.wait(FailureWatch(plan), plan.request.failure_grace_s)
+        code = process.wait(FailureWatch(plan, silent=silent), plan.request.failure_grace_s)
         records, unreachable = gather_records(plan)
         incomplete = len(records.done) < len(plan.placement.host_of_rank)
         # Also if all have written their records, which they do before they end.

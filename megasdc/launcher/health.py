@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,15 +23,16 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def listening_for_agents(plan: LaunchPlan) -> Iterator[None]:
+def listening_for_agents(plan: LaunchPlan) -> Iterator[Callable[[], Mapping[int, float]]]:
     """Listen for the agents of this launch while it runs, if the run's health is watched.
 
     Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
-    Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder.
+    Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder. Yields what
+    tells for how many seconds hosts are silent, by their index.
     """
     server = _open(plan) if plan.program.watched else None
     try:
-        yield
+        yield dict if server is None else server.standstill.silent_s
     finally:
         if server is not None:
             server.close()

@@ -7,14 +7,21 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import IO
 
 import psutil
 
+from megasdc.health.process_state import Waker
+
 POLL_S = 0.2
 LOOK_S = 2.0
+STOPPED_S = 10.0
+"""A launcher may be stopped by a signal for so long."""
 SRUN = "srun"
+STARTERS = frozenset({SRUN, "pdsh", "ssh", "mpirun"})
+"""Programs by which a launcher starts ranks on other hosts."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 Say = Callable[[str], None]
@@ -30,6 +37,7 @@ class LauncherProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
         self.stopped_by: int | None = None
         self._say = say
+        self._waker = Waker(STOPPED_S)
         # A session of its own: Ctrl-C in a terminal must reach it once, forwarded by us, not also directly.
         # In the background of a script this process ignores SIGINT, which a child would inherit: it
         # could not be ended with SIGINT. A signal with a handler here has its default action in the child.
@@ -57,6 +65,7 @@ class LauncherProcess:
         while self._process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
+            self._wake()
             if number is not signal.SIGINT and now - looked_at > LOOK_S:
                 looked_at = now
                 if (found := how_to_end()) not in (None, number):
@@ -67,6 +76,15 @@ class LauncherProcess:
                 self._forward(number)
                 send_at = now + failure_grace_s if number is signal.SIGINT else math.inf
         return self._process.wait()
+
+    def _wake(self) -> None:
+        """Wake the launcher, and what it starts ranks on other hosts with, where a signal has stopped it."""
+        started = [self._process.pid]
+        with suppress(psutil.Error):
+            started += [one.pid for one in psutil.Process(started[0]).children() if one.name() in STARTERS]
+        for pid in started:
+            if done := self._waker.look(pid):
+                self._say(f"the launcher: {done}")
 
     def close(self) -> None:
         """Restore signal handlers; kill the launcher if it still runs."""

@@ -26,6 +26,7 @@ class RankProgram:
         readable: files and folders that each host must be able to read, with the remedy where it cannot.
         writable: folders that each host must be able to write to.
         watched: whether agents watch the ranks' health.
+        hang_floor_s: least seconds without progress after which they are stuck.
         alert_command: gets an incident of it.
         compilers: needed on hosts without an accelerator, each with the setting that needs it.
         check_ranks: refuses a number of ranks by a ConfigError.
@@ -39,6 +40,7 @@ class RankProgram:
     writable: list[str]
     watched: bool
     alert_command: tuple[str, ...]
+    hang_floor_s: float = 0.0
     compilers: Mapping[str, str] = field(default_factory=dict)
     check_ranks: Callable[[int], object] = lambda _: None
     is_users: bool = False
@@ -77,6 +79,7 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         writable=[str(cwd / folder) for folder in folders],
         watched=sections.health.is_on(launched=True, studied=sections.study.replicas is not None),
         alert_command=tuple(sections.health.alert_command),
+        hang_floor_s=sections.health.hang_floor_s,
         compilers=compilers_on_cpu(config),
         check_ranks=lambda ranks: check_layout(config, ranks),
     )
@@ -99,6 +102,7 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
         writable=[str(run_dir)],
         watched=program.hang_after_s > 0,
         alert_command=program.alert_command,
+        hang_floor_s=program.hang_after_s,
         is_users=True,
     )
 

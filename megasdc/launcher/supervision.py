@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from megasdc.launcher import environment
@@ -19,6 +19,9 @@ from megasdc.launcher.records import LaunchRecords, collect, parse_records, reco
 GATHER_TIMEOUT_S = 30.0
 ASK_HOSTS_S = 20.0
 MAX_ASK_HOSTS_S = 320.0
+LOOK_STOPPED_S = 3.0
+DONE_S = 10.0
+"""A launcher may take so long to end when all of its ranks have."""
 # Added to limits: records of other hosts may appear shortly after the launcher's end.
 STOP_GRACE_S = 35.0
 WAIT_POLL_S = 0.5
@@ -30,15 +33,60 @@ def say(line: str) -> None:
     print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
 
 
+class StoppedProcesses:
+    """Ends processes of a launch that a signal has stopped (SIGSTOP), from outside, where others wait for them.
+
+    A launcher or an agent is woken first; whatever is still stopped at the next look, seconds later, is killed.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._seen: dict[str, list[int]] = {}
+        self._looks_at = -math.inf
+        self._looking: threading.Thread | None = None
+
+    def look(self, hosts: Sequence[str]) -> None:
+        """Look on some hosts, not more often than every ``LOOK_STOPPED_S``, in a thread."""
+        is_looking = self._looking is not None and self._looking.is_alive()
+        if hosts and not is_looking and time.monotonic() >= self._looks_at + LOOK_STOPPED_S:
+            self._looks_at = time.monotonic()
+            self._looking = threading.Thread(target=self._look, args=(hosts,), name="stopped", daemon=True)
+            self._looking.start()
+
+    def _look(self, hosts: Sequence[str]) -> None:
+        program, transport = Path(running.__file__), self._plan.transport
+        request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
+        request["seen"] = sorted({pid for pids in self._seen.values() for pid in pids})
+        for answer in transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S):
+            before, now = self._seen.get(answer.host, []), [] if answer.problem else list(answer.value)
+            self._seen[answer.host] = now
+            if killed := [pid for pid in now if pid in before]:
+                say(f"killed since a signal had stopped them: {_list({answer.host: killed})}")
+            elif now:
+                say(f"stopped by a signal: {_list({answer.host: now})}")
+
+
 class FailureWatch:
     """Checks periodically for a failed rank or host, and selects the signal to end the rest of the launch.
 
     Records that this host does not see (node-local run folders) are read over SSH in a background thread, so that a
     slow host does not block, every ``interval_s`` seconds, doubled while no host answers.
+
+    What a signal has stopped is ended on hosts that others wait for: once something has failed, where all ranks are
+    done and their launcher is not, and where an agent is silent for as long as no rank may stand still.
+
+    Args:
+        silent: seconds for which nothing was heard of the agents of hosts, by their index.
     """
 
-    def __init__(self, plan: LaunchPlan, interval_s: float = ASK_HOSTS_S) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        interval_s: float = ASK_HOSTS_S,
+        silent: Callable[[], Mapping[int, float]] = lambda: {},
+    ) -> None:
+        self._plan, self._silent = plan, silent
+        self._stopped, self._all_done_at = StoppedProcesses(plan), math.inf
         self._interval_s = interval_s
         self._ask_at = time.monotonic() + interval_s
         self._asking: threading.Thread | None = None
@@ -48,6 +96,7 @@ class FailureWatch:
         """Check the records here, and start reading those of other hosts when due."""
         records = collect(self._plan.run_dir, self._plan.launch_id)
         found = {self._there, _how_to_end(records)}
+        self._stopped.look(self._awaited(records, has_failed=found != {None}))
         if signal.SIGINT in found:
             return signal.SIGINT
         waiting = self._asking is not None and self._asking.is_alive()
@@ -57,6 +106,17 @@ class FailureWatch:
                 self._asking = threading.Thread(target=self._ask, args=(hosts,), daemon=True)
                 self._asking.start()
         return next(filter(None, found), None)
+
+    def _awaited(self, records: LaunchRecords, *, has_failed: bool) -> list[str]:
+        """Hosts on which what is stopped is ended, since others wait for it."""
+        hosts = self._plan.placement.hosts
+        if has_failed:
+            return _hosts_without(self._plan, records.done) or hosts
+        if len(records.done) == len(self._plan.placement.host_of_rank):
+            self._all_done_at = min(self._all_done_at, time.monotonic())
+            return hosts if time.monotonic() > self._all_done_at + DONE_S else []
+        limit_s = max(self._plan.program.hang_floor_s, LOOK_STOPPED_S)
+        return [hosts[node] for node, seconds in self._silent().items() if seconds > limit_s and node < len(hosts)]
 
     def _ask(self, hosts: list[str]) -> None:
         records = LaunchRecords()
@@ -115,6 +175,7 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
     started = time.monotonic()
     limit_s = environment.stop_grace_s(os.environ) + STOP_GRACE_S
     said_at = -math.inf
+    stopped = StoppedProcesses(plan)
     while running := _running(plan, unreachable):
         now = time.monotonic()
         if now - started > limit_s:
@@ -123,6 +184,7 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
         if now - said_at > TELL_S:
             said_at = now
             say(f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}")
+        stopped.look([host for host in plan.placement.hosts if host not in unreachable])
         time.sleep(WAIT_POLL_S)
     return said_at > -math.inf
 

@@ -20,6 +20,7 @@ from megasdc.errors import PeerError
 from megasdc.events import read_events
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
+from megasdc.health.process_state import Waker
 from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
@@ -33,6 +34,8 @@ from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.trained import Trained, trained_since
 
 FIND_S = 2.0
+STOPPED_S = 10.0
+"""A front may be stopped by a signal for so long."""
 OF_CONFIGURATION = ("time limit", "training.stop_step")
 """How the reasons of a stop begin that the configuration asks for, see ``megasdc.train.stop``."""
 
@@ -94,6 +97,7 @@ class FrontEngine:
         self._skip, self._rewind_steps, self._allocation = skip, rewind_steps, allocation
         self._sizes = sizes
         self._shown: dict[Path, int] = {}
+        self._waker = Waker(STOPPED_S)
 
     def was_started(self, attempt: Attempt) -> bool:
         """See ``Engine``; its log is opened just before."""
@@ -153,12 +157,16 @@ class FrontEngine:
             self._shown[path] = log.tell()
 
     def lives(self, process: Process) -> bool:
-        """See ``Engine``."""
+        """See ``Engine``; one that a signal has stopped is woken, and killed where it stays so."""
         if process == ENDED:
             return False
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
             os.waitpid(process.pid, os.WNOHANG)
-        return run_lock.start_ticks(process.pid) == process.ticks
+        if run_lock.start_ticks(process.pid) != process.ticks:
+            return False
+        if done := self._waker.look(process.pid):
+            print(f"megasdc supervise: the front of the launch: {done}", file=sys.stderr, flush=True)
+        return True
 
     def stop(self, process: Process) -> None:
         """See ``Engine``."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
@@ -51,6 +52,36 @@ def test_the_front_names_a_stuck_rank_of_another_host(tmp_path: Path, folder: Pa
     assert not (other / "incidents").exists() and not list(front.glob("front_*.json"))
     last = json.loads((other / "node_00001.jsonl").read_text().splitlines()[-1])
     assert "problems" not in last and not (other / "node_00001.now").exists()
+
+
+def test_a_host_whose_agent_and_rank_are_stopped_holds_nobody_up(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+    """The others name it once it is silent; what is stopped there is killed from outside, and nothing is left of it."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["parallel"] |= {"timeout_s": 300.0}
+    raw["megasdc"]["health"] = {"enabled": True, "hang_floor_s": 8.0, "slow_floor_s": 8.0}
+    raw["megasdc"]["training"]["steps"] = 100_000
+    raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 0}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    run, own = folder / "run", []
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 2, env=env) as hosts:
+        argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(hosts.hostfile())]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launch = hosts.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder), **pipes)
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 10, launch)
+        for one in psutil.process_iter(["cmdline", "environ"]):
+            words, rank = one.info["cmdline"] or [], (one.info["environ"] or {}).get("RANK")
+            is_agent = "megasdc.health.agent" in words and '"node": 1,' in words[-1] and str(run) in words[-1]
+            if is_agent or (rank == "1" and str(folder / "config.json") in words):
+                own.append(one)
+        for one in own:
+            one.suspend()
+        said, _ = launch.communicate(timeout=200)
+        _, alive = psutil.wait_procs(own, timeout=30)
+    assert len(own) >= 2 and not alive, said
+    assert "stopped by a signal: node2: process" in said and "health: nothing moved for" in said, said
+    assert "rank 1 on node2" in said and launch.returncode in (75, 78), said
 
 
 CUTS: dict[str, tuple[Sequence[tuple[str, str]], str, list[str]]] = {

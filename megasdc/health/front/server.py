@@ -127,6 +127,12 @@ class Standstill:
                     self._say(f"health: nothing is heard from {host.host} for {LOST_S:.0f} s")
             self._judge()
 
+    def silent_s(self) -> dict[int, float]:
+        """Seconds for which nothing was heard of hosts that are lost, by their index."""
+        with self._lock:
+            now = time.monotonic()
+            return {node: now - host.heard_at for node, host in self._hosts.items() if self._is_lost(host)}
+
     @staticmethod
     def _is_lost(host: HostState) -> bool:
         return not host.ended and not host.unwatched and time.monotonic() - host.heard_at > LOST_S

@@ -227,3 +227,27 @@ def test_who_is_between_steps_and_waits_for_nobody_is_named() -> None:
     receives = state(1, Phase.RECEIVE_GRADIENT, pp=1, dp=0)
     assert find_blame([here, receives]).ranks == (0,)
     assert find_blame([replace(here, may_wait=True), receives]).ranks == ()
+
+
+def test_a_rank_that_keeps_its_interpreter_is_named_and_who_waits_in_its_data_phase_is_not() -> None:
+    """It is in its forward pass and does not answer; another has got to a broadcast of the next batch, a third waits.
+
+    No recorder knows the broadcast, so that the second one waits for nobody by the graph.
+    """
+    keeps = state(0, Phase.FORWARD)
+    fetches = replace(state(1, Phase.DATA, groups={WORLD: group(6, 6)}), where="loader.py:9 fetch", may_wait=True)
+    blame = find_blame([keeps, fetches, waiting(2)])
+    assert (blame.kind, blame.ranks) == ("behind", (0,)) and "native code keeps the interpreter" in blame.text
+    assert find_blame([replace(fetches, rank=0), fetches, waiting(2)]).ranks == (), "nobody is accused instead"
+
+
+def test_a_rank_in_a_collective_of_its_data_phase_waits() -> None:
+    """For a rank of which nothing is known; the other is in a transfer."""
+    fetches = state(1, Phase.DATA, groups={"tp": group(7, 6, ranks=(1, 9))})
+    receives = state(2, Phase.RECEIVE_GRADIENT, pp=1, groups={"tp": group(6, 6, ranks=(2, 8))})
+    assert find_blame([fetches, receives]).ranks == ()
+
+
+def test_where_no_rank_answers_none_is_taken_to_keep_its_interpreter() -> None:
+    """Their agent or their host is what is late."""
+    assert find_blame([state(0, Phase.FORWARD), state(1, Phase.FORWARD)]).ranks == ()

@@ -34,6 +34,8 @@ class OtherDisks(Transport):
         return [sys.executable, "-"] if host != "down" else ["false"]
 
     def run(self, hosts: Any, program: Path, request: Any, *, timeout_s: float) -> list[Answer]:
+        if "folder" not in request:  # for processes that are stopped, of which there are none
+            return [Answer(host, []) for host in hosts]
         self.asked.extend(hosts)
         folder = request["folder"]
         found = []
@@ -53,7 +55,8 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for rank in (0, 1):
         write_started(front, rank)
     write_started(tmp_path / "disks" / "b", 2)
-    return SimpleNamespace(run_dir=front, launch_id="id", placement=placement, transport=transport)
+    program = SimpleNamespace(hang_floor_s=0.0)
+    return SimpleNamespace(run_dir=front, launch_id="id", placement=placement, transport=transport, program=program)
 
 
 def wait_until_asked(watch: FailureWatch, plan: Any, times: int) -> signal.Signals | None:
