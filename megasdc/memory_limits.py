@@ -47,6 +47,19 @@ def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimi
     return found
 
 
+def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes that this process's host, or container, can still allocate without swapping."""
+    return int(min(_available(proc), *(one.limit - one.used for one in memory_limits(proc, cgroups)), float("inf")))
+
+
+def _available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
+        name, _, number = line.partition(":")
+        if name == "MemAvailable":
+            return int(number.split()[0]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
 def _used(folder: Path, usage: str, cache: str) -> float:
     try:
         used = float((folder / f"memory.{usage}").read_text(encoding="utf-8"))

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+SNAPSHOT_SHARE = 0.8
+"""Of the free memory that snapshots of a state may take."""
 
 
 def shared_folder() -> Path:

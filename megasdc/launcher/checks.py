@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import LaunchError
+from megasdc.errors import DataError, LaunchError, MegasdcError, StorageError
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import probe
 from megasdc.launcher.remote import Transport
@@ -19,6 +19,7 @@ from megasdc.versions.installed import check_range
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
 LOOPBACK = "127."
+STORAGE = StorageError.exit_code
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,16 @@ class HostNeeds:
     """Requirements of a run on every host.
 
     ``python_path``: folders of PYTHONPATH; ``path``: folders put before PATH; ``readable``: paths, each with the remedy
-    where it cannot be read; ``master_port`` None: the launch reserves a free one; ``compilers``: needed on hosts
-    without an accelerator, each with the setting that needs it; ``cpu_only``: DeepSpeed is set to use no accelerator;
-    ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
+    where it cannot be read; ``data``: folders of prepared data, the same on all; ``master_port`` None: the launch
+    reserves a free one; ``compilers``: needed on hosts without an accelerator, each with the setting that needs it;
+    ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
     """
 
     cwd: str
     python_path: list[str]
     path: list[str]
     readable: Mapping[str, str]
+    data: list[str]
     writable: list[str]
     master_port: int | None
     compilers: Mapping[str, str]
@@ -43,26 +45,63 @@ class HostNeeds:
 
 
 @dataclass(frozen=True)
+class HostProblem:
+    """What prevents a start.
+
+    Args:
+        hosts: that have it; empty: it is not known which ones, or this one alone.
+        text: a sentence that names them, with the remedy.
+        code: exit code of the error that a rank there would end with, or LaunchError's.
+        silent: the host gave no answer.
+    """
+
+    hosts: tuple[str, ...]
+    text: str
+    code: int = LaunchError.exit_code
+    silent: bool = False
+
+
+@dataclass(frozen=True)
 class HostReport:
     """Results of all hosts: facts by host, and problems that prevent a start."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    found: list[HostProblem] = field(default_factory=list)
 
     @property
-    def num_unwritable(self) -> int:
-        """Number of problems that are folders without write permission."""
-        return sum(len(found["unwritable"]) for found in self.facts.values())
+    def problems(self) -> list[str]:
+        """Their sentences."""
+        return [one.text for one in self.found]
+
+    def error(self, text: str) -> MegasdcError:
+        """The error of all problems together: where they are of one kind that of a rank, else LaunchError."""
+        codes = {one.code for one in self.found}
+        kinds = [kind for kind in (StorageError, DataError) if codes == {kind.exit_code}]
+        return (kinds[0] if kinds else LaunchError)(text)
 
 
-def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) -> HostReport:
-    """Probe every host, and this one to compare versions; returns facts and problems of all hosts."""
+def inspect_hosts(
+    placement: Placement,
+    transport: Transport,
+    needs: HostNeeds,
+    *,
+    trusted: Collection[str] = (),
+    among_others: bool = False,
+) -> HostReport:
+    """Probe every host, and this one to compare versions; returns facts and problems of all hosts.
+
+    Args:
+        placement: the first host is that of rank 0.
+        trusted: hosts whose data are right where others differ from them; empty: what most of them have is.
+        among_others: the run has further hosts.
+    """
     request = {
         "cwd": needs.cwd,
         "python_path": needs.python_path,
         "path": needs.path,
         "distributions": DISTRIBUTIONS,
         "readable": list(needs.readable),
+        "data": needs.data,
         "writable": needs.writable,
         "master_port": None,
     }
@@ -74,34 +113,67 @@ def inspect_hosts(placement: Placement, transport: Transport, needs: HostNeeds) 
     report = HostReport()
     for answer in answers:
         if answer.problem:
-            report.problems.append(answer.problem)
+            report.found.append(HostProblem((answer.host,), answer.problem, silent=True))
         else:
             report.facts[answer.host] = answer.value
-            report.problems.extend(_host_problems(answer.host, answer.value, needs, placement))
+            several = among_others or len(placement.hosts) > 1
+            report.found.extend(_host_problems(answer.host, answer.value, needs, several))
+    report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
     if placement.remote:
         (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S)
         versions = {host: found["versions"] for host, found in report.facts.items()}
-        report.problems.extend([here.problem] if here.problem else version_problems(versions, here.value["versions"]))
+        if here.problem:
+            report.found.append(HostProblem((), here.problem))
+        else:
+            report.found.extend(version_problems(versions, here.value["versions"]))
     return report
 
 
-def version_problems(versions: Mapping[str, Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[str]:
-    """One sentence for every package that is missing (None) or differs between hosts; ``versions`` are by host."""
+def data_problems(data: Mapping[str, Mapping[str, str | None]], trusted: Collection[str] = ()) -> list[HostProblem]:
+    """Folders of prepared data that are not the same on all hosts.
+
+    Args:
+        data: digest of each folder's manifest by host; None: there is none, which a rank says where no host has one.
+        trusted: see ``inspect_hosts``.
+    """
+    problems = []
+    for folder in dict.fromkeys(name for own in data.values() for name in own):
+        found = {host: digest for host, own in data.items() if (digest := own.get(folder)) is not None}
+        for host in data.keys() - found.keys() if found else ():
+            text = f"{host}: there are no prepared data in {folder}, as other hosts have; copy or share them"
+            problems.append(HostProblem((host,), text, DataError.exit_code))
+        votes = Counter(digest for host, digest in found.items() if not trusted or host in trusted).most_common(2)
+        if len(set(found.values())) < 2 or not votes:
+            continue
+        is_tied = len(votes) == 2 and votes[0][1] == votes[1][1]
+        odd = () if is_tied else tuple(host for host, digest in found.items() if digest != votes[0][0])
+        who = f"{', '.join(odd)}: the data in {folder} are others than" if odd else f"the data in {folder} differ"
+        rest = "those of the other hosts" if odd else f"between {', '.join(found)}"
+        problems.append(HostProblem(odd, f"{who} {rest}; copy them from one host to all", DataError.exit_code))
+    return problems
+
+
+def version_problems(
+    versions: Mapping[str, Mapping[str, str | None]], here: Mapping[str, str | None]
+) -> list[HostProblem]:
+    """A problem for every package that is missing (None) or differs between hosts; ``versions`` are by host."""
     problems = []
     for name in DISTRIBUTIONS:
         found = {host: own[name] for host, own in versions.items()}
         usual = Counter([*found.values(), here[name]]).most_common(1)[0][0]
         if set(found.values()) <= {here[name]} and here[name] is not None:
             continue
-        odd = [f"{host} has {version or 'none'}" for host, version in found.items() if version != usual]
+        hosts = tuple(host for host, version in found.items() if version != usual)
+        odd = [f"{host} has {found[host] or 'none'}" for host in hosts]
         odd += [f"this host has {here[name] or 'none'}"] if here[name] != usual else []
         rest = f"; the others have {usual}" if usual is not None else ""
         what = ", ".join(odd) if odd else "not installed on any host"
-        problems.append(f"{name}: {what}{rest}; install the same version in {sys.prefix} on every host")
+        text = f"{name}: {what}{rest}; install the same version in {sys.prefix} on every host"
+        problems.append(HostProblem(hosts, text))
     return problems
 
 
-def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placement: Placement) -> list[str]:
+def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[HostProblem]:
     problems = []
     if found["missing_cwd"]:
         problems.append(f"{host}: working folder {needs.cwd} does not exist; share or create it, or start elsewhere")
@@ -110,15 +182,18 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, placem
     except LaunchError as error:
         problems.append(f"{host}: {error}")
     problems += [f"{host}: {path} cannot be read there; {needs.readable[path]}" for path in found["unreadable"]]
-    problems += [f"{host}: {path} cannot be written to there; mount or create it" for path in found["unwritable"]]
     if found["port_problem"]:
         problems.append(
             f"{host}: rank 0 cannot listen on port {needs.master_port} ({found['port_problem']}); "
             "end the other run, or choose another with `-- --master_port N`"
         )
     if needs.cpu_only or not found["has_gpu"]:
-        problems += _cpu_problems(host, found, needs, len(placement.hosts) > 1)
-    return problems
+        problems += _cpu_problems(host, found, needs, several)
+    unwritable = [
+        HostProblem((host,), f"{host}: {path} cannot be written to there{why}; mount or create it", STORAGE)
+        for path, why in found["unwritable"].items()
+    ]
+    return [*(HostProblem((host,), text) for text in problems), *unwritable]
 
 
 def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:

@@ -107,7 +107,8 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
 def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResult:
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
     if problems := [*_folders_in_use(plan), *report.problems]:
-        raise (StorageError if len(problems) == report.num_unwritable else LaunchError)("\n".join(problems))
+        in_use = len(problems) > len(report.found)
+        raise (LaunchError if in_use else report.error)("\n".join(problems))
     plan = _with_master_address(plan, report)
     say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
     if dry_run:

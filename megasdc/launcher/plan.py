@@ -128,6 +128,22 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     )
 
 
+def needs_of(request: LaunchRequest) -> tuple[HostNeeds, Transport]:
+    """What a request needs of every host, and how hosts are reached over SSH.
+
+    Raises:
+        ConfigError, LaunchError: see ``make_plan``.
+    """
+    cwd = Path.cwd()
+    program = program_of(request, cwd)
+    allowed = () if request.program is None else ("--no_local_rank",)
+    options = command.parse_launcher_args(request.launcher_args, allowed)
+    fixed = environment.env_file_names(environment.env_files(os.environ, cwd))
+    rank = _rank_command(program, cwd, environment.forwarded_environment(os.environ, fixed), options)
+    port = options.master_port or command.DEFAULT_MASTER_PORT
+    return _needs(program, rank, port), Transport(True, options.ssh_port)
+
+
 def new_launch_id() -> str:
     """An id that no other launch has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
@@ -197,6 +213,7 @@ def _needs(program: RankProgram, rank: RankCommand, master_port: int | None) -> 
         python_path=[rank.cwd, *(inherited.split(os.pathsep) if inherited else [])],
         path=rank.path,
         readable=program.readable,
+        data=program.data,
         writable=program.writable,
         master_port=master_port,
         compilers=program.compilers,

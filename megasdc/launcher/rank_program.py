@@ -24,6 +24,7 @@ class RankProgram:
         words: between the interpreter and what DeepSpeed's launcher adds.
         arguments: after that.
         readable: files and folders that each host must be able to read, with the remedy where it cannot.
+        data: folders among them of prepared data, the same on all hosts.
         writable: folders that each host must be able to write to.
         watched: whether agents watch the ranks' health.
         hang_floor_s: least seconds without progress after which they are stuck.
@@ -42,6 +43,7 @@ class RankProgram:
     alert_command: tuple[str, ...]
     hang_floor_s: float = 0.0
     compilers: Mapping[str, str] = field(default_factory=dict)
+    data: list[str] = field(default_factory=list)
     check_ranks: Callable[[int], object] = lambda _: None
     is_users: bool = False
 
@@ -73,9 +75,10 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         words=[script],
         arguments=arguments,
         readable={
-            **dict.fromkeys([script, arguments[1]], "make, copy or share it"),
+            **dict.fromkeys([script, arguments[1], *_files(config, cwd)], "make, copy or share it"),
             **{str(cwd / folder): remedy for folder in sections.data.folders},
         },
+        data=[str(cwd / folder) for folder in sections.data.folders],
         writable=[str(cwd / folder) for folder in folders],
         watched=sections.health.is_on(launched=True, studied=sections.study.replicas is not None),
         alert_command=tuple(sections.health.alert_command),
@@ -83,6 +86,13 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         compilers=compilers_on_cpu(config),
         check_ranks=lambda ranks: check_layout(config, ranks),
     )
+
+
+def _files(config: RunConfig, cwd: Path) -> list[str]:
+    """Files of the user's that ranks read at their start, wherever they run."""
+    sections = config.megasdc
+    named = [hook.path for hook in sections.optimizer_hooks if hook.hook == "file"]
+    return [str(cwd / path) for path in (*named, sections.sdc.golden) if path is not None]
 
 
 def _user_program(program: UserProgram, cwd: Path) -> RankProgram:

@@ -10,9 +10,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,13 @@ class Transport:
         remote: use SSH; false runs programs on this host.
         ssh_port: port of sshd; None leaves it to SSH's configuration.
         connect_timeout_s: seconds until a host counts as unreachable.
+        prefixes: words before a command that make it run on a host, instead of SSH.
     """
 
     remote: bool
     ssh_port: int | None = None
     connect_timeout_s: int = 10
+    prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def run(self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float) -> list[Answer]:
         """Run the same program on all hosts, in parallel.
@@ -70,6 +72,8 @@ class Transport:
         """The command that runs ``argv``, quoted against shells, on a host."""
         if not self.remote:
             return list(argv)
+        if prefix := self.prefixes.get(host):
+            return [*prefix, *argv]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={self.connect_timeout_s}"]
         port = [] if self.ssh_port is None else ["-p", str(self.ssh_port)]
         return ["ssh", *options, *port, "--", host, f"exec {shlex.join(argv)}"]

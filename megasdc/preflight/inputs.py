@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -9,7 +10,7 @@ from rich.filesize import decimal
 from megasdc.config import check_layout, find_warnings
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared
-from megasdc.errors import DataError, LaunchError, StorageError
+from megasdc.errors import DataError
 from megasdc.launcher.checks import inspect_hosts
 from megasdc.preflight.job import Job, spares_only
 from megasdc.preflight.result import Finding, with_warnings
@@ -95,12 +96,11 @@ def check_hosts(job: Job) -> Finding:
 
     Raises:
         LaunchError: the run cannot start on its hosts.
-        StorageError: folders of the run cannot be written there, and nothing else is wrong.
+        DataError, StorageError: data differ, or folders of the run cannot be written there, and nothing else is wrong.
     """
     report = inspect_hosts(job.plan.placement, job.plan.transport, job.plan.needs)
     if report.problems:
-        kind = StorageError if len(report.problems) == report.num_unwritable else LaunchError
-        raise kind("; ".join(report.problems))
+        raise report.error("; ".join(report.problems))
     where = "this host" if not job.plan.placement.remote else f"{len(job.slots)} hosts"
     versions = next(iter(report.facts.values()))["versions"]
     ranks = f"{job.num_ranks} rank{'s' if job.num_ranks > 1 else ''}"
@@ -108,7 +108,10 @@ def check_hosts(job: Job) -> Finding:
     if not job.spares:
         return with_warnings(text, [])
     plan = spares_only(job.plan, job.spares)
-    warnings = list(inspect_hosts(plan.placement, plan.transport, plan.needs).problems)
+    trusted = job.plan.placement.hosts
+    both = replace(plan.placement, slots={**plan.placement.slots, **job.plan.placement.slots})
+    found = inspect_hosts(both, plan.transport, plan.needs, trusted=trusted).found
+    warnings = [one.text for one in found if not set(one.hosts) <= set(trusted)]
     counts = set(job.slots.values())
     for host, count in job.spares.items():
         if counts != {count}:

@@ -55,6 +55,8 @@ def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
         skip: ranges of samples that the configuration skips.
     """
     overrides = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
+    if attempt.skips_snapshots:
+        overrides.append("megasdc.checkpoint.memory.without_room=go_on")
     if attempt.skip:
         overrides.append(f"megasdc.data.skip={json.dumps(union([*skip, *attempt.skip]))}")
     return overrides

@@ -142,7 +142,7 @@ def _supervise(
         ledger = None if section.ledger is None else Ledger(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
-        tests = StressTests(folder, section.test_rounds, section.golden, allocation.prefix)
+        tests = StressTests(folder, section.test_rounds, section.golden, engine.checks)
         limits = Limits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megasdc.errors import (
     CheckpointError,
@@ -16,6 +16,7 @@ from megasdc.errors import (
     CorruptionError,
     DataError,
     HangError,
+    LaunchError,
     NonFiniteError,
     StorageError,
     TraceError,
@@ -51,6 +52,8 @@ KINDS = {
     "grown": Kind("ended to go on with more hosts"),
     "preempted": Kind("ended from outside: by a scheduler, or with its job"),
     "input": Kind("configuration, data or command line are wrong"),
+    "unfit": Kind("a host is not fit for the run, and others are", names_hosts=True),
+    "no_room": Kind("the memory of a host has no room for snapshots", names_hosts=True),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
@@ -85,6 +88,14 @@ OF_VERDICT = {
 """Diagnosis of corruption, by the verdict of its incident."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
 """Signals that a process brings upon itself; others come from outside."""
+OF_HOSTS = (
+    ConfigError.exit_code,
+    DataError.exit_code,
+    StorageError.exit_code,
+    LaunchError.exit_code,
+    TraceError.exit_code,
+)
+"""Exit codes of what one host may have and others not: hosts are checked after them."""
 NO_MEMORY = "could not get the memory it asked for"
 """What a rank says that has run out of memory, under the exit code of a wrong configuration."""
 
@@ -104,6 +115,37 @@ class Back:
     def __str__(self) -> str:
         skip = "" if self.skip is None else f", without samples {self.skip[0]} to {self.skip[1] - 1} of the stream"
         return f"on from step {self.at_most} at most{skip}"
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a host is not fit.
+
+    Args:
+        code: exit code that a rank would end with there.
+        text: in a sentence.
+        snapshots: only snapshots in memory have no room.
+    """
+
+    host: str
+    code: int
+    text: str
+    snapshots: bool = False
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Result of one check on several hosts.
+
+    Args:
+        unfit: what was found.
+        fit: hosts on which nothing was found; those that gave no answer are neither.
+        silent: why hosts gave none.
+    """
+
+    unfit: tuple[Unfit, ...] = ()
+    fit: tuple[str, ...] = ()
+    silent: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,6 +171,7 @@ class Evidence:
         left_out: hosts of ranks that were found wrong, and without whose replicas the run has gone on.
         ended_by: number of the signal that ended the rank that failed first; None: none, or not known.
         last: last step that the attempt itself did; 0: none, None: not known.
+        checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
     """
 
     exit_code: int | None
@@ -149,6 +192,7 @@ class Evidence:
     left_out: Sequence[str] = ()
     ended_by: int | None = None
     last: int | None = None
+    checked: Checked = field(default_factory=Checked)
 
 
 @dataclass(frozen=True)
@@ -186,8 +230,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 def _diagnose(evidence: Evidence) -> Diagnosis:
     """Say what has ended an attempt.
 
-    What is wrong before any host is asked comes first; then a host that is gone, which explains all that follows from
-    it; then what was detected and named; then what came from outside; then the exit code.
+    What one host lacks and others have comes first, then what is wrong with the input; then a host that is gone, which
+    explains what follows; then what was detected and named; what came from outside; and the exit code.
     """
 
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
@@ -201,6 +245,9 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
         return found("done")
     if evidence.grows and (code is None or code == 0 or code > SIGNALS):  # None: before it had anything to end
         return found("grown", text="more hosts can be used")
+    if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
+        kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
+        return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
     if evidence.unreachable:
@@ -228,6 +275,17 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if evidence.failed_rank is None:
         return found("launch")
     return found("rank_crashed" if evidence.ended_by in CRASHES else "rank_lost", failed)
+
+
+def _of_one_host(evidence: Evidence) -> list[Unfit]:
+    """What hosts of the attempt lack that others have; empty where what has ended it is the same on all hosts."""
+    unfit, asked = evidence.checked.unfit, {*evidence.checked.fit, *(one.host for one in evidence.checked.unfit)}
+    of_code: dict[int, set[str]] = {}
+    for one in unfit:
+        of_code.setdefault(one.code, set()).add(one.host)
+    if of_code.get(evidence.exit_code or 0) == asked:
+        return []
+    return [one for one in unfit if of_code[one.code] != asked and one.host in evidence.host_of_rank]
 
 
 def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasdc import run_lock
-from megasdc.errors import PeerError
+from megasdc.errors import DataError, LaunchError, PeerError
 from megasdc.events import read_events
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
@@ -28,7 +28,8 @@ from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.back import find_back, overrides_of
-from megasdc.supervisor.diagnosis import Evidence
+from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence
+from megasdc.supervisor.fitness import HostChecks
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.trained import Trained, trained_since
@@ -64,8 +65,12 @@ class Engine(Protocol):
     def left_out(self, attempt: Attempt) -> Sequence[str]:
         """Hosts of ranks that were found wrong, and without whose replicas an attempt goes on."""
 
-    def evidence(self, attempt: Attempt) -> Evidence:
-        """How an attempt has ended."""
+    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
+        """How an attempt has ended.
+
+        Args:
+            waiting: ranks of hosts that it did not use, and others may; they are checked beside its own.
+        """
 
 
 class FrontEngine:
@@ -80,6 +85,9 @@ class FrontEngine:
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
         sizes: settings of an attempt by its number of hosts, as of ``--set``.
+
+    Attributes:
+        checks: of hosts.
     """
 
     def __init__(
@@ -96,6 +104,8 @@ class FrontEngine:
         self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
         self._skip, self._rewind_steps, self._allocation = skip, rewind_steps, allocation
         self._sizes = sizes
+        prefixes = {host: tuple(words) for host in allocation.slots if (words := allocation.prefix(host))}
+        self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
         self._waker = Waker(STOPPED_S)
 
@@ -185,13 +195,18 @@ class FrontEngine:
         events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, broken=[])
         return next((one.fields for one in reversed(list(events)) if one.time >= attempt.planned_at), None)
 
-    def evidence(self, attempt: Attempt) -> Evidence:
+    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         result = front.load_result(self._file(attempt, "json"))
         code = None if result is None else result.exit_code
         hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
         trained = trained_since(self._run_dir, attempt.planned_at)
+        unreachable = () if code == 0 else self._allocation.unreachable(attempt)
+        # A rank that was killed has the code of a launch that failed, and says nothing of its host.
+        is_asked = code in OF_HOSTS and not (code == LaunchError.exit_code and trained is not None)
+        whole = code == DataError.exit_code
+        checked = self._check(attempt, waiting, set(unreachable), whole) if is_asked else Checked()
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
         recent = [one for one in incidents if datetime.fromisoformat(one.time).timestamp() >= int(attempt.planned_at)]
         return Evidence(
@@ -201,7 +216,8 @@ class FrontEngine:
             lines=() if result is None else tuple(result.lines),
             host_of_rank=hosts if isolation is None else tuple(hosts[rank] for rank in isolation["launch_ranks"]),
             left_out=self.left_out(attempt),
-            unreachable=() if code == 0 else self._allocation.unreachable(attempt),
+            unreachable=unreachable,
+            checked=checked,
             grows=attempt.grows,
             interrupted=self._interrupted(attempt, result),
             asked=self._asked(attempt, result),
@@ -214,6 +230,16 @@ class FrontEngine:
             trained=trained,
             back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
         )
+
+    def _check(self, attempt: Attempt, waiting: Mapping[str, int], away: Collection[str], whole: bool) -> Checked:
+        """Check the hosts of an attempt that can be reached, in order of ranks, and then those that wait.
+
+        Args:
+            whole: read every byte of the data.
+        """
+        slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
+        overrides = (*self._sizes.get(len(attempt.hosts), ()), *overrides_of(attempt, self._skip))
+        return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole)
 
     def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""

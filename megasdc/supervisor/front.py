@@ -57,11 +57,8 @@ def load_result(path: Path) -> FrontResult | None:
 
 def run(launch: dict[str, Any]) -> FrontResult:
     """Launch, and wait for the end; every error becomes a result."""
-    named = ("config_path", "hostfile", "script")
-    paths = {name: None if launch[name] is None else Path(launch[name]) for name in named}
     try:
-        program = launch["program"] and {"program": UserProgram(**_with_tuples(launch["program"]))}
-        found = launch_run(LaunchRequest(**{**_with_tuples(launch), **paths, **(program or {})}))
+        found = launch_run(request_of(launch))
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
         return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by)
     except MegasdcError as error:
@@ -70,6 +67,14 @@ def run(launch: dict[str, Any]) -> FrontResult:
     except Exception as error:  # whatever it is, the supervisor has to know
         traceback.print_exc()
         return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])
+
+
+def request_of(launch: dict[str, Any]) -> LaunchRequest:
+    """A request from its fields as JSON has them."""
+    named = ("config_path", "hostfile", "script")
+    paths = {name: None if launch[name] is None else Path(launch[name]) for name in named}
+    program = launch["program"] and {"program": UserProgram(**_with_tuples(launch["program"]))}
+    return LaunchRequest(**{**_with_tuples(launch), **paths, **(program or {})})
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Attempt:
         process: None: not known to be started.
         at_most: newest step to go on from; None: the newest of all.
         skip: samples that are not trained on, ranges [first, end), besides those of the configuration.
+        skips_snapshots: it goes on without snapshots in memory where they have no room.
         grows: it is asked to save and end, to go on with more hosts.
         ended: launch ids of the last attempts before.
     """
@@ -55,6 +56,7 @@ class Attempt:
     process: Process | None = None
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
+    skips_snapshots: bool = False
     grows: bool = False
     ended: tuple[str, ...] = ()
 
@@ -102,6 +104,7 @@ class History:
         went_back: how often the run went back to an earlier checkpoint.
         at_most: newest step to go on from, until an attempt has done so; None: the newest of all.
         skip: samples that are not trained on from now on.
+        skips_snapshots: attempts go on without snapshots in memory where they have no room.
     """
 
     stage: str = ""
@@ -121,6 +124,7 @@ class History:
     went_back: int = 0
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
+    skips_snapshots: bool = False
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> History:
@@ -188,7 +192,9 @@ def _planned(history: History, entry: Entry) -> None:
     last = history.attempt
     ended = () if last is None else (*last.ended, last.launch_id)[-MOST_ENDED:]
     attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
-    history.attempt = replace(attempt, at_most=said.get("at_most"), skip=skip, ended=ended)
+    skips_snapshots = said.get("skips_snapshots", False)
+    attempt = replace(attempt, at_most=said.get("at_most"), skip=skip, ended=ended)
+    history.attempt = replace(attempt, skips_snapshots=skips_snapshots)
 
 
 def _growing(history: History, entry: Entry) -> None:
@@ -218,6 +224,7 @@ def _decided(history: History, entry: Entry) -> None:
     hosts = tuple(said["replaced"])
     back = _back(said)
     history.decision = Decision(Action(said["action"]), said["text"], hosts, said["pause_s"], back=back)
+    history.skips_snapshots |= said.get("skips_snapshots", False)
     if back is not None:
         history.went_back, history.at_most = history.went_back + 1, back.at_most
         history.skip += () if back.skip is None else (back.skip,)

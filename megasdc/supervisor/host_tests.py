@@ -1,4 +1,7 @@
-"""Tests of hosts that were replaced, by ``megasdc stress``, each in a process of its own beside the run."""
+"""Tests of hosts that wait or were replaced: whether they are fit for the run, and then what they compute.
+
+The latter is ``megasdc stress``. Each runs in a process of its own beside the run.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megasdc.errors import LaunchError
+from megasdc.supervisor import fitness
+from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Unfit
+from megasdc.supervisor.fitness import HostChecks
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_COMPARED = 3
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class HostTest:
     """How the test of a host ended.
 
     Args:
-        exit_code: of ``megasdc stress``; 0: the host is healthy.
+        exit_code: of ``megasdc stress``, 0: the host is healthy; or that a rank would end with on a host that is unfit.
         text: why it is not, or why that is not known.
     """
 
@@ -38,8 +45,8 @@ class HostTest:
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether the host was tested to the end."""
-        return self.exit_code != LaunchError.exit_code
+        """Whether the host was tested to the end; what makes it unfit may be mended."""
+        return self.exit_code not in OF_HOSTS
 
 
 class Tests(Protocol):
@@ -48,8 +55,20 @@ class Tests(Protocol):
     def runs(self, host: str) -> bool:
         """Whether a test of a host is under way."""
 
-    def start(self, host: str, slots: int) -> None:
-        """Start a test of a host with so many ranks."""
+    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+        """Start a test of a host with so many ranks.
+
+        Args:
+            run: ranks of the hosts of the run, which it is compared with.
+        """
+
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+        """Look at once whether hosts are fit, as far as that takes no longer than a start; those that are not.
+
+        Args:
+            slots: ranks of each.
+            run: those of the hosts of the run, they among them.
+        """
 
     def take(self) -> list[HostTest]:
         """Those that have ended since the last call."""
@@ -65,29 +84,47 @@ class StressTests:
         folder: of the supervisor, for the files ``test_HOST.*``.
         rounds: of a test.
         golden: folder of golden values; None: a host is compared with itself.
-        prefix: words that make a command run on a host; none: the test reaches it by a hostfile.
+        checks: whether a host is fit for the run.
     """
 
-    def __init__(self, folder: Path, rounds: int, golden: str | None, prefix: Callable[[str], Sequence[str]]) -> None:
-        self._folder, self._prefix, self._arguments = folder, prefix, ["--rounds", str(rounds)]
+    def __init__(self, folder: Path, rounds: int, golden: str | None, checks: HostChecks) -> None:
+        self._folder, self._checks, self._arguments = folder, checks, ["--rounds", str(rounds)]
         self._arguments += ["--only", "collectives,gemm,training", *([] if golden is None else ["--golden", golden])]
+        self._checking: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def runs(self, host: str) -> bool:
         """See ``Tests``."""
-        return host in self._running
+        return host in self._running or host in self._checking
 
-    def start(self, host: str, slots: int) -> None:
+    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
+        self._file(host, "fit.json").unlink(missing_ok=True)
+        asked = {"checks": asdict(self._checks), "host": host, "slots": slots, "run": dict(run)}
+        asked |= {"beside": _beside(run, [host]), "result": str(self._file(host, "fit.json"))}
+        command = [sys.executable, "-m", fitness.MODULE, json.dumps(asked, default=str)]
+        self._checking[host] = self._process(host, command), slots
+
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+        """See ``Tests``."""
+        checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False)
+        return _tests(checked)
+
+    def _stress(self, host: str, slots: int) -> None:
+        """Test what a host computes."""
         self._file(host, "json").unlink(missing_ok=True)
-        command = [*self._prefix(host), sys.executable, "-m", "megasdc", "stress"]
+        prefix = self._checks.prefixes.get(host, ())
+        command = [*prefix, sys.executable, "-m", "megasdc", "stress"]
         command += [*self._arguments, "--out", str(self._file(host, "json"))]
-        if not self._prefix(host):
+        if not prefix:
             hostfile = self._file(host, "hosts")
             hostfile.write_text(f"{host} slots={slots}\n", encoding="utf-8")
             command += ["--hostfile", str(hostfile)]
+        self._running[host] = self._process(host, command)
+
+    def _process(self, host: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with open(self._file(host, "log"), "ab") as log:
-            self._running[host] = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -98,10 +135,28 @@ class StressTests:
 
     def take(self) -> list[HostTest]:
         """See ``Tests``."""
+        unfit = list[HostTest]()
+        for host, (process, slots) in list(self._checking.items()):
+            if process.poll() is None:
+                continue
+            del self._checking[host]
+            if (found := self._unfit(host, process.returncode)) is not None:
+                unfit.append(found)
+            else:
+                self._stress(host, slots)
         ended = {host: code for host, one in self._running.items() if (code := one.poll()) is not None}
         for host in ended:
             del self._running[host]
-        return [HostTest(host, *self._result(host, code)) for host, code in ended.items()]
+        return [*unfit, *(HostTest(host, *self._result(host, code)) for host, code in ended.items())]
+
+    def _unfit(self, host: str, code: int) -> HostTest | None:
+        """What a check has found; None: the host is fit."""
+        try:
+            said = json.loads(self._file(host, "fit.json").read_text(encoding="utf-8"))
+            checked = Checked(tuple(Unfit(**one) for one in said["unfit"]), (host,), said["silent"])
+        except (OSError, ValueError, KeyError, TypeError):  # it was killed
+            return HostTest(host, LaunchError.exit_code, f"the check ended with code {code}")
+        return next(iter(_tests(checked)), None)
 
     def _result(self, host: str, code: int) -> tuple[int, str]:
         try:
@@ -114,18 +169,32 @@ class StressTests:
 
     def close(self) -> None:
         """See ``Tests``."""
-        for one in self._running.values():
+        under_way = [*self._running.values(), *(process for process, _ in self._checking.values())]
+        for one in under_way:
             one.send_signal(signal.SIGINT)  # so that it ends what it has started on the host
-        for one in self._running.values():
+        for one in under_way:
             try:
                 one.wait(30)
             except subprocess.TimeoutExpired:
                 one.kill()
                 one.wait()
         self._running.clear()
+        self._checking.clear()
 
     def _file(self, host: str, ending: str) -> Path:
         return self._folder / f"test_{host}.{ending}"
+
+
+def _beside(run: Mapping[str, int], hosts: Collection[str]) -> list[str]:
+    """A few hosts of a run that others are compared with."""
+    return [host for host in run if host not in hosts][:_COMPARED]
+
+
+def _tests(checked: Checked) -> list[HostTest]:
+    """Results of hosts that are not fit, or gave no answer."""
+    found = {one.host: HostTest(one.host, one.code, one.text) for one in reversed(checked.unfit)}
+    silent = {host: HostTest(host, LaunchError.exit_code, text) for host, text in checked.silent.items()}
+    return list((silent | found).values())
 
 
 def end_with_parent() -> None:

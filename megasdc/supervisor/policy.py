@@ -6,6 +6,8 @@ diagnosis          the first time                      again: on one of the same
 done, stopped      finish                              -
 grown, preempted   start again                         start again
 input              stop: a person must change it       -
+unfit              replace the hosts; else stop        replace the hosts; else stop
+no_room            replace the hosts; else start again replace the hosts; else start again
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
 checkpoint         start again                         go back to an earlier one, or to the beginning; else stop
@@ -35,10 +37,11 @@ limit                failures that it counts
                      no hardware
 ===================  ================================================================================================
 
-From outside are host_lost, rank_lost and link: hosts, processes and connections that are gone say nothing of what is
-trained; a process that crashes by a signal of its own, such as SIGSEGV, does. A host is replaced by a spare, or the run
-goes on without it where it can. Where neither is possible for one that may recover, the attempt is repeated in place
-after a pause that doubles.
+From outside are host_lost, rank_lost, link, unfit and no_room: hosts, processes and connections that are gone, and
+what a host lacks, say nothing of what is trained; a process that crashes by a signal of its own, such as SIGSEGV, does.
+A host is replaced by a spare, or the run goes on without it where it can. Where neither is possible for one that may
+recover, the attempt is repeated in place after a pause that doubles; after no_room from then on without snapshots in
+memory where they have no room.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -100,6 +103,8 @@ RULES = {
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),
+    "unfit": Rule(Action.REPLACE, certain=True, outside=True),
+    "no_room": Rule(Action.REPLACE, outside=True),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),
@@ -173,6 +178,7 @@ class Decision:
         replaced: hosts that are not used from now on.
         lacking: there are too few others; one that passes its test would help.
         back: where the run goes back to; None: it goes on from the newest checkpoint.
+        skips_snapshots: from now on the run goes on without snapshots in memory where they have no room.
         pause_s: seconds before the next attempt.
         text: why, in a sentence.
     """
@@ -183,6 +189,7 @@ class Decision:
     pause_s: float = 0.0
     lacking: bool = False
     back: Back | None = None
+    skips_snapshots: bool = False
 
 
 def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_back: int = 0) -> Decision:
@@ -219,6 +226,9 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     lacking = f"{len(found.hosts)} other hosts would be needed, and there are {num_spares}"
     if rule.certain:
         return Decision(Action.STOP, f"{found.text}; {lacking}", lacking=True)
+    if found.kind == "no_room":
+        text = f"{found.text}; {lacking}: it goes on without snapshots in memory where they have no room"
+        return Decision(Action.AGAIN, text, pause_s=pause_s, skips_snapshots=True)
     return Decision(Action.AGAIN, f"{found.text}; {lacking}", pause_s=pause_s)
 
 

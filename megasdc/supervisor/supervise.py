@@ -17,7 +17,7 @@ from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
 from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
-from megasdc.supervisor.host_tests import Tests
+from megasdc.supervisor.host_tests import HostTest, Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
@@ -85,7 +85,11 @@ class Supervisor:
     def _plan(self) -> None:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
-        are_lacking = len(history.chosen) < min(history.sizes)
+        self._look_at_new()
+        while not self._allocation.can_be_left and self._are_lacking and self._test_hosts():
+            if self._stop.wait(POLL_S):
+                break
+        are_lacking = self._are_lacking
         text = f"{min(history.sizes)} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
         is_new = history.stage == "left"
         if self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
@@ -102,7 +106,31 @@ class Supervisor:
                 job=self._allocation.job,
                 at_most=history.at_most,
                 skip=history.skip,
+                skips_snapshots=history.skips_snapshots,
             )
+
+    @property
+    def _are_lacking(self) -> bool:
+        return len(self._history.chosen) < min(self._history.sizes)
+
+    def _look_at_new(self) -> None:
+        """Look whether hosts that the next attempt takes instead of others are fit; those that are not are not used."""
+        history = self._history
+        while history.attempt is not None:
+            new = {host: count for host, count in history.chosen.items() if host not in history.attempt.slots}
+            unfit = self._tests.look(new, history.chosen) if new else []
+            if not unfit:
+                return
+            for test in unfit:
+                self._note(test)
+
+    def _note(self, test: HostTest) -> None:
+        """Write down how the test of a host has ended."""
+        again = "; it is a spare again" if test.passed and test.host in self._history.replaced else ""
+        failed = None if test.passed or not test.is_conclusive else test.host
+        self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
+        self._write(TESTED, **asdict(test))
+        self._say(f"{test.host} was tested: {test.text}{again}")
 
     def _leave(self) -> None:
         if self._history.left != self._allocation.job:
@@ -143,7 +171,8 @@ class Supervisor:
             self._test_hosts()
             time.sleep(POLL_S)
         self._engine.show(attempt)
-        evidence = self._engine.evidence(self._history.attempt or attempt)
+        waiting = {host: self._history.slots[host] for host in self._history.waiting}
+        evidence = self._engine.evidence(self._history.attempt or attempt, waiting)
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
@@ -216,25 +245,27 @@ class Supervisor:
         return self._engine.lives(attempt.process)
 
     def _test_hosts(self) -> bool:
-        """Go on with tests of hosts that wait or were replaced; whether one of these is under way or has just ended."""
+        """Go on with tests of hosts that wait or were replaced.
+
+        Returns:
+            Whether a test of one that was replaced has just ended, is under way, or is still to come.
+        """
         history, limits = self._history, self._limits
-        ended = self._tests.take()
+        run = history.chosen if history.attempt is None else history.attempt.slots
+        ended, to_come = self._tests.take(), False
         for test in ended:
-            again = "; it is a spare again" if test.passed and test.host in history.replaced else ""
-            failed = None if test.passed or not test.is_conclusive else test.host
-            self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
-            self._write(TESTED, **asdict(test))
-            self._say(f"{test.host} was tested: {test.text}{again}")
+            self._note(test)
         for host, one in history.replaced.items():
             is_due = one.test is None or (not one.test.is_conclusive and time.time() - one.tested_at >= limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
+            to_come |= worth and (one.test is None or not one.test.is_conclusive)
             if is_due and worth and not self._tests.runs(host):
-                self._tests.start(host, history.slots[host])
+                self._tests.start(host, history.slots[host], run)
         for host in history.waiting if limits.spare_test_s else ():
             is_due = time.time() - history.passed_at.get(host, 0.0) >= limits.spare_test_s
             if is_due and not self._tests.runs(host):
-                self._tests.start(host, history.slots[host])
-        return bool(ended) or any(self._tests.runs(host) for host in history.replaced)
+                self._tests.start(host, history.slots[host], run)
+        return bool(ended) or to_come
 
     def _add_use(self, use: Use) -> None:
         """Add a use of hosts to the ledger; where that fails, the run goes on."""

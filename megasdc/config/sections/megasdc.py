@@ -127,6 +127,11 @@ class MemorySection(Section):
     linger_s: NonNegativeFloat = setting(
         600.0, "Seconds that they stay after the ranks of a host have failed, if no restart takes them."
     )
+    without_room: Literal["refuse", "go_on"] = setting(
+        "refuse",
+        "Where the memory of a host has no room for them: refuse: the run ends after its first step; go_on: it goes on "
+        "without new ones, and says so, which `megasdc supervise` sets where no other host can be used.",
+    )
 
 
 class ArchiveSection(Section):

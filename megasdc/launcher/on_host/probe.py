@@ -15,7 +15,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
+
+WRITTEN_BYTES = 1 << 16
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +26,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``cwd``, ``python_path`` (list), ``path`` (list, put before PATH), ``distributions``, ``readable``
-            (files and folders), ``writable`` (folders), ``master_port`` (None: not checked).
+            (files and folders), ``data`` (folders with a manifest), ``writable`` (folders), ``master_port`` (None: not
+            checked).
 
     Returns:
         The facts, by name; JSON types only.
@@ -39,7 +43,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "versions": {name: _version(name) for name in request["distributions"]},
         "unreadable": [path for path in request["readable"] if not _readable(path)],
-        "unwritable": [path for path in request["writable"] if not _writable(path)],
+        "data": {folder: _digest(pathlib.Path(folder) / "manifest.json") for folder in request["data"]},
+        "unwritable": {path: why for path in request["writable"] if (why := _why_unwritable(path)) is not None},
         "own_address": _own_address(),
         "addresses": _addresses(),
         "port_problem": _port_problem(request["master_port"]),
@@ -69,12 +74,34 @@ def _readable(path: str) -> bool:
     return os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0))
 
 
-def _writable(folder: str) -> bool:
-    """Whether a folder is writable, or can be created in its nearest existing parent."""
+def _digest(path: pathlib.Path) -> str | None:
+    """Of a file's bytes; None: it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _why_unwritable(folder: str) -> str | None:
+    """Why nothing can be written to a folder, or it cannot be created in its nearest existing parent; None: it can.
+
+    A folder that is there gets a file without a name, since a full disk or a quota is not seen otherwise.
+    """
     path = os.path.abspath(folder)
     while not os.path.exists(path):
         path = os.path.dirname(path)
-    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+        return ""
+    if path != os.path.abspath(folder):
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(WRITTEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f" ({error.strerror})"
+    return None
 
 
 def _own_address() -> str | None:

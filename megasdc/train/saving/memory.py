@@ -27,6 +27,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import ConfigError
 from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel.collectives import gather_objects
 from megasdc.train.process.own_address import own_address
 from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
 
@@ -47,6 +48,7 @@ class MemoryCheckpoints(Hook):
         self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None, before_save: OnceAStep
     ) -> None:
         self._interval, self._state, self._writer, self._before_save = section.interval, state, writer, before_save
+        self._may_go_on, self._is_off = section.without_room == "go_on", False
         self._folder, self._start = memory_folder(run.events.origin.run), _number_of_start(run)
         self._place = find_place(Ranks("node_local", run.host_group, run.events))
         self._saver = MemorySaver(
@@ -74,10 +76,19 @@ class MemoryCheckpoints(Hook):
         """Look whether memory has room, and take it; after a step, since moments begin with the first.
 
         Raises:
-            ConfigError: it has none; on all ranks.
+            ConfigError: it has none, and the run may not go on without; on all ranks.
         """
         size, there = self._saver.measure(run.engine, self._state.of(run))
+        largest = max(gather_objects(size, run.host_group))
+        if run.dims.rank == 0:
+            run.events.emit("memory", "needs", step=run.step, rank_bytes=largest)
         if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
+            if self._may_go_on:
+                self._is_off = True
+                if run.dims.rank == 0:
+                    logger.warning("memory: no snapshots are taken: %s", problem)
+                    run.events.emit("warning", "memory_without_room", step=run.step, message=problem)
+                return
             if self._place.leader and not self._has_old:
                 shutil.rmtree(self._folder, ignore_errors=True)  # it holds nothing
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
@@ -100,6 +111,8 @@ class MemoryCheckpoints(Hook):
         if not self._has_looked and result.skipped is None:
             self._has_looked = True
             self._look(run)
+        if self._is_off:
+            return
         if (problem := self._saver.advance()) is not None and run.dims.rank == 0:
             logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
             run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)

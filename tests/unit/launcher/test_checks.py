@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher.checks import DISTRIBUTIONS, address_from_here, master_address, version_problems
+from megasdc.launcher.checks import (
+    DISTRIBUTIONS,
+    address_from_here,
+    data_problems,
+    master_address,
+    version_problems,
+)
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.on_host import files, probe
 from megasdc.launcher.remote import Transport
@@ -26,21 +32,36 @@ def test_equal_versions_are_fine() -> None:
 def test_odd_versions_are_named() -> None:
     """The minority is named, with what the others have."""
     (problem,) = version_problems({"a": SAME, "b": {**SAME, "torch": "2.0"}}, SAME)
-    assert problem.startswith("torch: b has 2.0; the others have 1.0")
+    assert problem.hosts == ("b",) and problem.text.startswith("torch: b has 2.0; the others have 1.0")
     (problem,) = version_problems({"a": SAME, "b": SAME}, {**SAME, "torch": "2.0"})
-    assert "this host has 2.0" in problem
+    assert "this host has 2.0" in problem.text and not problem.hosts
     (problem,) = version_problems({"a": SAME, "b": {**SAME, "deepspeed": None}}, SAME)
-    assert "b has none" in problem
+    assert "b has none" in problem.text and problem.hosts == ("b",)
     none = {**SAME, "deepspeed": None}
     (problem,) = version_problems({"a": none}, none)
-    assert "not installed on any host" in problem
+    assert "not installed on any host" in problem.text and not problem.hosts
+
+
+def test_data_that_one_host_has_others_of_are_named() -> None:
+    """By what most hosts have, or those that are trusted; of two that differ none is named."""
+    same, other = {"d": "1", "e": "5"}, {"d": "2", "e": "5"}
+    assert data_problems({"a": same, "b": same}) == [] and data_problems({"a": {"d": None}, "b": {"d": None}}) == []
+    (problem,) = data_problems({"a": same, "b": {"d": None, "e": "5"}})
+    assert (problem.hosts, problem.code) == (("b",), 71) and "no prepared data in d" in problem.text
+    (problem,) = data_problems({"a": other, "b": same, "c": same})
+    assert (problem.hosts, problem.code) == (("a",), 71) and problem.text.startswith("a: the data in d are others than")
+    (problem,) = data_problems({"a": same, "b": other})
+    assert problem.hosts == () and problem.text.startswith("the data in d differ between a, b")
+    (problem,) = data_problems({"a": same, "b": other, "c": other}, trusted=["a"])
+    assert problem.hosts == ("b", "c")
 
 
 def test_probe_judges_paths(tmp_path: Path) -> None:
     """A folder that can be made counts as writable; one under a file does not."""
     (tmp_path / "file").touch()
-    assert probe._writable(str(tmp_path / "new" / "deeper"))
-    assert not probe._writable(str(tmp_path / "file" / "below"))
+    assert probe._why_unwritable(str(tmp_path / "new" / "deeper")) is None
+    assert probe._why_unwritable(str(tmp_path)) is None and [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert probe._why_unwritable(str(tmp_path / "file" / "below")) == ""
     assert probe._readable(str(tmp_path)) and not probe._readable(str(tmp_path / "none"))
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.errors import LaunchError
-from megasdc.launcher.checks import HostReport
+from megasdc.launcher.checks import HostProblem, HostReport
 from megasdc.preflight import remove_on_host
 from megasdc.preflight.command import CHECKS, run_preflight
 from megasdc.preflight.commands import Commands, Done
@@ -270,9 +270,9 @@ def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytes
     wrong: list[str] = []
     monkeypatch.setattr(
         "megasdc.preflight.inputs.inspect_hosts",
-        lambda placement, transport, needs: HostReport(
-            {host: {**facts, "unwritable": []} for host in placement.hosts},
-            [f"{host} is off" for host in placement.hosts if host in wrong],
+        lambda placement, transport, needs, trusted=(): HostReport(
+            dict.fromkeys(placement.hosts, facts),
+            [HostProblem((host,), f"{host} is off") for host in placement.hosts if host in wrong],
         ),
     )
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\nd slots=1\n")

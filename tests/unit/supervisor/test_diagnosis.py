@@ -12,7 +12,7 @@ from megasdc.addresses import FORWARD, Address
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
 from megasdc.sdc.incidents.incident import Evidence as SdcEvidence
-from megasdc.supervisor.diagnosis import Evidence, diagnose
+from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence, Unfit, diagnose
 
 ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
 
@@ -98,3 +98,34 @@ def test_corruption_names_the_hosts_of_its_ranks() -> None:
     found = diagnose(replace(ENDED, exit_code=73, corruption=replace(one, flagged=(), disputed=disputed)))
     assert found.hosts == ("a", "b")
     assert diagnose(replace(ENDED, exit_code=72, corruption=one)).kind == "checkpoint"
+
+
+@pytest.mark.parametrize("code", OF_HOSTS)
+def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
+    """Whatever the exit code: hosts of the attempt are named, others and spares are what they are compared with."""
+    lacks = tuple(Unfit(host, 71, f"{host}: no data") for host in ("b", "spare"))
+    found = diagnose(replace(ENDED, exit_code=code, checked=Checked(lacks, ("a",))))
+    assert (found.kind, found.hosts, found.text) == ("unfit", ("b",), "b: no data")
+    alone = replace(ENDED, exit_code=code, host_of_rank=("b",))
+    assert diagnose(replace(alone, checked=Checked(lacks[:1], ("spare",)))).kind == "unfit", "the spare has it"
+    for same in (Checked(lacks, ()), Checked((), ("a", "b"))):
+        assert diagnose(replace(ENDED, exit_code=code, checked=same)).kind not in ("unfit", "no_room")
+    assert diagnose(replace(ENDED, exit_code=79, checked=Checked(lacks, ("a",)))).kind == "rank_lost"
+
+
+def test_what_all_hosts_have_is_the_inputs_though_one_lacks_something_else() -> None:
+    """The error that has ended it is looked at first."""
+    wrong = tuple(Unfit(host, 70, "the configuration is wrong") for host in ("a", "b"))
+    more = Unfit("b", 77, "b: read-only")
+    assert diagnose(replace(ENDED, exit_code=70, checked=Checked((*wrong, more), ()))).kind == "input"
+    assert diagnose(replace(ENDED, exit_code=77, checked=Checked((*wrong, more), ()))).hosts == ("b",)
+
+
+def test_a_host_whose_memory_has_no_room_for_snapshots_is_told_from_others() -> None:
+    """Without them the run could go on there; not where the host lacks more."""
+    full = Unfit("b", 70, "b: no room", snapshots=True)
+    assert diagnose(replace(ENDED, exit_code=70, checked=Checked((full,), ("a",)))).kind == "no_room"
+    both = Checked((full, Unfit("b", 77, "b: read-only")), ("a",))
+    assert diagnose(replace(ENDED, exit_code=70, checked=both)).kind == "unfit"
+    everywhere = Checked((full, replace(full, host="a")), ())
+    assert diagnose(replace(ENDED, exit_code=70, checked=everywhere)).kind == "input"

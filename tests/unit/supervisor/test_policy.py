@@ -56,7 +56,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
             (kind, AGAIN, REPLACE)
             for kind in ("hang", "rank_lost", "rank_crashed", "rank_failed", "link", "corrupt_once")
         ),
-        *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost")),
+        *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost", "unfit", "no_room")),
         ("input", STOP, STOP),
         *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
         *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted", "grown")),
@@ -82,6 +82,15 @@ def test_without_spares_a_wrong_host_stops_the_run_and_another_is_tried_again() 
     assert "1 other hosts would be needed, and there are 0" in lost.text
 
 
+def test_without_spares_an_unfit_host_ends_the_run_and_snapshots_are_done_without() -> None:
+    """One that lacks what the run needs; of the latter it is said."""
+    unfit = decided(failure("unfit", "b"), spares=0)
+    assert (unfit.action, unfit.lacking) == (STOP, True) and unfit.text.startswith("it was unfit; 1 other hosts")
+    full = decided(failure("no_room", "b"), spares=0)
+    assert (full.action, full.skips_snapshots) == (AGAIN, True) and "goes on without snapshots" in full.text
+    assert not decided(failure("no_room", "b")).skips_snapshots
+
+
 def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     """Three in succession; on the same hosts alone it is not known, and progress between them begins anew."""
     same = [failure("rank_failed", host, used=(host, "c")) for host in "abd"]
@@ -94,7 +103,7 @@ def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     assert decided(*between).action is AGAIN
 
 
-@pytest.mark.parametrize("kind", ["rank_lost", "host_lost", "link"])
+@pytest.mark.parametrize("kind", ["rank_lost", "host_lost", "link", "unfit", "no_room"])
 def test_what_comes_from_outside_is_not_taken_for_the_software(kind: str) -> None:
     """However often it comes, at a step that was reached or while starting; a crash and an error count for that."""
     for last in (7, 0):

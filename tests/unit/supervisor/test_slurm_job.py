@@ -193,7 +193,7 @@ def test_an_attempt_that_ended_from_outside_is_known(programs: Programs, tmp_pat
     """With its job, or while that is about to end; that of this job is not."""
     job = SlurmJob(ENVIRON)
     engine = FrontEngine(tmp_path, tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), job, {})
-    assert engine.evidence(attempt("6.0", node1=1)).interrupted == "its job has ended"
-    assert not engine.evidence(attempt(node1=1)).interrupted
+    assert engine.evidence(attempt("6.0", node1=1), {}).interrupted == "its job has ended"
+    assert not engine.evidence(attempt(node1=1), {}).interrupted
     job.is_ending = True
-    assert engine.evidence(attempt(node1=1)).interrupted == "SLURM job 7 is about to end"
+    assert engine.evidence(attempt(node1=1), {}).interrupted == "SLURM job 7 is about to end"

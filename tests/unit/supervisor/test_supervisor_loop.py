@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ import pytest
 from megasdc.errors import LaunchError
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.back import overrides_of
 from megasdc.supervisor.diagnosis import Evidence
 from megasdc.supervisor.front import file_of
 from megasdc.supervisor.history import ENDED, Attempt, History, Process
@@ -113,7 +114,7 @@ class SmallProcesses:
         """See ``Engine``."""
         return tuple(host for host in attempt.hosts if host == self.wrong)
 
-    def evidence(self, attempt: Attempt) -> Evidence:
+    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``."""
         code, host, unreachable, reached = self._ends[attempt.number - 1]
         rank = None if host is None else attempt.hosts.index(host)
@@ -164,21 +165,30 @@ class SmallTests:
 
     Args:
         codes: exit codes of the tests of each host, in turn; a host without one is not tested to the end.
+        unfit: exit codes of hosts that are found unfit once, when they are looked at.
     """
 
-    def __init__(self, codes: dict[str, list[int]] | None = None) -> None:
+    def __init__(self, codes: dict[str, list[int]] | None = None, unfit: dict[str, int] | None = None) -> None:
         self.codes = {} if codes is None else codes
+        self.unfit = {} if unfit is None else unfit
         self.started: list[str] = []
+        self.looked: list[str] = []
         self._running: list[str] = []
 
     def runs(self, host: str) -> bool:
         """See ``Tests``."""
         return host in self._running
 
-    def start(self, host: str, slots: int) -> None:
+    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
         """See ``Tests``."""
         self.started.append(host)
         self._running.append(host)
+
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+        """See ``Tests``."""
+        assert slots.keys() <= run.keys()
+        self.looked += slots
+        return [HostTest(host, self.unfit.pop(host), "unfit") for host in slots if host in self.unfit]
 
     def take(self) -> list[HostTest]:
         """See ``Tests``."""
@@ -541,3 +551,52 @@ def test_a_job_that_cannot_be_left_ends_the_run_with_the_reason(tmp_path: Path) 
     assert code == 78 and len(engine.started) == 1
     text = json.loads((tmp_path / "again" / "journal.jsonl").read_text().splitlines()[-1])["fields"]["text"]
     assert text == "2 hosts are needed, and 1 of job 8.1 are left"
+
+
+def test_a_spare_is_looked_at_before_it_is_taken(tmp_path: Path) -> None:
+    """One that is unfit is passed over, and is a spare again once it has passed its test."""
+    ends = [(78, None, ("b",), 1), (78, None, ("a",), 2), (0, None, (), STEPS)]
+    engine, tests = SmallProcesses(tmp_path, ends), SmallTests({"c": [0], "b": [73]}, unfit={"c": 71})
+    limits = Limits(pause_s=0.01, retest_s=0.01)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,b", "z,a", "z,c"]
+    assert tests.looked == ["c", "a", "c"]
+
+
+def test_the_run_waits_while_a_host_has_a_test_to_come(tmp_path: Path) -> None:
+    """Of two hosts one computes wrong results; the spare, which cannot be tested, is tested again until it can."""
+    engine = SmallProcesses(tmp_path, [(1, None, (), 0), (0, None, (), STEPS)])
+    hosts = {"z": 1, "b": 1, "c": 1}
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots=hosts, num_hosts=2)
+        journal.write("opened", config="c.json")
+        said = {"kind": "corrupt_again", "hosts": ["b"], "step": 3, "text": "b is wrong", "incident": None}
+        journal.write("planned", attempt=1, slots={"z": 1, "b": 1}, launch_id="launch1")
+        journal.write("started", pid=0, ticks=0)
+        journal.write("tested", host="c", exit_code=71, text="c: no data")
+        journal.write("ended", exit_code=73, diagnosis=said)
+    tests, limits = SmallTests({"c": [77, 71, 0]}), Limits(pause_s=0.01, retest_s=0.3)
+    assert supervise(tmp_path, engine, tests=tests, limits=limits, allocation=Allocation("hosts", hosts)) == 0
+    assert [one.split()[1] for one in engine.started] == ["z,c"] and tests.started == ["c"] * 3
+
+
+@pytest.mark.parametrize(("num_hosts", "skips"), [(2, True), (1, False)])
+def test_without_another_host_the_run_goes_on_without_snapshots(tmp_path: Path, num_hosts: int, skips: bool) -> None:
+    """From the attempt on that follows; with a spare all is as it was."""
+    engine = SmallProcesses(tmp_path, [(1, None, (), 0), (1, None, (), 4), (0, None, (), STEPS)])
+    hosts = {"b": 1, "z": 1}
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots=hosts, num_hosts=num_hosts)
+        journal.write("opened", config="c.json")
+        said = {"kind": "no_room", "hosts": ["b"], "step": 3, "text": "no room", "incident": None}
+        journal.write("planned", attempt=1, slots=dict.fromkeys(list(hosts)[:num_hosts], 1), launch_id="launch1")
+        journal.write("started", pid=0, ticks=0)
+        journal.write("ended", exit_code=70, diagnosis=said)
+    assert supervise(tmp_path, engine, allocation=Allocation("hosts", hosts)) == 0
+    with Journal(tmp_path, lambda line: None) as journal:
+        planned = [one.fields for one in journal.entries if one.kind == "planned"][1:]
+    assert [one["skips_snapshots"] for one in planned] == [skips] * 2
+    assert list(planned[0]["slots"]) == (["b", "z"] if skips else ["z"])
+    attempt = _history_in(tmp_path).attempt
+    assert attempt is not None
+    assert overrides_of(attempt, []) == (["megasdc.checkpoint.memory.without_room=go_on"] if skips else [])
