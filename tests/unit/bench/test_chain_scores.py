@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
-from megasdc.config import FaultSpec
+from megasdc.config import FaultSpec, parse_config
 from megasdc.config.problems.fault_specs import spec_problems
+from megasdc.config.sections.detection import AlwaysOnSection
+from megasdc.events import EventLog
+from megasdc.sdc.covered import Shape, render_coverage
 from tools.bench.detection.live_chain import (
     ACCUSED,
     ALARM,
+    ALWAYS,
     BROKEN,
     CLEAN,
     HARMLESS,
@@ -20,8 +25,11 @@ from tools.bench.detection.live_chain import (
     MISSED,
     NAMED,
     NO_BIT,
+    ONCE,
     OWNED,
     RIGHT,
+    ROWS,
+    SOMETIMES,
     TOLD,
     UNNAMED,
     WHOLE,
@@ -29,6 +37,7 @@ from tools.bench.detection.live_chain import (
     Cell,
     ChainDrill,
     ChainResult,
+    _is_told,
 )
 from tools.bench.detection.options import CHAIN_KINDS
 
@@ -63,6 +72,22 @@ def test_what_came_of_a_drill(changes: dict[str, object], outcome: str) -> None:
     assert drill.outcome == outcome
     assert TypeAdapter(ChainDrill).validate_python(vars(drill)) == drill
     assert ChainResult([DRILL, drill]).passed is (outcome in (NAMED, UNNAMED, HARMLESS, TOLD, NO_BIT, RIGHT))
+
+
+def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:
+    """A row that is not compared in every step excuses what does not come again; a lacking one excuses nothing."""
+    sections = parse_config(
+        {"megasdc": {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
+    ).megasdc
+    checks = AlwaysOnSection(enabled=True, slice_elements=64)
+    sections = sections.model_copy(update={"sdc": sections.sdc.model_copy(update={"always_on": checks})})
+    events = EventLog(tmp_path, 0)
+    events.emit("start", "coverage", step=0, table=render_coverage(sections, Shape(3, 1, 2, 2, False)))
+    events.close()
+    assert [_is_told(tmp_path, ROWS["update"], one) for one in (ONCE, SOMETIMES, ALWAYS)] == [True, True, False]
+    assert not _is_told(tmp_path, ROWS["parameter"], ONCE), "compared in every step"
+    assert not _is_told(tmp_path, "no such row", ONCE)
+    assert set(ROWS) == set(KINDS)
 
 
 def test_kinds_are_those_of_the_command_and_can_be_injected() -> None:
