@@ -1,9 +1,10 @@
 """Event log: one JSON line per event, one file per rank; no torch.
 
-An event line holds ``{"run", "attempt", "time", "monotonic", "rank", "host", "device", "step", "micro_batch", "kind",
-"name", "fields"}``. ``time`` is seconds since the epoch, ``monotonic`` on a clock that is never set, which all
-processes of a host share; ``step`` and ``micro_batch`` are null where an event belongs to none. Lines of earlier
-versions lack ``run``, ``attempt``, ``monotonic`` and ``device``.
+An event line holds ``{"run", "attempt", "launch", "time", "monotonic", "boot", "rank", "host", "device", "step",
+"micro_batch", "kind", "name", "fields"}``. ``launch`` is the id of the launch, null without ``megasdc launch``;
+``time`` is seconds since the epoch, ``monotonic`` on a clock that is never set, which all processes of a host share
+from one ``boot`` to the next; ``step`` and ``micro_batch`` are null where an event belongs to none. Lines of earlier
+versions lack ``run``, ``attempt``, ``launch``, ``monotonic``, ``boot`` and ``device``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megasdc.origin import Origin
+from megasdc.moment import Moment
+from megasdc.origin import Launch, Origin, this_launch
 
 _BLOCK_BYTES = 1 << 16
 _LAST_SECOND = 253402300800.0
@@ -31,8 +32,10 @@ class Event:
 
     run: str | None = field(default=None, kw_only=True)
     attempt: int | None = field(default=None, kw_only=True)
+    launch: str | None = field(default=None, kw_only=True)
     time: float
     monotonic: float | None = field(default=None, kw_only=True)
+    boot: str | None = field(default=None, kw_only=True)
     rank: int
     host: str
     device: str | None = field(default=None, kw_only=True)
@@ -62,6 +65,7 @@ class EventLog:
         self.rank = rank
         self.host = socket.gethostname()
         self.origin = origin
+        self._launch = this_launch()
         self.counts: Counter[str] = Counter()
         self._file = open_lines(self.path)
 
@@ -80,8 +84,9 @@ class EventLog:
         Returns:
             The event as written.
         """
+        now = Moment.now()
         event = Event(
-            time.time(),
+            now.time,
             self.rank,
             self.host,
             step,
@@ -89,7 +94,9 @@ class EventLog:
             kind,
             name,
             fields,
-            monotonic=time.monotonic(),
+            monotonic=now.monotonic,
+            boot=now.boot_id,
+            launch=self._launch,
             **vars(self.origin),
         )
         self._file.write(json.dumps(vars(event), default=_plain) + "\n")  # no deep copy: drills write many
@@ -132,6 +139,7 @@ def read_events(
     kind: str | None = None,
     name: str | None = None,
     rank: int | None = None,
+    launch: Launch | None = None,
     broken: list[str] | None = None,
 ) -> Iterator[Event]:
     """Yield the events of a run folder, file by file in rank order.
@@ -143,6 +151,7 @@ def read_events(
         kind: only events of this kind; None means all.
         name: only events of this name; None means all.
         rank: only events of this rank, whose file alone is read; None means all.
+        launch: only events of this launch; None means all.
         broken: receives a sentence for each line or file that would raise, which is then skipped; None: they raise.
 
     Raises:
@@ -168,7 +177,8 @@ def read_events(
                     raise ValueError(message) from error
                 broken.append(message)
                 continue
-            if (kind is None or event.kind == kind) and (name is None or event.name == name):
+            is_asked = (kind is None or event.kind == kind) and (name is None or event.name == name)
+            if is_asked and (launch is None or launch.wrote(event.launch, event.time)):
                 yield event
 
 

@@ -1,8 +1,11 @@
-"""Origin of what a process of a run writes: which run, which start of it, which device."""
+"""Origin of what a process of a run writes: which run, which start of it, which launch, which device."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+
+LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
 
 
 @dataclass(frozen=True)
@@ -18,3 +21,30 @@ class Origin:
     run: str | None = None
     attempt: int | None = None
     device: str | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a run, as what belongs to it is found: by its id, never by the clocks of its hosts.
+
+    Args:
+        id: that all its processes write.
+        planned_at: seconds since the epoch, by the clock of the host that planned it.
+    """
+
+    id: str
+    planned_at: float
+
+    def wrote(self, launch: str | None, time: float) -> bool:
+        """Whether something was written by this launch.
+
+        Args:
+            launch: id that it has; None: it is of a version that wrote none, so that only its time can tell.
+            time: that it has, seconds since the epoch.
+        """
+        return time >= self.planned_at if launch is None else launch == self.id
+
+
+def this_launch() -> str | None:
+    """Id of the launch that this process belongs to; None: it was started without ``megasdc launch``."""
+    return os.environ.get(LAUNCH_ID_VARIABLE) or None

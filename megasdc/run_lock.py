@@ -30,11 +30,11 @@ from typing import IO
 
 from megasdc.durable import write_durably
 from megasdc.errors import LaunchError
+from megasdc.moment import boot_id
 from megasdc.origin import Origin
 
 logger = logging.getLogger(__name__)
 
-LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
 ENDED_LAUNCHES_VARIABLE = "MEGASDC_ENDED_LAUNCHES"
 """Ids, with commas, of launches of the run whose end its supervisor has seen."""
 LOCK_FILE = ".launch.lock"
@@ -415,8 +415,7 @@ def _write(folder: Path, holder: Holder) -> None:
 
 def process_space() -> tuple[str, str, str]:
     """Host name, boot id and PID namespace: the space in which a process id is valid."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return socket.gethostname(), boot_id, os.readlink("/proc/self/ns/pid")
+    return socket.gethostname(), boot_id(), os.readlink("/proc/self/ns/pid")
 
 
 def start_ticks(pid: int) -> int | None:

@@ -61,6 +61,7 @@ class AgentOptions:
         ranks: ranks of this host.
         nodes: host names by index.
         alert_command: see ``megasdc.health.alert``.
+        launch: id of the launch; None: without ``megasdc launch``. The agent is none of its processes.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class AgentOptions:
     slow_floor_s: float
     hang_factor: float
     alert_command: tuple[str, ...]
+    launch: str | None = None
 
     def encode(self) -> str:
         """As one argument."""
@@ -160,8 +162,8 @@ class Agent:
 
     def _ask(self, limits: Limits) -> dict[str, Any] | None:
         """What is known of the ranks and this host; None: a rank has just moved."""
-        known = self._ranks.report(limits)
-        return None if known is None else {**known, "devices": self._telemetry.as_dict()}
+        known, also = self._ranks.report(limits), {"launch": self._options.launch}
+        return None if known is None else {**known, **also, "devices": self._telemetry.as_dict()}
 
     def _problem(self) -> str:
         """What keeps this agent from its work; empty: nothing."""

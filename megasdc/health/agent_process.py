@@ -18,7 +18,7 @@ from megasdc.health.front.link import FrontLink
 from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.process_state import Waker, process_state
 from megasdc.health.rank_state import GONE
-from megasdc.run_lock import LAUNCH_ID_VARIABLE
+from megasdc.origin import LAUNCH_ID_VARIABLE
 
 START_S = 60.0
 LOOK_S = 2.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from megasdc.run_lock import LAUNCH_ID_VARIABLE
+from megasdc.origin import LAUNCH_ID_VARIABLE
 
 LIMIT_S = 10.0
 _SHOWN_BYTES = 500

@@ -21,6 +21,8 @@ from megasdc.health.rank_state import GroupState, RankState
 from megasdc.health.record import Identity, Progress
 
 INCIDENT_FOLDER = "incidents"
+STANDSTILL = "nothing moved for"
+"""With which the message of each conclusion begins."""
 
 
 def state_of(
@@ -120,7 +122,7 @@ def conclude(
     stacks = {rank: found for report in reports for rank, found in report["stacks"].items()}
     names = {address: one["host"] for report in reports for one in report["states"] for address in report["addresses"]}
     blame = find_blame(states, lost, names)
-    message = f"nothing moved for {min(one.stuck_s for one in states):.0f} s: {blame.text}"
+    message = f"{STANDSTILL} {min(one.stuck_s for one in states):.0f} s: {blame.text}"
     unseen = set(nodes) - {one.host for one in states} - set(lost)
     if unseen:
         message += f" (nothing is known of {', '.join(sorted(unseen))})"
@@ -128,6 +130,7 @@ def conclude(
     incident = {
         "kind": f"hang/{blame.kind}",
         "run": run,
+        "launch": reports[0].get("launch"),
         "time": time.time(),
         "message": message,
         "ranks": list(blame.ranks),

@@ -35,6 +35,7 @@ class HangIncident:
         waits: by rank, what it waited for.
         states: of all ranks of which something was known.
         stacks: those of most threads first.
+        launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
     """
 
     path: Path
@@ -47,6 +48,13 @@ class HangIncident:
     waits: Mapping[int, str]
     states: tuple[RankState, ...]
     stacks: tuple[SharedStack, ...]
+    launch: str | None = None
+
+    @property
+    def attempt(self) -> int:
+        """Number of the start of the run; 0: its name does not say."""
+        number = self.run.split(".")[1:2]
+        return int(number[0]) if number and number[0].isdigit() else 0
 
     @property
     def named(self) -> list[RankState]:
@@ -67,7 +75,7 @@ class HangIncident:
 
 
 def load_hangs(run_folder: Path) -> tuple[tuple[HangIncident, ...], list[str]]:
-    """Standstills of a run, oldest first.
+    """Standstills of a run, oldest first: by the number of the start, in which there is one.
 
     Returns:
         The incidents, and a sentence for each file that cannot be read.
@@ -78,7 +86,7 @@ def load_hangs(run_folder: Path) -> tuple[tuple[HangIncident, ...], list[str]]:
             hangs.append(_hang_of(path, json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             notes.append(f"health/{INCIDENT_FOLDER}/{path.name} is left out: {error!r}")
-    return tuple(sorted(hangs, key=lambda one: one.time)), notes
+    return tuple(sorted(hangs, key=lambda one: (one.attempt, one.time))), notes
 
 
 def _hang_of(path: Path, raw: Mapping[str, Any]) -> HangIncident:
@@ -86,6 +94,7 @@ def _hang_of(path: Path, raw: Mapping[str, Any]) -> HangIncident:
         path=path,
         kind=str(raw["kind"]),
         run=str(raw["run"]),
+        launch=raw.get("launch"),
         time=float(raw["time"]),
         message=str(raw["message"]),
         ranks=tuple(map(int, raw["ranks"])),

@@ -81,7 +81,7 @@ class ProgramHealth:
         if identity.local_rank == 0:
             front = take_front(run_dir / "health", f"{launch_id}.{node}")
             limits = (min(limits_s), limits_s[1], HealthSection().hang_factor, tuple(alert_command))
-            options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *limits)
+            options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *limits, launch_id)
             self._agent, self._starts = AgentProcess(options, front, run), True
         self._watch = RankWatch(self._record, leave, self._look)
         _current.append(self)

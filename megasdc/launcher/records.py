@@ -4,6 +4,8 @@ The launcher's exit code alone proves nothing: pdsh that is killed by a signal r
 run when the hostfile is missing. A launch therefore counts as done only when every rank has written its record,
 ``<run_dir>/done/<launch_id>/rank_NNNNN.json``. Ranks get the launch id in the environment variable
 ``MEGASDC_LAUNCH_ID``; without it (a plain ``deepspeed`` command) nothing would read the records, and none are written.
+Times are those of the host that wrote a record: by its date, and on its monotonic clock, from one boot to the next.
+Earlier versions wrote the date alone.
 """
 
 from __future__ import annotations
@@ -11,19 +13,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megasdc import run_lock
+from megasdc import origin
 from megasdc.durable import write_durably
 from megasdc.launcher.orphans import launcher_has_gone
+from megasdc.moment import Moment
 
 logger = logging.getLogger(__name__)
 
-LAUNCH_ID_VARIABLE = run_lock.LAUNCH_ID_VARIABLE
+LAUNCH_ID_VARIABLE = origin.LAUNCH_ID_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class StartedRecord:
     host: str
     pid: int
     time: float
+    boot_id: str | None = None
+    monotonic: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ class DoneRecord:
     time: float
     first_line: str | None
     launcher_gone: bool = False
+    boot_id: str | None = None
+    monotonic: float | None = None
+
+    @property
+    def ended_at(self) -> Moment:
+        """When it was written."""
+        return Moment(self.host, self.time, self.boot_id, self.monotonic)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class HostRecord:
     host: str
     exit_code: int
     time: float
+    boot_id: str | None = None
+    monotonic: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,13 @@ class EndedRecord:
     host: str
     exit_code: int
     time: float
+    boot_id: str | None = None
+    monotonic: float | None = None
+
+    @property
+    def ended_at(self) -> Moment:
+        """When it was seen."""
+        return Moment(self.host, self.time, self.boot_id, self.monotonic)
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,8 @@ def write_started(run_dir: Path | str, rank: int) -> Path | None:
     Returns:
         The file written; None without a launch id in the environment, or when it could not be written.
     """
-    record = StartedRecord(rank, socket.gethostname(), os.getpid(), time.time())
+    now = Moment.now()
+    record = StartedRecord(rank, now.host, os.getpid(), now.time, now.boot_id, now.monotonic)
     return _write_of_rank(run_dir, f"started_{rank:05d}.json", asdict(record))
 
 
@@ -121,16 +141,18 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
     Returns:
         The file written; None without a launch id in the environment, or when it could not be written.
     """
-    message = None if error is None else _text_of(error)
+    message, now = None if error is None else _text_of(error), Moment.now()
     record = DoneRecord(
         rank=rank,
-        host=socket.gethostname(),
+        host=now.host,
         exit_code=exit_code,
         error_class=None if error is None else type(error).__name__,
         message=message,
-        time=time.time(),
+        time=now.time,
         first_line=None if message is None else next(iter(message.splitlines()), ""),
         launcher_gone=launcher_has_gone(),
+        boot_id=now.boot_id,
+        monotonic=now.monotonic,
     )
     return _write_of_rank(run_dir, f"rank_{rank:05d}.json", asdict(record))
 
@@ -148,7 +170,8 @@ def write_host_failed(folder: Path, exit_code: int) -> Path | None:
 
     Returns the file written; None when it could not be written.
     """
-    record = HostRecord(socket.gethostname(), exit_code, time.time())
+    now = Moment.now()
+    record = HostRecord(now.host, exit_code, now.time, now.boot_id, now.monotonic)
     return _write(folder, f"host_{record.host}.json", asdict(record))
 
 
@@ -157,7 +180,8 @@ def write_ended(folder: Path, rank: int, exit_code: int) -> Path | None:
 
     Returns the file written; None when it could not be written.
     """
-    record = EndedRecord(rank, socket.gethostname(), exit_code, time.time())
+    now = Moment.now()
+    record = EndedRecord(rank, now.host, exit_code, now.time, now.boot_id, now.monotonic)
     return _write(folder, f"ended_{rank:05d}.json", asdict(record))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from megasdc.errors import ERRORS_BY_EXIT_CODE, LaunchError, PeerError
-from megasdc.launcher.records import DoneRecord, LaunchRecords
+from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, HangError, LaunchError, NonFiniteError, PeerError
+from megasdc.health.incident import STANDSTILL
+from megasdc.launcher.records import DoneRecord, EndedRecord, LaunchRecords
+from megasdc.moment import HostClock, first_of
 
 MAX_RANKS_SHOWN = 8
+AGREED = (CorruptionError.exit_code, HangError.exit_code, NonFiniteError.exit_code)
+"""Exit codes of findings that ranks agree on, or are told by their agents."""
 COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 BROKEN_COLLECTIVE = re.compile(
     r"DistBackendError|NCCL communicator|ncclRemoteError|ncclInternalError|gloo/transport|ollective operation timeout"
@@ -58,15 +62,18 @@ def judge(
     unreachable: Mapping[str, str] | None = None,
     stopped_by: int | None = None,
     outlived: bool = False,
+    clocks: Mapping[str, HostClock] | None = None,
 ) -> Verdict:
     """Decide how a launch ended.
 
-    Ranks that ended with PeerError or in a broken collective are consequences; the earliest other failure is the cause.
-    A rank without a done record was killed or its host was lost, and is the cause if no rank reported one; a documented
-    exit code of the launcher is then kept, because a rank may end with one and be unable to write its record (a full
-    disk). Success of every rank is success, also after a requested stop: the record is the last thing that a rank
-    writes, and DeepSpeed's launcher returns 1 after every signal. But ranks whose launcher was killed save and end as
-    after a requested stop: if no stop was requested, the launch has failed.
+    Ranks that ended with PeerError or in a broken collective are consequences. A finding that ranks have agreed on is
+    the cause, whoever has ended first: silent data corruption, a standstill, NaN and Inf. Else the earliest other
+    failure is, where it is known which that was: hosts' dates are not compared (``megasdc.moment``). A rank without a
+    done record was killed or its host was lost, and is the cause if no rank reported one; a documented exit code of the
+    launcher is then kept, because a rank may end with one and be unable to write its record (a full disk). Success of
+    every rank is success, also after a requested stop: the record is the last thing that a rank writes, and DeepSpeed's
+    launcher returns 1 after every signal. But ranks whose launcher was killed save and end as after a requested stop:
+    if no stop was requested, the launch has failed.
 
     Args:
         host_of_rank: host of each expected rank.
@@ -74,23 +81,25 @@ def judge(
         unreachable: why a host's records could not be read, by host.
         stopped_by: number of the signal that the front received; None means none.
         outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
+        clocks: of hosts by name, as far as the front has measured them.
     """
     expected = range(len(host_of_rank))
-    failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.time)
+    failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.rank)
     causes = [done for done in failed if not _is_consequence(done)]
     missing = [rank for rank in expected if rank not in records.done]
-    # Those that ended first by themselves come first: their launchers have ended the others.
-    missing.sort(key=lambda rank: records.ended[rank].time if rank in records.ended else math.inf)
     notes = [*records.unreadable, *(unreachable or {}).values()]
+    clocks = clocks or {}
+    if agreed := _agreed(causes):
+        return _ranks_agreed(agreed, host_of_rank, failed, missing, notes)
     if causes:
-        return _rank_failed(causes[0], host_of_rank, failed, missing, notes)
+        return _ranks_failed(_first(causes, clocks), host_of_rank, failed, missing, notes)
     interrupted = [done.rank for done in failed if done.error_class == INTERRUPTED]
     if stopped_by is not None and (missing or interrupted or not failed):
         return _stopped(stopped_by, host_of_rank, missing, interrupted, notes)
     if missing:
-        return _ranks_missing(host_of_rank, records, missing, failed, launcher_code, notes)
+        return _ranks_missing(host_of_rank, records, (missing, failed), launcher_code, notes, clocks)
     if failed:
-        return _rank_failed(failed[0], host_of_rank, failed, missing, notes)
+        return _ranks_failed(_first(failed, clocks), host_of_rank, failed, missing, notes)
     if stopped_by is None and (outlived or launcher_killed(records, launcher_code)):
         return _abandoned(host_of_rank, records, launcher_code, notes)
     if launcher_code != 0:
@@ -135,31 +144,99 @@ def _is_consequence(done: DoneRecord) -> bool:
     return done.error_class in COLLECTIVE_ERRORS or bool(BROKEN_COLLECTIVE.search(done.message or ""))
 
 
-def _rank_failed(
-    first: DoneRecord, host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
+def _agreed(causes: Sequence[DoneRecord]) -> list[DoneRecord]:
+    """Ranks that ended with a finding on which ranks agree; the one that explains most; empty: none did."""
+    for code in AGREED:
+        found = [done for done in causes if done.exit_code == code]
+        if code == HangError.exit_code:  # a timeout of a collective is each rank's own
+            found = [done for done in found if (done.message or "").startswith(STANDSTILL)]
+        if found:
+            return found
+    return []
+
+
+Record = TypeVar("Record", DoneRecord, EndedRecord)
+
+
+def _first(records: Sequence[Record], clocks: Mapping[str, HostClock]) -> list[Record]:
+    """The one that was first, or all that may have been; of one host the lowest rank."""
+    found = first_of({place: one.ended_at for place, one in enumerate(records)}, clocks)
+    if len({records[place].host for place in found}) == 1:
+        found = found[:1]
+    return [records[place] for place in found]
+
+
+def _ranks_agreed(
+    agreed: list[DoneRecord],
+    host_of_rank: Sequence[str],
+    failed: list[DoneRecord],
+    missing: list[int],
+    notes: list[str],
 ) -> Verdict:
-    kind = ERRORS_BY_EXIT_CODE.get(first.exit_code)
-    name = first.error_class or (kind.__name__ if kind else "no error class")
-    host = host_of_rank[first.rank] if first.rank < len(host_of_rank) else first.host
-    shown = host if host == first.host else f"{host} ({first.host})"
-    reason = first.message or "it gave no message"
-    lines = [f"rank {first.rank} on {shown} failed first with exit code {first.exit_code} ({name}): {reason}"]
-    others = [done.rank for done in failed if done.rank != first.rank]
-    if others:
-        lines.append(f"after it failed: {_ranks(others, host_of_rank)}")
-    if missing:
-        lines.append(f"without a done record: {_ranks(missing, host_of_rank)}")
-    return Verdict(first.exit_code, first.rank, host, [*lines, *notes])
+    """They have found it, and are not therefore the cause: no rank is named."""
+    one = agreed[0]
+    name, ranks = _name_of(one), [done.rank for done in agreed]
+    who = f"all {len(ranks)} ranks" if len(ranks) == len(host_of_rank) else _ranks(ranks, host_of_rank)
+    lines = [f"{who} ended with exit code {one.exit_code} ({name}): {one.message or 'without a message'}"]
+    lines += _others([done.rank for done in failed if done.rank not in ranks], missing, host_of_rank, "with it")
+    return Verdict(one.exit_code, None, None, [*lines, *notes])
+
+
+def _ranks_failed(
+    first: list[DoneRecord], host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
+) -> Verdict:
+    """``first``: the rank that failed first, or all that may have."""
+    others = [done.rank for done in failed if done not in first]
+    if len(first) == 1:
+        host, text = _failure(first[0], host_of_rank, "failed first")
+        lines = [text, *_others(others, missing, host_of_rank, "after it")]
+        return Verdict(first[0].exit_code, first[0].rank, host, [*lines, *notes])
+    # One that says what is wrong, if there is one.
+    code = min(first, key=lambda done: (done.exit_code not in ERRORS_BY_EXIT_CODE, done.rank)).exit_code
+    shown = [_failure(done, host_of_rank, "failed")[1] for done in first[:MAX_RANKS_SHOWN]]
+    lines = [f"{shown[0]}; {_unknown(first)}", *shown[1:]]
+    if len(first) > len(shown):
+        lines.append(f"and {len(first) - len(shown)} more ranks that may have been first")
+    return Verdict(code, None, None, [*lines, *_others(others, missing, host_of_rank, "after them"), *notes])
+
+
+def _unknown(first: Sequence[object]) -> str:
+    return f"which of {len(first)} ranks on several hosts was first is not known"
+
+
+def _failure(done: DoneRecord, host_of_rank: Sequence[str], what: str) -> tuple[str, str]:
+    """The host of a rank, and how it failed."""
+    host = host_of_rank[done.rank] if done.rank < len(host_of_rank) else done.host
+    shown = host if host == done.host else f"{host} ({done.host})"
+    reason = done.message or "it gave no message"
+    return host, f"rank {done.rank} on {shown} {what} with exit code {done.exit_code} ({_name_of(done)}): {reason}"
+
+
+def _name_of(done: DoneRecord) -> str:
+    kind = ERRORS_BY_EXIT_CODE.get(done.exit_code)
+    return done.error_class or (kind.__name__ if kind else "no error class")
+
+
+def _others(ranks: list[int], missing: list[int], host_of_rank: Sequence[str], when: str) -> list[str]:
+    lines = [f"{when} failed: {_ranks(ranks, host_of_rank)}"] if ranks else []
+    return [*lines, f"without a done record: {_ranks(missing, host_of_rank)}"] if missing else lines
 
 
 def _ranks_missing(
     host_of_rank: Sequence[str],
     records: LaunchRecords,
-    missing: list[int],
-    failed: list[DoneRecord],
+    ranks: tuple[list[int], list[DoneRecord]],
     launcher_code: int,
     notes: list[str],
+    clocks: Mapping[str, HostClock],
 ) -> Verdict:
+    """``ranks``: those without a done record, and records of those that failed."""
+    missing, failed = ranks
+    # Those that ended first by themselves come first: their launchers have ended the others.
+    ended = [records.ended[rank] for rank in missing if rank in records.ended]
+    first = [one.rank for one in _first(ended, clocks)] or missing
+    missing = sorted(missing, key=lambda rank: (rank not in first, rank not in records.ended, rank))
+    hosts_of_first = {host_of_rank[rank] for rank in first}
     code = describe_code(launcher_code)
     kind = ERRORS_BY_EXIT_CODE.get(launcher_code)
     own_code = launcher_code if kind and kind is not PeerError else LaunchError.exit_code
@@ -167,20 +244,24 @@ def _ranks_missing(
     lines = []
     for rank in missing[:MAX_RANKS_SHOWN]:
         what = "never started" if rank in never else "killed or host lost"
-        ended = records.ended.get(rank)
-        own = "" if ended is None else f"; the first of its host to end, with {describe_code(ended.exit_code)}"
+        seen = records.ended.get(rank)
+        own = "" if seen is None else f"; the first of its host to end, with {describe_code(seen.exit_code)}"
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code}{own})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
-    hosts = sorted(records.failed_hosts.values(), key=lambda host: host.time)
+    if len(hosts_of_first) > 1:
+        lines[0] += f"; {_unknown(first)}"
+    hosts = sorted(records.failed_hosts.values(), key=lambda host: host.host)
     for host in hosts:
         lines.append(f"the launcher of host {host.host} ended with {describe_code(host.exit_code)}")
     if signal.SIGABRT in map(_signal_number, [launcher_code, *(host.exit_code for host in hosts)]):
         lines.append(ABORTED)
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
-    first = records.ended.get(missing[0])
-    ended_by = -first.exit_code if first is not None and first.exit_code < 0 else None
+    if len(hosts_of_first) > 1:
+        return Verdict(own_code, None, None, [*lines, *notes])
+    one = records.ended.get(missing[0])
+    ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes], ended_by=ended_by)
 
 

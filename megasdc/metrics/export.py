@@ -15,7 +15,7 @@ from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink
 from megasdc.metrics.sinks.tensorboard import TensorBoardSink
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config
-from megasdc.metrics.writer import METRICS_FILE, read_metrics
+from megasdc.metrics.writer import METRICS_FILE, PLACE, read_metrics
 from megasdc.progress import OnProgress
 from megasdc.run_identity import read_identity
 
@@ -64,7 +64,7 @@ def export_metrics(run_dir: Path, to: str, out: Path, on_progress: OnProgress) -
     sink = KINDS[to](run_dir, out)
     values = 0
     for number, row in enumerate(rows, 1):
-        shown = {name: value for name, value in row.items() if name not in ("step", "time")}
+        shown = {name: value for name, value in row.items() if name not in PLACE}
         sink.write(row["step"], row["time"], shown)
         values += len(shown)
         on_progress("writing", number, len(rows))

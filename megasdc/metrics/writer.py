@@ -16,13 +16,15 @@ from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
 
 METRICS_FILE = "metrics.jsonl"
+PLACE = ("step", "time", "monotonic", "attempt")
+"""What a line holds besides its metrics."""
 _NEVER: dict[str, Any] = {"step": math.inf}
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON line ``{"step", "time", name: value, ...}`` per call; used by rank 0 alone.
+    """Appends one JSON line ``{"step", "time", "monotonic", "attempt", name: value, ...}`` per call; by rank 0 alone.
 
     The file is written first, and an error in it is raised. A sink gets the line as the file has it; one that fails is
     reported and gets no more.
@@ -30,11 +32,18 @@ class MetricsWriter:
     Args:
         sinks: that show the metrics; the writer closes them.
         on_failure: called with the name of a sink that failed, and why.
+        attempt: number of this start of the run; None: they are not counted.
     """
 
-    def __init__(self, run_dir: Path | str, sinks: Sequence[Sink] = (), on_failure: OnFailure | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        sinks: Sequence[Sink] = (),
+        on_failure: OnFailure | None = None,
+        attempt: int | None = None,
+    ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        self._sinks = list(sinks)
+        self._sinks, self._attempt = list(sinks), attempt
         self._on_failure = on_failure or _warn
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
@@ -53,7 +62,8 @@ class MetricsWriter:
             raise ValueError(f"metrics {unknown} are not declared in megasdc.metrics.names")
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         now = time.time()
-        self._file.write(json.dumps({"step": step, "time": now, **finite}) + "\n")
+        place = {"step": step, "time": now, "monotonic": time.monotonic(), "attempt": self._attempt}
+        self._file.write(json.dumps({**place, **finite}) + "\n")
         self._file.flush()
         for sink in tuple(self._sinks):
             self._try(sink, partial(sink.write, step, now, finite))

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from megasdc.run_lock import LAUNCH_ID_VARIABLE, process_space, start_ticks
+from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.run_lock import process_space, start_ticks
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 """``True`` where the process that starts the ranks hosts their store itself."""

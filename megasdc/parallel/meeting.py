@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from megasdc.errors import HangError, LaunchError
+from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, differences
-from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 if TYPE_CHECKING:
     import torch.distributed as dist

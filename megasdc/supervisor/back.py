@@ -8,20 +8,21 @@ from pathlib import Path
 
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
+from megasdc.origin import Launch
 from megasdc.supervisor.diagnosis import Back
 from megasdc.supervisor.history import Attempt
 
 _END = "data/stream_end"
 
 
-def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
+def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
     """Where a run can go back to: before a checkpoint that could not be loaded, before NaN and Inf, to its beginning.
 
     To the beginning where none of its checkpoints can be used, damaged or not verified, and the first that it saved is
     still there: early in a run. A run that has more to lose is not begun anew without a person.
 
     Args:
-        since: start of the attempt that failed, seconds since the epoch.
+        launch: of the attempt that failed.
         rewind_steps: least number of steps before the first of the last skipped steps; 0: not because of these.
 
     Returns:
@@ -29,7 +30,7 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
     """
     if not run_dir.is_dir():
         return None
-    resumes = [one for one in read_events(run_dir, kind="resume", rank=0) if one.time >= since]
+    resumes = list(read_events(run_dir, kind="resume", rank=0, launch=launch))
     failed = [one.step for one in resumes if one.name == "not_loaded"]
     if failed and failed[-1] is not None:
         return Back(failed[-1] - 1)
@@ -38,7 +39,9 @@ def find_back(run_dir: Path, since: float, rewind_steps: int) -> Back | None:
         oldest = min(unusable[-1].fields["steps"])
         return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
-    if not rewind_steps or not skipped or skipped[-1].time < since or skipped[-1].step is None:
+    if not rewind_steps or not skipped or skipped[-1].step is None:
+        return None
+    if not launch.wrote(skipped[-1].launch, skipped[-1].time):
         return None
     first, steps = skipped[-1].step, {one.step for one in skipped}
     while first - 1 in steps:  # an earlier attempt may have skipped the first of them

@@ -172,6 +172,7 @@ class Evidence:
         ended_by: number of the signal that ended the rank that failed first; None: none, or not known.
         last: last step that the attempt itself did; 0: none, None: not known.
         checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
+        by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
 
     exit_code: int | None
@@ -193,6 +194,7 @@ class Evidence:
     ended_by: int | None = None
     last: int | None = None
     checked: Checked = field(default_factory=Checked)
+    by_time: bool = False
 
 
 @dataclass(frozen=True)

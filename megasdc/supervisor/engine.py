@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence
 from megasdc.supervisor.fitness import HostChecks
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
-from megasdc.supervisor.trained import Trained, trained_since
+from megasdc.supervisor.trained import Trained, trained_in
 
 FIND_S = 2.0
 STOPPED_S = 10.0
@@ -192,23 +191,24 @@ class FrontEngine:
         """What was told when a replica was last left out of an attempt; None: none was."""
         if not self._run_dir.is_dir():
             return None
-        events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, broken=[])
-        return next((one.fields for one in reversed(list(events)) if one.time >= attempt.planned_at), None)
+        events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, launch=attempt.launch, broken=[])
+        return next((one.fields for one in reversed(list(events))), None)
 
     def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         result = front.load_result(self._file(attempt, "json"))
         code = None if result is None else result.exit_code
-        hangs = [one for one in load_hangs(self._run_dir)[0] if one.time >= attempt.planned_at]
+        wrote = attempt.launch.wrote
+        hangs = [one for one in load_hangs(self._run_dir)[0] if wrote(one.launch, one.time)]
         incidents = [one for _, one in load_incidents(self._run_dir / "reports", [])]
-        trained = trained_since(self._run_dir, attempt.planned_at)
+        trained = trained_in(self._run_dir, attempt.launch)
         unreachable = () if code == 0 else self._allocation.unreachable(attempt)
         # A rank that was killed has the code of a launch that failed, and says nothing of its host.
         is_asked = code in OF_HOSTS and not (code == LaunchError.exit_code and trained is not None)
         whole = code == DataError.exit_code
         checked = self._check(attempt, waiting, set(unreachable), whole) if is_asked else Checked()
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
-        recent = [one for one in incidents if datetime.fromisoformat(one.time).timestamp() >= int(attempt.planned_at)]
+        own = [one for one in incidents if wrote(one.launch, one.found_at + 1.0)]  # their times are whole seconds
         return Evidence(
             exit_code=code,
             failed_rank=None if result is None else result.failed_rank,
@@ -222,13 +222,14 @@ class FrontEngine:
             interrupted=self._interrupted(attempt, result),
             asked=self._asked(attempt, result),
             hang=hangs[-1] if hangs else None,
-            corruption=max(recent, key=lambda one: (one.time, one.step)) if recent else None,
+            corruption=max(own, key=lambda one: one.place) if own else None,
             reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
             last=self._last(attempt, trained),
             steps=self._steps,
             trained=trained,
-            back=find_back(self._run_dir, attempt.planned_at, self._rewind_steps),
+            back=find_back(self._run_dir, attempt.launch, self._rewind_steps),
+            by_time=any(one.launch is None for one in hangs) or any(one.launch is None for one in own),
         )
 
     def _check(self, attempt: Attempt, waiting: Mapping[str, int], away: Collection[str], whole: bool) -> Checked:
@@ -247,9 +248,8 @@ class FrontEngine:
             return 0
         if self._request.program is None:
             steps = [row["step"] for row in read_metrics(self._run_dir) if "train/loss" in row]
-            ends = read_events(self._run_dir, kind="end", name="run", rank=0, broken=[])
-            # Also where lines of metrics were lost.
-            steps += [one.step for one in ends if one.step is not None and one.time >= attempt.planned_at]
+            ends = read_events(self._run_dir, kind="end", name="run", rank=0, launch=attempt.launch, broken=[])
+            steps += [one.step for one in ends if one.step is not None]  # also where lines of metrics were lost
             return max(steps, default=0)
         return last_step_seen(self._run_dir)
 
@@ -293,8 +293,8 @@ class FrontEngine:
         """Why its ranks have stopped before the last step."""
         if not self._run_dir.is_dir():
             return []
-        stops = read_events(self._run_dir, kind="stop", name="requested", rank=0, broken=[])
-        return [str(one.fields.get("reason")) for one in stops if one.time >= attempt.planned_at]
+        stops = read_events(self._run_dir, kind="stop", name="requested", rank=0, launch=attempt.launch, broken=[])
+        return [str(one.fields.get("reason")) for one in stops]
 
 
 def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:

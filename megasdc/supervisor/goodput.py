@@ -32,10 +32,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.origin import Launch
 from megasdc.supervisor.front import file_of, load_result
 from megasdc.supervisor.history import TAKEN_OVER
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
-from megasdc.supervisor.trained import Trained, trained_since
+from megasdc.supervisor.trained import Trained, trained_in
 
 PARTS = (
     "productive",
@@ -149,7 +150,7 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
         path = file_of(folder, one.fields["attempt"], one.fields["launch_id"], "json")
         if (result := load_result(path)) is not None:
             fronts[one.fields["attempt"]] = result.ended_at
-    return goodput(entries, now, trained_since(run_dir, planned[-1].time), fronts)
+    return goodput(entries, now, trained_in(run_dir, Launch(planned[-1].fields["launch_id"], planned[-1].time)), fronts)
 
 
 def goodput(

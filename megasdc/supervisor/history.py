@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megasdc.origin import Launch
 from megasdc.supervisor.diagnosis import Back, Diagnosis
 from megasdc.supervisor.host_tests import HostTest
 from megasdc.supervisor.journal import DAMAGED, Entry
@@ -59,6 +60,11 @@ class Attempt:
     skips_snapshots: bool = False
     grows: bool = False
     ended: tuple[str, ...] = ()
+
+    @property
+    def launch(self) -> Launch:
+        """By which what it has written is found."""
+        return Launch(self.launch_id, self.planned_at)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -173,6 +173,8 @@ class Supervisor:
         self._engine.show(attempt)
         waiting = {host: self._history.slots[host] for host in self._history.waiting}
         evidence = self._engine.evidence(self._history.attempt or attempt, waiting)
+        if evidence.by_time:
+            self._say("an incident does not name its launch, as of an earlier version; its host's date was believed")
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")

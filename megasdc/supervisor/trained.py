@@ -16,6 +16,7 @@ from typing import Any
 
 from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
+from megasdc.origin import Launch
 
 SLOW = 1.5
 """Steps are slow where they take more than so many times as long as the run's median."""
@@ -51,18 +52,18 @@ class Trained:
     line_s: float = 0.0
 
 
-def trained_since(run_dir: Path, since: float) -> Trained | None:
-    """What was reported in a run's folder since a time, in seconds since the epoch; None: no step.
+def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
+    """What a launch has reported in a run's folder; None: no step.
 
     Where rank 0 left no event of its first step, that is taken to have begun at the first line, less its steps.
     """
     rows = read_metrics(run_dir) if run_dir.is_dir() else []
-    events = [one for one in read_events(run_dir, rank=0, broken=[]) if one.time >= since]
+    events = list(read_events(run_dir, rank=0, launch=launch, broken=[]))
     starts = [one for one in events if (one.kind, one.name) == ("start", "phases")]
     start = starts[0] if starts else None
-    first = [one for one in events if one.kind == "resume" and (start is None or one.time <= start.time)]
-    resumed = max((one.step for one in first if one.step is not None), default=0)
-    new = [row for row in rows if row["time"] >= since and row["step"] > resumed]
+    first = events if start is None else events[: events.index(start)]
+    resumed = max((one.step for one in first if one.kind == "resume" and one.step is not None), default=0)
+    new = [row for row in rows_of(rows, events, launch) if row["step"] > resumed]
     lines = [row for row in new if any(name in row for name in _SIGNS)]
     usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
     if start is not None and start.step is not None:
@@ -81,7 +82,7 @@ def trained_since(run_dir: Path, since: float) -> Trained | None:
     between = [later - earlier for earlier, later in pairwise([resumed, *(row["step"] for row in timed)])]
     return Trained(
         resumed,
-        max(since, began_at),
+        max(launch.planned_at, began_at),
         last,
         last_at,
         loading_s=loading_s,
@@ -90,6 +91,20 @@ def trained_since(run_dir: Path, since: float) -> Trained | None:
         stalled_s=_stalled_s(timed, usual_s, _known_slow(events)),
         line_s=median(between) * usual_s if between else 0.0,
     )
+
+
+def rows_of(rows: Sequence[dict[str, Any]], events: Sequence[Event], launch: Launch) -> list[dict[str, Any]]:
+    """Lines of metrics of a launch: of the starts that its events have; lines of earlier versions by their time.
+
+    Args:
+        events: of the launch.
+    """
+    attempts = {one.attempt for one in events}
+    return [
+        row
+        for row in rows
+        if (row["attempt"] in attempts if row.get("attempt") is not None else launch.wrote(None, row["time"]))
+    ]
 
 
 def _saving_s(lines: Sequence[dict[str, Any]]) -> float:

@@ -37,7 +37,8 @@ def build_writer(config: RunConfig, run: Run) -> MetricsWriter | None:
     if run.dims.rank:
         return None
     on_failure = partial(_tell_failure, run)
-    return MetricsWriter(run.folder, open_sinks(_openers(config, run), on_failure), on_failure)
+    sinks = open_sinks(_openers(config, run), on_failure)
+    return MetricsWriter(run.folder, sinks, on_failure, run.events.origin.attempt)
 
 
 def sink_folder(deepspeed: dict[str, Any], key: str) -> Path | None:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.imports.packages import is_installed
-from megasdc.metrics.writer import read_metrics
+from megasdc.metrics.writer import PLACE, read_metrics
 from megasdc.parallel.local_ranks import free_port
 
 pytestmark = pytest.mark.distributed
@@ -30,7 +30,7 @@ def truth(run_dir: Path) -> dict[str, dict[int, float]]:
     """Values of metrics.jsonl by name and step."""
     values: dict[str, dict[int, float]] = {}
     for row in read_metrics(run_dir):
-        for name in row.keys() - {"step", "time"}:
+        for name in row.keys() - set(PLACE):
             values.setdefault(name, {})[row["step"]] = math.nan if row[name] is None else row[name]
     return values
 

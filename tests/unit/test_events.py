@@ -20,7 +20,8 @@ def test_line_has_the_documented_fields(tmp_path):
     log.close()
     (line,) = (tmp_path / "run dir" / "events" / "rank_00003.jsonl").read_text().splitlines()
     found = json.loads(line)
-    assert " ".join(found) == "run attempt time monotonic rank host device step micro_batch kind name fields"
+    names = "run attempt launch time monotonic boot rank host device step micro_batch kind name fields"
+    assert " ".join(found) == names
     assert found["fields"] == {"path": str(tmp_path), "size_bytes": 5}
     assert (found["rank"], found["host"], found["step"]) == (3, socket.gethostname(), 7)
     assert (found["run"], found["attempt"], found["device"]) == ("r", 2, "GPU-1")

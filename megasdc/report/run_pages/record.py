@@ -15,7 +15,7 @@ from megasdc.errors import PeerError
 from megasdc.events import Event
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
-from megasdc.metrics.writer import METRICS_FILE
+from megasdc.metrics.writer import METRICS_FILE, PLACE
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 from megasdc.report.run_pages.slowness import load_slowness
@@ -170,7 +170,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int
     twice = 0
     for row in rows:
         for name, value in row.items():
-            if name not in ("step", "time"):
+            if name not in PLACE:
                 own = values.setdefault(name, {})
                 twice += row["step"] in own
                 own[row["step"]] = math.nan if value is None else float(value)

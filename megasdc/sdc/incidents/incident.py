@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -158,6 +159,8 @@ class Incident:
         not_read: files of the run that could not be read for this report, a sentence each.
         injected: fields of the configuration by which faults are injected on purpose; empty: none are.
         script: that was guarded; None: the run is megasdc's own.
+        launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
+        attempt: number of the start of the run; None: not counted, or of an earlier version.
 
     Raises:
         ValueError: no rank is flagged and none disputed.
@@ -209,6 +212,8 @@ class Incident:
     not_read: tuple[str, ...] = ()
     injected: tuple[str, ...] = ()
     script: Script | None = None
+    launch: str | None = None
+    attempt: int | None = None
     format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -216,6 +221,16 @@ class Incident:
             raise ValueError(
                 f"ranks are neither flagged nor disputed in the incident of step {self.step}; needed: one of them"
             )
+
+    @property
+    def place(self) -> tuple[int, int, float]:
+        """Where it stands among the incidents of a run: by start and step, and only then by time."""
+        return self.attempt or 0, self.step, self.found_at
+
+    @property
+    def found_at(self) -> float:
+        """``time`` in whole seconds since the epoch."""
+        return datetime.fromisoformat(self.time).timestamp()
 
     @property
     def suspects(self) -> tuple[FlaggedRank | DisputedRank, ...]:

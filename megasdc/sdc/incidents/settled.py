@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.addresses import Address
+from megasdc.origin import this_launch
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion
@@ -69,6 +70,7 @@ class Settled:
             ranks=tuple(ranks),
             evidence=Evidence(self.compared, self.differing),
             opinions=self.opinions,
+            launch=this_launch(),
             **more,
         )
 

@@ -135,6 +135,7 @@ class Incidents:
             *(self._run.folder, step, action, self._ranks),
             environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
             earlier=earlier,
+            attempt=self._run.events.origin.attempt,
             golden=sections.sdc.golden,
             verified_checkpoint=self._folder(max(verified, default=None)),
             newest_candidate=self._folder(newest if newest is not None and newest > max(verified, default=0) else None),

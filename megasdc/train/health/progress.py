@@ -28,8 +28,8 @@ from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import RankWatch
 from megasdc.health.record import Identity, RecordWriter
 from megasdc.health.record_folder import record_folder, remove_leftovers
+from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.collectives import gather_objects
-from megasdc.run_lock import LAUNCH_ID_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,10 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
         pid=os.getpid(),
         started_at=started_at(os.getpid()),
     )
+    launch = os.environ.get(LAUNCH_ID_VARIABLE)
     settings = (section.hang_floor_s, section.slow_floor_s, section.hang_factor, tuple(section.alert_command))
-    return identity, AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *settings), front
+    options = AgentOptions(folder, run.folder.resolve(), identity.node, here, nodes, *settings, launch)
+    return identity, options, front
 
 
 def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:

@@ -16,9 +16,9 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
+from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.run_lock import (
     ENDED_LAUNCHES_VARIABLE,
-    LAUNCH_ID_VARIABLE,
     STALE_S,
     HeldFolders,
     Holder,

@@ -24,9 +24,11 @@ def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (done.message, done.first_line) == ("first\nsecond", "first")
     assert collect(tmp_path, "two").started == {}
     on_disk = json.loads((tmp_path / "done" / "one" / "rank_00003.json").read_text())
-    names = ["error_class", "exit_code", "first_line", "host", "launcher_gone", "message", "rank", "time"]
+    names = ["boot_id", "error_class", "exit_code", "first_line", "host", "launcher_gone", "message", "monotonic"]
+    names += ["rank", "time"]
     assert sorted(on_disk) == names
-    del on_disk["launcher_gone"]  # as the version before wrote it
+    for new in ("launcher_gone", "boot_id", "monotonic"):
+        del on_disk[new]  # as earlier versions wrote it
     assert not parse_records({"rank_00003.json": json.dumps(on_disk)}).unreadable
     assert not list((tmp_path / "done" / "one").glob(".*")), "no temporary file is left"
 

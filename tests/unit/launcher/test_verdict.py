@@ -6,18 +6,31 @@ from dataclasses import replace
 
 import pytest
 
+from megasdc.health.incident import STANDSTILL
 from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord
 from megasdc.launcher.verdict import ABORTED, describe_code, judge
+from megasdc.moment import HostClock
 
 HOSTS = ["a", "a", "b", "b"]
+CLOCKS = {"a": HostClock("a", 5000.0, 0.0, 0.001, 0.0), "b": HostClock("b", -70.0, 0.0, 0.002, 0.0)}
+"""Monotonic clocks of the hosts against that of the front, as the front may have measured them; boots by host."""
 
 
-def records_of(codes: dict[int, int], times: dict[int, float] | None = None) -> LaunchRecords:
-    """All ranks started; those of ``codes`` are done."""
+Moved = dict[str, float]
+"""By how many seconds the date of a host is ahead."""
+
+
+def records_of(
+    codes: dict[int, int], times: dict[int, float] | None = None, moved: Moved | None = None
+) -> LaunchRecords:
+    """All ranks started; those of ``codes`` are done, each at its time of ``times``, by the date of its host."""
     records = LaunchRecords({rank: StartedRecord(rank, HOSTS[rank], 1, 0.0) for rank in range(4)})
     for rank, code in codes.items():
-        when = (times or {}).get(rank, 1.0)
-        records.done[rank] = DoneRecord(rank, HOSTS[rank], code, None, f"reason {rank}", when, f"reason {rank}")
+        at, host = (times or {}).get(rank, 1.0), HOSTS[rank]
+        when = at + (moved or {}).get(host, 0.0)
+        there = at + CLOCKS[host].monotonic_s
+        record = DoneRecord(rank, host, code, None, f"reason {rank}", when, f"reason {rank}", False, host, there)
+        records.done[rank] = record
     return records
 
 
@@ -36,7 +49,7 @@ SUCCESS = dict.fromkeys(range(4), 0)
             78,
             "rank 3 on b: no done record (killed or host lost; launcher said exit code 255",
         ),
-        ({0: 79, 1: 79, 2: 79, 3: 79}, 79, 79, "rank 0 on a failed first with exit code 79 (PeerError)"),
+        ({0: 79, 1: 79, 2: 79, 3: 79}, 79, 79, "of 4 ranks on several hosts was first is not known"),
         ({0: 79, 2: 71}, 79, 71, "rank 2 on b failed first with exit code 71 (DataError): reason 2"),
         ({0: 79}, 77, 77, "launcher said exit code 77 (StorageError)"),
         ({}, -15, 78, "launcher said exit code -15 (a process was ended by SIGTERM)"),
@@ -50,10 +63,13 @@ def test_exit_code_and_first_line(codes: dict[int, int], launcher_code: int, exp
 
 
 def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then() -> None:
-    """Of ranks without a record; the earliest of several hosts."""
+    """Of ranks without a record; the earliest of several hosts by the front's clock, else nobody is blamed."""
     records = records_of({})
-    records.ended.update({1: EndedRecord(1, "a", -6, 5.0), 3: EndedRecord(3, "b", -9, 4.0)})
-    verdict = judge(HOSTS, records, 250)
+    records.ended.update({1: EndedRecord(1, "a", -6, 5.0, "a", 5005.0), 3: EndedRecord(3, "b", -9, 9.0, "b", -66.0)})
+    unknown = judge(HOSTS, records, 250)
+    assert (unknown.rank, unknown.host) == (None, None)
+    assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
+    verdict = judge(HOSTS, records, 250, clocks=CLOCKS)
     assert (verdict.rank, verdict.host, verdict.ended_by) == (3, "b", 9)
     assert verdict.lines[0].startswith("rank 3 on b: no done record (killed or host lost; launcher said exit code 250")
     assert "; the first of its host to end, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
@@ -80,10 +96,10 @@ def test_interrupted_ranks_are_no_cause() -> None:
 
 
 def test_first_is_first_in_time_without_consequences() -> None:
-    """A PeerError that came earlier by its clock is still a consequence."""
+    """A PeerError that came earlier is still a consequence."""
     verdict = judge(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 1, "a")
-    assert "after it failed: ranks 2 on b, 0 on a" in verdict.lines
+    assert "after it failed: ranks 0 on a, 2 on b" in verdict.lines
     assert "without a done record: rank 3 on b" in verdict.lines
 
 
@@ -163,3 +179,56 @@ def test_ranks_that_their_launcher_left_are_no_success_unless_a_stop_was_asked_f
     assert (told.exit_code, told.host) == (78, "b")
     assert "the launcher of rank 2 on b was killed" in told.lines[0]
     assert judge(HOSTS, records, 1, stopped_by=15, outlived=True).exit_code == 0
+
+
+OFFSETS = [sign * seconds for seconds in (2.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)]
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_the_date_of_a_host_changes_no_verdict(offset_s: float, host: str) -> None:
+    """Two ranks fail within a second, the first of them on b: it alone is blamed, or nobody is, as clocks are known."""
+    records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0}, {host: offset_s})
+    verdict = judge(HOSTS, records, 71, clocks=CLOCKS)
+    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
+    assert verdict.lines[0].startswith("rank 3 on b failed first with exit code 71 (DataError)")
+    unknown = judge(HOSTS, records, 71)
+    assert (unknown.exit_code, unknown.rank, unknown.host) == (71, None, None), "what says most is its code"
+    assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
+    alone = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0}, {host: offset_s})
+    assert judge(HOSTS, alone, 71).rank == 1, "on one host its monotonic clock tells"
+
+
+def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> None:
+    """Ends a second apart, clocks measured to two seconds, hours before, or before the host was booted anew."""
+    records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
+    for changed in ({"uncertainty_s": 2.0}, {"at": 86400.0}, {"boot_id": "another"}):
+        clocks = {**CLOCKS, "b": replace(CLOCKS["b"], **changed)}
+        assert judge(HOSTS, records, 71, clocks=clocks).host is None
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s: float) -> None:
+    """Corruption before a standstill before NaN; a collective's timeout is no agreed finding."""
+    times = {0: 1.0, 1: 2.0, 2: 2.0, 3: 3.0}
+    for code in (73, 74, 75):
+        records = records_of({0: 1, 1: code, 2: code, 3: 79}, times, {"b": offset_s})
+        for rank in (1, 2):
+            records.done[rank] = replace(records.done[rank], message=f"{STANDSTILL} 15 s: rank 0")
+        verdict = judge(HOSTS, records, 1, clocks=CLOCKS)
+        assert (verdict.exit_code, verdict.rank, verdict.host) == (code, None, None)
+        assert verdict.lines[0].startswith(f"ranks 1 on a, 2 on b ended with exit code {code} (")
+        assert verdict.lines[1] == "with it failed: ranks 0 on a, 3 on b"
+    assert judge(HOSTS, records_of(dict.fromkeys(range(4), 73)), 1).lines[0].startswith("all 4 ranks ended with exit")
+    assert judge(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).rank == 0
+    assert judge(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
+
+
+def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
+    """They have dates alone, which are not compared between hosts."""
+    records = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0})
+    old = {rank: replace(one, boot_id=None, monotonic=None) for rank, one in records.done.items()}
+    records.done.update(old)
+    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank == 1
+    records.done[3] = replace(old[1], rank=3, host="b", time=0.5)
+    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank is None

@@ -20,7 +20,7 @@ from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink, open_sinks
 from megasdc.metrics.sinks.tensorboard import TensorBoardSink
-from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
+from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
 from megasdc.parallel.local_ranks import free_port
 
 
@@ -41,7 +41,7 @@ def truth(folder: Path) -> dict[str, dict[int, float]]:
     values: dict[str, dict[int, float]] = {}
     for row in read_metrics(folder):
         for name, value in row.items():
-            if name not in ("step", "time"):
+            if name not in PLACE:
                 assert row["step"] not in values.setdefault(name, {}), "once a step"
                 values[name][row["step"]] = math.nan if value is None else value
     return values

@@ -16,7 +16,7 @@ from megasdc.imports.packages import is_installed
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks import weights_and_biases
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit
-from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
+from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
 
 if not is_installed("wandb"):
     pytest.skip("the package wandb is not installed: pip install wandb", allow_module_level=True)
@@ -72,7 +72,7 @@ def truth(folder: Path) -> dict[tuple[str, int], str]:
         (name, row["step"]): repr(float("nan" if value is None else value))
         for row in rows
         for name, value in row.items()
-        if name not in ("step", "time")
+        if name not in PLACE
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megasdc.events import EventLog
+from megasdc.origin import Launch
 from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import Back, Evidence, diagnose
 from megasdc.supervisor.history import Attempt, History
@@ -37,34 +38,34 @@ def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
         skip(log, 7, 15, 16)
         since = time.time()
         skip(log, 17, 18)
-    assert find_back(run_dir, since, 1) == Back(14, (56, 72))
-    assert find_back(run_dir, since, 4) == Back(10, (40, 72))
-    assert find_back(run_dir, since, 100) == Back(0, (0, 72)), "it begins anew"
-    assert find_back(run_dir, since, 0) is None, "it was not asked for"
-    assert find_back(run_dir, time.time() + 1, 1) is None, "it was another attempt's"
-    assert find_back(run_dir / "absent", since, 1) is None
+    assert find_back(run_dir, Launch("x", since), 1) == Back(14, (56, 72))
+    assert find_back(run_dir, Launch("x", since), 4) == Back(10, (40, 72))
+    assert find_back(run_dir, Launch("x", since), 100) == Back(0, (0, 72)), "it begins anew"
+    assert find_back(run_dir, Launch("x", since), 0) is None, "it was not asked for"
+    assert find_back(run_dir, Launch("x", time.time() + 1), 1) is None, "it was another attempt's"
+    assert find_back(run_dir / "absent", Launch("x", since), 1) is None
 
 
 def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
     """Whether data may be skipped or not; none are."""
     with closing(EventLog(run_dir, 0)) as log:
         log.emit("resume", "not_loaded", step=12)
-    assert find_back(run_dir, 0.0, 0) == find_back(run_dir, 0.0, 5) == Back(11)
-    assert find_back(run_dir, time.time() + 1, 0) is None
+    assert find_back(run_dir, Launch("x", 0.0), 0) == find_back(run_dir, Launch("x", 0.0), 5) == Back(11)
+    assert find_back(run_dir, Launch("x", time.time() + 1), 0) is None
 
 
 def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None:
     """As long as the first one is among them; a run that has saved more, and deleted that, is not begun anew."""
     with closing(EventLog(run_dir, 0)) as log:
         log.emit("resume", "none_usable", steps=[5])
-        assert find_back(run_dir, 0.0, 0) == Back(0), "the run was killed before it could report that save"
+        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(0), "the run was killed before it could report that save"
         for step in (5, 10):
             log.emit("save", "checkpoint", step=step)
         log.emit("resume", "none_usable", steps=[5, 10])
-        assert find_back(run_dir, 0.0, 0) == Back(0)
-        assert find_back(run_dir, time.time() + 1, 0) is None, "it was another attempt's"
+        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(0)
+        assert find_back(run_dir, Launch("x", time.time() + 1), 0) is None, "it was another attempt's"
         log.emit("resume", "none_usable", steps=[10, 15])
-    assert find_back(run_dir, 0.0, 0) is None
+    assert find_back(run_dir, Launch("x", 0.0), 0) is None
 
 
 def test_only_what_going_back_may_help_has_a_place_to_go_back_to() -> None:

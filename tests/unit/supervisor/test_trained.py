@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.supervisor.trained import Trained, trained_since
+from megasdc.origin import Launch
+from megasdc.supervisor.trained import Trained, trained_in
 
 
 def metrics(folder: Path, *rows: dict[str, Any]) -> None:
@@ -34,6 +35,8 @@ def line(step: int, time: float, step_s: float = 1.0) -> dict[str, Any]:
 
 
 START = (102.0, 11, "start", "phases", {"phases": {"imports": 5.0, "resume": 3.0, "first_step": 9.0}, "step_s": 2.0})
+LAUNCH = Launch("x", 90.0)
+"""Lines above are of an earlier version, which does not name the launch."""
 RESUME = (99.0, 10, "resume", "checkpoint", {})
 
 
@@ -51,7 +54,7 @@ def test_all_lines_since_the_plan_count(tmp_path: Path) -> None:
         {"step": 37, "time": 200.0, "archive/push_s": 60.0},  # at the end of the run, no sign of a step
     )
     events(tmp_path, (40.0, 3, "resume", "checkpoint", {}), RESUME, START)
-    assert trained_since(tmp_path, 90.0) == Trained(
+    assert trained_in(tmp_path, LAUNCH) == Trained(
         10, 100.0, 37, 131.0, loading_s=3.0, evaluating_s=2.0, saving_s=0.75, stalled_s=0.0, line_s=10.0
     )
 
@@ -63,15 +66,15 @@ def test_steps_that_are_slow_by_the_median_of_the_run_stall(tmp_path: Path) -> N
     metrics(tmp_path, *usual, *rows)
     resume = (99.0, 20, "resume", "checkpoint", {})
     events(tmp_path, resume, START)
-    found = trained_since(tmp_path, 90.0)
+    found = trained_in(tmp_path, LAUNCH)
     assert found is not None and found.stalled_s == pytest.approx(10 * 1.5)
     place = {"replica": 1, "stage": 0}
     slow = (156.0, 42, "health", "straggler", {**place, "since_step": 41})
     events(tmp_path, resume, START, slow, (172.0, 50, "health", "recovered", {**place, "since_step": 50}))
-    found = trained_since(tmp_path, 90.0)
+    found = trained_in(tmp_path, LAUNCH)
     assert found is not None and found.stalled_s == pytest.approx(10 * 1.5 + 10 * 0.4)
     events(tmp_path, resume, START, slow)
-    found = trained_since(tmp_path, 90.0)
+    found = trained_in(tmp_path, LAUNCH)
     assert found is not None and found.stalled_s == pytest.approx(10 * 1.5 + 20 * 0.4)
 
 
@@ -79,10 +82,10 @@ def test_a_step_without_a_line_is_known_by_its_event(tmp_path: Path) -> None:
     """The first step of a start; before it nothing is known, and a damaged event does not stop the supervisor."""
     metrics(tmp_path)
     events(tmp_path, RESUME)
-    assert trained_since(tmp_path, 90.0) is None and trained_since(tmp_path / "none", 90.0) is None
+    assert trained_in(tmp_path, LAUNCH) is None and trained_in(tmp_path / "none", LAUNCH) is None
     events(tmp_path, RESUME, START)
-    assert trained_since(tmp_path, 90.0) == Trained(10, 100.0, 11, 102.0, loading_s=3.0)
+    assert trained_in(tmp_path, LAUNCH) == Trained(10, 100.0, 11, 102.0, loading_s=3.0)
     path = tmp_path / "events" / "rank_00000.jsonl"
     path.write_bytes(b"damaged\n" + path.read_bytes().splitlines(keepends=True)[0])
     metrics(tmp_path, line(20, 112.0), line(30, 122.0))
-    assert trained_since(tmp_path, 90.0) == Trained(10, 102.0, 30, 122.0, line_s=10.0)
+    assert trained_in(tmp_path, LAUNCH) == Trained(10, 102.0, 30, 122.0, line_s=10.0)

@@ -1,0 +1,161 @@
+"""What an attempt has written is its evidence, and nothing else is, whatever the date is on rank 0's host."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from megasdc.addresses import Address
+from megasdc.events import EventLog
+from megasdc.health.incident import INCIDENT_FOLDER
+from megasdc.launcher.request import LaunchRequest
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.origin import LAUNCH_ID_VARIABLE, Origin
+from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incidents.page import write_incident
+from megasdc.supervisor import front
+from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.diagnosis import Back, diagnose
+from megasdc.supervisor.engine import FrontEngine
+from megasdc.supervisor.front import FrontResult
+from megasdc.supervisor.history import Attempt
+
+NOW = 1.8e9
+FIRST, SECOND = "20270115-first", "20270115-second"
+OFFSETS = [sign * seconds for seconds in (2.0, 20.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)]
+
+
+class Here(Allocation):
+    """Hosts that can be reached."""
+
+    def unreachable(self, attempt: Attempt) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+
+@contextmanager
+def on_rank_0(run: Path, attempt: int, launch: str, at: float) -> Iterator[EventLog]:
+    """The events of rank 0 in a start of a launch, while the date there is ``at``."""
+    with pytest.MonkeyPatch.context() as patch, closing(_log(run, attempt, launch)) as log:
+        patch.setattr(time, "time", lambda: at)
+        yield log
+
+
+def _log(run: Path, attempt: int, launch: str) -> EventLog:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LAUNCH_ID_VARIABLE, launch)
+        return EventLog(run, 0, Origin("r", attempt, None))
+
+
+def finding(run: Path, step: int, rank: int, launch: str | None, attempt: int, at: float) -> None:
+    """An incident that names a rank."""
+    place = RankPlace(rank, f"n{rank}", "cpu", rank, 0, 0)
+    first = Address(step, 0, "forward", "x", "output")
+    wrong = FlaggedRank(**vars(place), verdict="persistent", first=first, expected=None, got=None, repeats=1,
+                        wrong_repeats=1, rate_bound=None)  # fmt: skip
+    found = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+    incident = Incident(
+        *(found, str(run), step, 0, "audit", "persistent", "relative to the majority", "halt", "halted"),
+        *((wrong,), (), (place,), Evidence(1, {}), Environment({}, {}, "fp32")),
+        launch=launch,
+        attempt=attempt,
+    )
+    write_incident(incident)
+
+
+def hang(run: Path, launch: str | None, rank: int, at: float) -> None:
+    """An incident of a standstill that names a rank."""
+    folder = run / "health" / INCIDENT_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"kind": "hang/behind", "run": f"r.{rank}.x", "launch": launch, "time": at, "message": "nothing moved"}
+    content |= {"ranks": [rank], "hosts": [f"n{rank}"], "waits": {}, "states": [], "stacks": []}
+    (folder / f"hang_{rank}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Attempt:
+    """The second of two attempts, planned a minute after the first."""
+    return Attempt(2, {"n0": 1, "n1": 1, "n2": 1}, SECOND, NOW)
+
+
+def engine(folder: Path, attempt: Attempt, code: int) -> FrontEngine:
+    """Of a run of 30 steps, whose attempt has ended with a code."""
+    (folder / "run").mkdir(exist_ok=True)
+    result = FrontResult(code, None, None, [f"ended with {code}"])
+    front.file_of(folder, attempt.number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+    return FrontEngine(folder, folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+def test_stale_evidence_accuses_nobody(tmp_path: Path, second: Attempt, offset_s: float) -> None:
+    """Of the first attempt, whose date was ahead or behind: corruption, standstill, replica left out, going back."""
+    run, at = tmp_path / "run", NOW - 60 + offset_s
+    with on_rank_0(run, 1, FIRST, at) as log:
+        log.emit("isolation", "begun", step=4, wrong=[1], launch_ranks=[0, 2])
+        log.emit("resume", "not_loaded", step=3)
+        log.emit("skip", "optimizer_step", step=9, stream_end=40)
+        log.emit("start", "phases", step=1, phases={}, step_s=1.0)
+        with closing(MetricsWriter(run, attempt=1)) as writer:
+            writer.write(9, {"train/loss": 1.0})
+    finding(run, 9, 1, FIRST, 1, at)
+    hang(run, FIRST, 1, at)
+    for code, kind in ((73, "launch"), (75, "stuck"), (74, "non_finite")):
+        ended = engine(tmp_path, second, code)
+        found = ended.evidence(second, {})
+        assert (found.corruption, found.hang, found.left_out, found.back, found.trained) == (None, None, [], None, None)
+        assert found.host_of_rank == ("n0", "n1", "n2") and not found.by_time
+        assert (diagnose(found).kind, diagnose(found).hosts) == (kind, ())
+        assert list(ended.left_out(second)) == []
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+def test_own_evidence_is_found(tmp_path: Path, second: Attempt, offset_s: float) -> None:
+    """Of the attempt itself, on whose rank 0 the date is ahead or behind; of two findings that of the later step."""
+    run = tmp_path / "run"
+    with on_rank_0(run, 2, SECOND, NOW + 10 + offset_s) as log:
+        log.emit("resume", "checkpoint", step=4)
+        log.emit("start", "phases", step=5, phases={}, step_s=1.0)
+        log.emit("isolation", "begun", step=6, wrong=[1], launch_ranks=[0, 2])
+        log.emit("skip", "optimizer_step", step=9, stream_end=40)
+        with closing(MetricsWriter(run, attempt=2)) as writer:
+            writer.write(9, {"train/loss": 1.0})
+    finding(run, 7, 1, SECOND, 2, NOW + 30 + offset_s)
+    finding(run, 9, 0, SECOND, 2, NOW + 20 + offset_s)  # the date went back meanwhile
+    hang(run, SECOND, 1, NOW + 20 + offset_s)
+    found = engine(tmp_path, second, 73).evidence(second, {})
+    assert found.corruption is not None and found.corruption.step == 9
+    assert found.hang is not None and found.left_out == ["n1"] and found.host_of_rank == ("n0", "n2")
+    assert found.back == Back(0, (0, 40))
+    assert found.trained is not None and (found.trained.resumed, found.trained.last) == (4, 9)
+    assert diagnose(found).hosts == ("n1", "n0")
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+def test_an_unfinished_run_that_was_told_to_end_is_not_finished(
+    tmp_path: Path, second: Attempt, offset_s: float
+) -> None:
+    """Ranks that saved on a signal that is not the supervisor's: the run goes on; the next attempt has none."""
+    run = tmp_path / "run"
+    with on_rank_0(run, 2, SECOND, NOW + 10 + offset_s) as log:
+        log.emit("stop", "requested", step=9, reason="signal SIGTERM")
+    found = engine(tmp_path, second, 0).evidence(second, {})
+    assert found.interrupted.startswith("its ranks got a signal") and diagnose(found).kind == "preempted"
+    third = replace(second, number=3, launch_id="third", planned_at=NOW + 60)
+    assert engine(tmp_path, third, 0).evidence(third, {}).interrupted == ""
+
+
+def test_evidence_of_an_earlier_version_is_matched_by_its_date_which_is_told(tmp_path: Path, second: Attempt) -> None:
+    """It does not name its launch."""
+    run = tmp_path / "run"
+    finding(run, 9, 1, None, 0, NOW + 5)
+    found = engine(tmp_path, second, 73).evidence(second, {})
+    assert found.corruption is not None and found.by_time
+    old = replace(second, planned_at=NOW + 60)
+    assert engine(tmp_path, old, 73).evidence(old, {}).corruption is None
