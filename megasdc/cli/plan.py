@@ -43,6 +43,7 @@ class PlanOptions:
         "Permuted replay of an audit over the time of a micro-batch, at least 1; 0: `audit.permuted` is off.",
         min=0,
     )
+    extra: bool = option(False, "Audits compute an extra micro-batch, as with `audit.micro_batch` extra.", "--extra")
     budget: float | None = option(
         None, "`sdc.budget`: checks of a step over its time; default: 0.01, with one replica 0.02.", min=0, max=1
     )
@@ -178,5 +179,6 @@ def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
         slices=options.slices,
         row_share=shares.row,
         slice_share=shares.slice,
+        extra=options.extra,
     )
     return plan, shares

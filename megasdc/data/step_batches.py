@@ -39,16 +39,27 @@ class StepBatches:
         self._positions: list[list[int]] = []
         self._next = 0
         self._shared: Shared | None = None
+        self._extra_positions: Sequence[int] | None = None
+        self._extra: MicroBatch | None = None
+        self._extra_is_next = False
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
-    def begin(self, shared: Shared | None) -> None:
-        """Begin a step; ``shared``: its first micro-batch if all replicas share it."""
+    def begin(self, shared: Shared | None, extra: Shared | None = None) -> None:
+        """Begin a step.
+
+        Args:
+            shared: its first micro-batch if all replicas share it.
+            extra: a micro-batch that is not one of the step's, and moves no position; None: there is none.
+        """
         self._kept.clear()
         self._positions.clear()
         self._next = 0
         self._shared = shared
+        self._extra_is_next = False
+        self._extra = None
+        self._extra_positions = None if extra is None else extra.positions
 
     def rewind(self, micro_batch: int = 0) -> None:
         """Continue with this micro-batch of the current step, then those after it.
@@ -59,6 +70,10 @@ class StepBatches:
         if not 0 <= micro_batch <= len(self._kept):
             raise ValueError(f"micro-batch {micro_batch} of the step was not read yet; {len(self._kept)} were")
         self._next = micro_batch
+
+    def rewind_to_extra(self) -> None:
+        """Yield the extra micro-batch next."""
+        self._extra_is_next = True
 
     def renew(self) -> None:
         """Replace what is kept of the step by what the loader reads at the same positions now; errors as its own."""
@@ -74,6 +89,11 @@ class StepBatches:
 
     def __next__(self) -> MicroBatch:
         """The next micro-batch; errors as in ``MicroBatchLoader``."""
+        if self._extra_is_next:
+            assert self._extra_positions is not None, "the step has an extra micro-batch"
+            self._extra_is_next = False
+            self._extra = self._extra or self._loader.read(self._extra_positions)
+            return self._extra
         if self._next == len(self._kept):
             self._kept.append(self._read())
         self._next += 1

@@ -229,14 +229,41 @@ class TrainingEngine(PipelineEngine):
         Collective: all ranks of the replica, in ``Hook.after_micro_batches``, or in ``after_optimizer_step`` of
             a skipped step, whose parameters are unchanged.
         """
+        with self._set_aside():
+            self._started = micro_batch
+            self._run_micro_batches(1)
+
+    def compute_extra(self, source: int) -> None:
+        """Compute a micro-batch that is none of the step's, as a replay; gradients and losses of the step stay.
+
+        It has the number 0, and the places of replica ``source``'s first one. The data iterator must yield it next.
+
+        Collective: all ranks of the replica, in ``Hook.after_micro_batches``, whatever the replica completed.
+        """
+        shared, self.shared_source = self.shared_source, source
+        self.is_replaying = True
+        try:
+            with self._set_aside():
+                self._run_micro_batches(1)
+        finally:
+            self.is_replaying = False
+            self.shared_source = shared
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Inside, micro-batches begin with no gradient and no loss; at the end those of the step are restored."""
         kept = self.total_loss, self._tokens, self._planned_tokens
         with gradients_set_aside(self.optimizer):
             self._begin()
             self.total_loss = None
-            self._started = micro_batch
-            self._run_micro_batches(1)
+            yield
         self.total_loss, self._tokens, self._planned_tokens = kept
         self._started = self._completed
+
+    @property
+    def _called(self) -> Sequence[Any]:
+        """The hooks that are called around passes."""
+        return [hook for hook in self.hooks if hook.in_replays] if self.is_replaying else self.hooks
 
     def _run_micro_batches(self, num_micro_batches: int) -> None:
         whole = schedule.TrainSchedule(micro_batches=num_micro_batches, stages=self.num_stages, stage_id=self.stage_id)
@@ -338,12 +365,12 @@ class TrainingEngine(PipelineEngine):
 
     def _run_forward(self, buffer_id: int) -> None:
         micro_batch = self._started
-        if self.gate is None and self.decides:
+        if self.gate is None and self.decides and not self.is_replaying:
             self._tell_start(micro_batch, math.inf)
         self._started += 1
         self._micro_batch_of_buffer[buffer_id] = micro_batch
         self._enter(micro_batch)
-        for hook in self.hooks:
+        for hook in self._called:
             hook.before_forward(self, micro_batch)
         if self.replay is not None and self.replay.micro_batch == micro_batch:
             self.replay.keep_inputs(self, buffer_id)
@@ -352,18 +379,18 @@ class TrainingEngine(PipelineEngine):
             mask = self.pipe_buffers["labels"][buffer_id][1]
             self._planned_tokens = mask.numel()
             self._tokens.append(mask.sum(dtype=torch.float64) / mask.numel())
-        for hook in self.hooks:
+        for hook in self._called:
             hook.after_forward(self, micro_batch)
 
     def _run_backward(self, buffer_id: int) -> None:
         micro_batch = self._micro_batch_of_buffer.pop(buffer_id)
         self._enter(micro_batch)
-        for hook in self.hooks:
+        for hook in self._called:
             hook.before_backward(self, micro_batch)
         if self.replay is not None and self.replay.micro_batch == micro_batch:
             self.replay.keep_gradient(self)
         super()._exec_backward_pass(buffer_id)
-        for hook in self.hooks:
+        for hook in self._called:
             hook.after_backward(self, micro_batch)
 
     def _run_replay_forward(self, buffer_id: int) -> None:
@@ -394,7 +421,7 @@ class TrainingEngine(PipelineEngine):
         self._enter(replay.micro_batch)
         self.is_replaying = True
         try:
-            yield [hook for hook in self.hooks if hook.in_replays]
+            yield self._called
         finally:
             self.is_replaying = False
 

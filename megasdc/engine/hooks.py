@@ -21,7 +21,7 @@ class Hook:
     fields: Sequence[Field] = ()
     """What all ranks agree on for this hook in each step, the same fields on all of them; known in ``after_step``."""
     in_replays: bool = False
-    """Whether the calls around passes are made, too, when a stage replays a micro-batch (``engine.is_replaying``)."""
+    """Whether the calls around passes are made, too, in a replay or an extra micro-batch (``engine.is_replaying``)."""
 
     # --- between steps ------------------------------------------------------------------------------------------
 

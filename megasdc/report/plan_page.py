@@ -6,7 +6,7 @@ import math
 
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Table, number
-from megasdc.sdc.plan import AUDIT, TIERS, Latency, PlanResult
+from megasdc.sdc.plan import TIERS, Latency, PlanResult
 
 
 def plan_page(result: PlanResult) -> Page:
@@ -67,7 +67,7 @@ def _costs(result: PlanResult) -> Table:
     rows = []
     for tier in TIERS:
         overhead, lost = result.plan.overhead(tier), result.plan.samples_lost(tier)
-        repeated = f"{lost:.4%}" if tier == AUDIT else "none"
+        repeated = f"{lost:.4%}" if lost else "none"
         rows.append((tier, f"{overhead:.4%}", repeated, f"{overhead + lost:.4%}"))
     headings = ("tier", "time of all steps", "samples computed more than once", "together")
     return Table("costs", headings, rows, title="what it costs")

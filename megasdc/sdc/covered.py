@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config import MegasdcSection
 from megasdc.config.problems.detection import asks_golden
+from megasdc.config.sections.detection import EXTRA
 
 NOTHING = "-"
 _NORM = "NaN and Inf (norm)"
@@ -82,7 +83,8 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
     audit = golden = NOTHING
     if phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD):
         whom = ["replicas"] * in_audit + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
-        audit = f"{' and '.join(whom)}, 1 of {shape.micro_batches}" if whom else NOTHING
+        which = "an extra one" if sections.audit.micro_batch == EXTRA else f"1 of {shape.micro_batches}"
+        audit = f"{' and '.join(whom)}, {which}" if whom else NOTHING
         golden = "its own workload" if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"

@@ -57,6 +57,7 @@ class Plan:
         audit_share: time of the checksums of all results of a micro-batch over the time of that micro-batch.
         forward_share: the same for its forward and recomputed results alone.
         permuted: time of a permuted replay over that of a micro-batch; 0: audits have none.
+        extra: whether audits compute a micro-batch more, instead of one of the step's.
         cadence: of the checks with a budget.
         products: P, that rows of are summed in turn.
         slices: n, of the largest shard.
@@ -76,6 +77,7 @@ class Plan:
     slices: int = 1
     row_share: float = 0.0
     slice_share: float = 0.0
+    extra: bool = False
 
     def within(self, budget: float, fixed_share: float) -> Plan:
         """The same with the cadence that keeps all checks within a share of a step.
@@ -100,16 +102,18 @@ class Plan:
         }[tier]
 
     def overhead(self, tier: str) -> float:
-        """Time of a tier's checksums and replays, as a share of the time of all steps."""
+        """Time of a tier's checksums, replays and extra micro-batches, as a share of the time of all steps."""
         if tier == SLICES:
             return self.slice_share / self.cadence.every
         replay = self.permuted + self.audit_share if self.permuted else 0.0
-        share = {AUDIT: self.audit_share + replay, ROWS: self.row_share}.get(tier, self.forward_share)
+        share = {AUDIT: self.audit_share + replay + float(self.extra), ROWS: self.row_share}.get(
+            tier, self.forward_share
+        )
         return share * self.looks(tier)[0].rate / self.micro_batches
 
     def samples_lost(self, tier: str) -> float:
         """Share of a run's samples lost to redundant computation on other replicas: at most 1 / (M K)."""
-        if tier != AUDIT:
+        if tier != AUDIT or self.extra:
             return 0.0
         return (self.replicas - 1) / (self.replicas * self.micro_batches * self.interval)
 

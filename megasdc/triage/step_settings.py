@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.config import AuditSection, DropComputeSection, RunConfig, check_layout, parse_config
+from megasdc.config.sections.detection import TRAINING
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
 from megasdc.data.step_positions import StepWork
 from megasdc.dropcompute.decisions import StepDecisions
@@ -50,7 +51,8 @@ class StepSettings:
             requested: whether it was audited on request.
         """
         planned = self.micro_batches if decided is None else decided.planned
-        audited = requested or self.audit.is_due(step, self.save_interval)
+        shares = self.audit.micro_batch == TRAINING  # an extra one moves no position, as that of a start's first step
+        audited = shares and (requested or self.audit.is_due(step, self.save_interval))
         return StepWork(
             size=self.micro_batch_size,
             planned=planned,

@@ -79,7 +79,7 @@ def test_a_fault_of_one_micro_batch_is_named_and_repaired(
         results = train_run(config, ranks)
         assert [code for code, _ in results if code] == [], results
     assert verdicts_of(tmp_path / "clean") == []
-    assert len(events_of(tmp_path / "clean", "audit", "agreed")) == 3
+    assert [one["step"] for one in events_of(tmp_path / "clean", "audit", "agreed")] == [1, 2, 4, 6]
     assert verdicts_of(tmp_path / "harmed") == [
         (4, "audit", wrong, "not_reproduced", "relative to the majority", "repair")
     ]
@@ -263,7 +263,7 @@ def test_audits_repeat_over_a_resume(tmp_path: Path, data: Path) -> None:
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
     assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
-    assert [one["step"] for one in events_of(tmp_path / "resumed", "audit", "agreed")] == [3, 6]
+    assert [one["step"] for one in events_of(tmp_path / "resumed", "audit", "agreed")] == [1, 3, 5, 6]
 
 
 def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path: Path, data: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path
     assert [code for code, _ in results] == [0, 0], results
     marked = {one["step"]: one["audit_step"] for one in events_of(tmp_path / "run", "verify", "checkpoint")}
     agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
-    assert agreed == [4, 8] and marked == {3: 4, 6: 8}
+    assert agreed == [1, 4, 8] and marked == {3: 4, 6: 8}
     times = {one.name: one.time for one in read_events(tmp_path / "run", rank=0) if one.step in (3, 4)}
     assert times["agreed"] < times["checkpoint"], "it was not whole yet"
 
@@ -310,7 +310,7 @@ def test_a_warning_of_one_check_hides_no_finding_of_another(tmp_path: Path, data
     found = [(one[1], one[2]) for one in verdicts_of(tmp_path / "run") if one[0] == 2]
     assert ("recompute", 0) in found and ("audit", 2) in found
     agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")]
-    assert agreed == [4, 6], "a step that was committed although it is wrong verifies nothing"
+    assert agreed == [1, 4, 6], "a step that was committed although it is wrong verifies nothing"
     assert list_steps(tmp_path / "run" / "checkpoints") == [3, 6]
     assert list_verified(tmp_path / "run" / "checkpoints") == [], "nor is anything that holds it verified later"
 
@@ -353,7 +353,7 @@ def test_a_signal_asks_for_an_audit(tmp_path: Path, data: Path) -> None:
     config = _write(tmp_path, data, "run", 2, audit={"enabled": True, "interval": 100})
     results = run_distributed(_asked_for_an_audit, 2, str(config), [], init=False)
     assert [code for code, _ in results] == [0, 0], results
-    assert [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")] == [3]
+    assert [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed")] == [1, 3]
 
 
 def test_a_rank_that_dies_while_it_repeats_the_work_leaves_nobody_waiting(tmp_path: Path, data: Path) -> None:
@@ -430,3 +430,48 @@ def test_wrong_parameters_halt_before_a_save(tmp_path: Path, data: Path) -> None
     results = train_run(harmed, 2)
     assert [code for code, _ in results] == [73, 73], results
     assert list((tmp_path / "harmed" / "checkpoints").glob("step_*")) == []
+
+
+BF16_SUMS = {"deepspeed__bf16": {"enabled": True}, "deepspeed__data_types": {"grad_accum_dtype": "bf16"}}
+EXTRA: dict[str, Any] = {"audit": {"enabled": True, "interval": 2, "micro_batch": "extra"}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (4, {"parallel__tensor": 2, "deepspeed__bf16": {"enabled": True}}),
+        (4, {"parallel__pipeline": 2, "deepspeed__pipeline": {"activation_checkpoint_interval": 1}}),
+        pytest.param(2, {"audit__permuted": True, **BF16_SUMS}, marks=pytest.mark.full),
+    ],
+    ids=["tp2dp2_bf16", "pp2dp2_fp32_recompute", "dp2_permuted_bf16_sums"],
+)
+def test_audits_of_extra_micro_batches_change_no_bit(
+    tmp_path: Path, data: Path, ranks: int, changes: dict[str, Any]
+) -> None:
+    """With dropout: checkpoints, with random states and places in the data, and metrics are those of a run without."""
+    changes = {**changes, "model__hidden_dropout": 0.1}
+    for name, more in {"off": {"audit__enabled": False}, "on": EXTRA}.items():
+        results = train_run(_write(tmp_path, data, name, 2, **{**more, **changes}), ranks)
+        assert [code for code, _ in results if code] == [], results
+    assert _end(tmp_path / "off") == _end(tmp_path / "on")
+    audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "on", "audit", "agreed")]
+    assert audits == [(step, "extra") for step in (1, 2, 4, 6)] and verdicts_of(tmp_path / "on") == []
+
+
+def test_the_first_step_after_a_resume_is_audited_and_changes_no_bit(tmp_path: Path, data: Path) -> None:
+    """A fault that repeats itself is found there, long before the next audit; without it the bits stay."""
+    options = {"model__hidden_dropout": 0.1, "audit": {"enabled": True, "interval": 6}}
+    for name in ("whole", "resumed"):
+        config = _write(tmp_path, data, name, 2, **options)
+        for stop in [3] if name == "resumed" else []:
+            train_run(config, 2, f"megasdc.training.stop_step={stop}")
+        results = train_run(config, 2)
+        assert [code for code, _ in results] == [0, 0], results
+    assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
+    audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "resumed", "audit", "agreed")]
+    assert audits == [(1, "extra"), (4, "extra"), (6, "training")]
+    fault = {"submodule": "*.linear_fc1", "rank": 1, "steps": [4, 5], "same_elements": True, "bits": "exponent"}
+    harmed = _write(tmp_path, data, "harmed", 2, **options, faults=[fault])
+    train_run(harmed, 2, "megasdc.training.stop_step=3")
+    assert [code for code, _ in train_run(harmed, 2)] == [73, 73]
+    assert [one[:3] for one in verdicts_of(tmp_path / "harmed")] == [(4, "audit", 1)]

@@ -59,7 +59,9 @@ def recorded_rank(config: str, overrides: list[str], out: str) -> tuple[int, str
 
         def watched() -> Iterator[Any]:
             for tokens, (labels, mask) in batches:
-                handed.append([[*row, last] for row, last in zip(tokens.tolist(), labels[:, -1].tolist(), strict=True)])
+                rows = [[*row, last] for row, last in zip(tokens.tolist(), labels[:, -1].tolist(), strict=True)]
+                if not self.is_replaying:  # an audit's extra micro-batch is none of the step's
+                    handed.append(rows)
                 yield tokens, (labels, mask)
 
         result = train_step(self, watched())

@@ -71,7 +71,7 @@ def test_a_healthy_run_is_the_run_without_audits(
         assert [code for code, _ in results if code] == [], results
     assert _end(tmp_path / "plain") == _end(tmp_path / "audited")
     assert verdicts_of(tmp_path / "audited") == []
-    assert len(events_of(tmp_path / "audited", "audit", "agreed")) == 3
+    assert len(events_of(tmp_path / "audited", "audit", "agreed")) == 4
     assert list_verified(tmp_path / "audited" / "checkpoints")
     rows = [json.loads(line) for line in (tmp_path / "audited" / "metrics.jsonl").read_text().splitlines()]
     replayed = [row["step"] for row in rows if "sdc/replay_hidden_share" in row]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.detection import TRAINING
 from megasdc.config.sections.megasdc import MegasdcSection
 
 MOST_SAMPLES_LOST = 0.005
@@ -127,8 +128,9 @@ def asks_golden(file: MegasdcSection) -> bool:
 
 
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:
-    """Upper bound of the share of independent samples that audits take; 0 without audits.
+    """Upper bound of the share of independent samples that audits take; 0 without audits of training micro-batches.
 
     ``micro_batches`` is the number M of a step on each replica.
     """
-    return 1 / (micro_batches * file.audit.interval) if file.audit.enabled else 0.0
+    takes = file.audit.enabled and file.audit.micro_batch == TRAINING
+    return 1 / (micro_batches * file.audit.interval) if takes else 0.0

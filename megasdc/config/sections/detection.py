@@ -9,6 +9,8 @@ from megasdc.config.fields import PositiveInt, Section, section, setting
 Policy = Literal["halt", "isolate", "repair", "warn"]
 UnnamedPolicy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
+TRAINING, EXTRA = "training", "extra"
+"""Which micro-batch an audit compares: the first of the step, or one that is none of it."""
 
 
 class PolicySection(Section):
@@ -130,15 +132,22 @@ class SdcSection(Section):
 
 
 class AuditSection(Section):
-    """Steps whose first micro-batch is the same on all replicas, so that every result of it can be compared.
+    """Steps in which all replicas compute the same micro-batch, so that every result of it can be compared.
 
-    With ``permuted`` each rank also compares it with itself.
+    The first step of each start is audited by an extra one, too. With ``permuted`` each rank also compares it with
+    itself.
     """
 
     at_resume = "applied"
 
     enabled: bool = setting(False, "Audit every `interval` steps, on SIGUSR2 and on alarms.")
     interval: PositiveInt = setting(50, "Steps K from one audit to the next.")
+    micro_batch: Literal["training", "extra"] = setting(
+        TRAINING,
+        "training: the first micro-batch of the step is that of one replica on all, and its gradient is used, which "
+        "takes up to 1/(M K) of the independent samples; extra: one more micro-batch, whose gradient is thrown away, "
+        "so that audits change no bit of the training, for 1/(M K) more compute.",
+    )
     granularity: Granularity = setting("gemm", "Which submodules are compared; see `trace.granularity`.")
     verify_checkpoints: bool = setting(
         False, "Also audit the step after each checkpoint, so that it is verified at once."

@@ -74,10 +74,10 @@ def build_detection(
 
 def watches_of(detection: Detection) -> list[Watch]:
     """The watches of the checks."""
-    moved = detection.permuted
+    moved, audited = detection.permuted, (detection.record_audited, detection.referee.listen)
     return [
-        Watch(detection.record_audited, detection.audited_submodules),
-        Watch(detection.referee.listen, detection.audited_submodules),
+        *(Watch(listener, detection.audited_submodules) for listener in audited),
+        *(Watch(listener, detection.submodules_of_extra, replays=True) for listener in audited),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
         Watch(detection.record_finite, detection.finite_submodules),
         *([] if detection.rows is None else [Watch(detection.rows.listen, detection.row_submodules)]),

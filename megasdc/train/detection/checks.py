@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
 from megasdc.config import AuditSection, SdcSection, TraceSection
+from megasdc.config.sections.detection import EXTRA
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
@@ -135,6 +136,9 @@ class Detection(Hook):
         self._host_group = run.host_group
         self._requested = False
         self._auditing = False
+        self._extra: Shared | None = None
+        """The micro-batch that is audited in this step, where it is none of the step's."""
+        self._first_step: int | None = None
         self._covered: Collection[int] = ()
         self._parameters = parameters
         self._audited, self._checked, checked = _recorders(run, settings)
@@ -151,11 +155,25 @@ class Detection(Hook):
 
     def is_audit(self, step: int) -> bool:
         """Whether a step is audited; the same on all ranks."""
+        return self._is_asked(step) or step == self._first_step
+
+    def _is_asked(self, step: int) -> bool:
         return self._requested or self._audit.is_due(step, self._save_interval)
 
+    def _is_extra(self, step: int) -> bool:
+        """Whether the micro-batch that is audited in a step is none of the step's.
+
+        It never is where only the start asks for the audit, so that a resumed run has the bits of one that went on.
+        """
+        return self._audit.micro_batch == EXTRA or not self._is_asked(step)
+
     def audited_submodules(self, step: int) -> Collection[str]:
-        """Submodules that the audit observes in a step."""
-        return self._audited.fqns or () if self.is_audit(step) else ()
+        """Submodules that the audit observes in a step, in a micro-batch of the step."""
+        return self._audited.fqns or () if self.is_audit(step) and not self._is_extra(step) else ()
+
+    def submodules_of_extra(self, step: int) -> Collection[str]:
+        """Submodules that the audit observes in a step, in an extra micro-batch."""
+        return self._audited.fqns or () if self.is_audit(step) and self._is_extra(step) else ()
 
     def checked_submodules(self, step: int) -> Collection[str]:
         """Submodules that the check of recomputations observes in a step."""
@@ -191,7 +209,9 @@ class Detection(Hook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Find out which positions are comparable, and report what is covered."""
+        """Find out which positions are comparable, and report what is covered; the first step is audited."""
+        if self._audit.enabled and (run.dims.data > 1 or self.permuted is not None):
+            self._first_step = run.engine.step_number
         self._disputes.on_start(run)
         if run.dims.rank == 0:
             for line in self.budget.lines:
@@ -220,11 +240,12 @@ class Detection(Hook):
         if self.tokens is not None:
             self.tokens.choose(self._covered)
         with self.budget.waits:
-            shared = self._share(run, step) if self._auditing else None
+            audited = self._share(run, step) if self._auditing else None
+        shared, self._extra = (None, audited) if self._is_extra(step) else (audited, None)
         run.engine.shared_source = None if shared is None else shared.source
-        if self._auditing and self.permuted is not None:
+        if shared is not None and self.permuted is not None:
             self.permuted.begin(run.engine)
-        self._batches.begin(shared)
+        self._batches.begin(shared, self._extra)
         if self._auditing or (self._always_on.enabled and self._always_on.parameters):
             with self.budget.fixed:
                 self._parameters.start()
@@ -255,6 +276,8 @@ class Detection(Hook):
             with budget.fixed:
                 parameters = self._parameters.take()
             with budget.audits:
+                if self._extra is not None:
+                    self._compute_extra(engine, self._extra)
                 audited, moved = self._audited.take(), self._move(engine)
             evidence = Evidence(
                 parameters, audited, checked, moved, self._found_in_rows(engine), self._found_in_tokens(engine)
@@ -324,11 +347,23 @@ class Detection(Hook):
         with self.budget.looks:
             return Given(tokens.take(engine), again)
 
-    def rehearse(self, engine: TrainingEngine, micro_batch: int) -> tuple[Trace, Trace]:
+    def _compute_extra(self, engine: TrainingEngine, extra: Shared) -> None:
+        if engine.is_first_stage() or engine.is_last_stage():
+            self._batches.rewind_to_extra()
+        engine.compute_extra(extra.source)
+
+    def rehearse(self, engine: TrainingEngine, micro_batch: int | None) -> tuple[Trace, Trace]:
         """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.
 
         They are empty on a replica that did not start it in this step.
+
+        Args:
+            micro_batch: None: the one that is audited.
         """
+        if micro_batch is None and self._extra is not None:
+            self._compute_extra(engine, self._extra)
+            return self._audited.take(), Trace()
+        micro_batch = micro_batch or 0
         if micro_batch < engine.completed:
             if engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind(micro_batch)
@@ -346,8 +381,9 @@ class Detection(Hook):
         """Count the samples lost to an audit, and find out whether the next step is to be audited."""
         run.skip_place = None if self.search is None else self.search.place
         if self._auditing:
-            run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
-            self._disputes.after_audit(run, result)
+            if self._extra is None:
+                run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
+            self._disputes.after_audit(run, result, extra=self._extra is not None)
         self._requested = bool(self._request.value)
         if self._requested:
             run.events.emit("audit", "requested", step=run.step + 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
 from megasdc.config import RunConfig
-from megasdc.config.problems.detection import samples_lost
+from megasdc.config.sections.detection import EXTRA
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.budget import Cadence, Shares, choose_cadence
@@ -96,6 +96,7 @@ def plan_checks(
     largest = torch.tensor(shares, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     fixed, of_audit, look = largest.tolist()
+    of_audit += tiers.extra_share
     interval = sections.audit.interval
     budget: float | None = None
     expected = Shares(fixed, of_audit / interval, look, 0.0)
@@ -183,16 +184,25 @@ class _Tiers:
             return Asked(_NOTHING, _NOTHING, 0)
         return Asked(self._audit_reads() + self._parameters, _NOTHING, 3)
 
+    @property
+    def extra_share(self) -> float:
+        """What an extra micro-batch adds to an audited step, as a share of it; 0 where audits compute none."""
+        audit = self._sections.audit
+        return 1 / self._micro_batches if audit.enabled and audit.micro_batch == EXTRA else 0.0
+
     def describe(self, cadence: Cadence) -> list[str]:
         """A line for each tier."""
         covered = cadence.micro_batches
         audit, section, total = self._sections.audit, self._sections.sdc.always_on, self._micro_batches
         lines = []
         if audit.enabled:
+            share = f"{1 / (total * audit.interval):.2%}"
+            which, price = f"1 of {total} micro-batches", f"at most {share} of the independent samples"
+            if audit.micro_batch == EXTRA:
+                which, price = "an extra micro-batch", f"{share} more compute, and no samples"
             lines.append(
-                f"audit every {audit.interval} steps: 1 of {total} micro-batches on {self._dims.data} replicas, about "
-                f"{_size(self._audit_reads())} a rank; at most {samples_lost(self._sections, total):.2%} of the "
-                "independent samples"
+                f"audit every {audit.interval} steps: {which} on {self._dims.data} replicas, about "
+                f"{_size(self._audit_reads())} a rank; {price}"
             )
         if not section.enabled:
             return lines

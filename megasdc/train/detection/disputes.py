@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config import SdcSection
+from megasdc.config.sections.detection import EXTRA, TRAINING
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
@@ -292,11 +293,14 @@ class Disputes:
             logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
-    def after_audit(self, run: Run, result: StepResult) -> None:
+    def after_audit(self, run: Run, result: StepResult, *, extra: bool) -> None:
         """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
 
         Checkpoints saved since a wrong state was committed are not, and none is where a position's replicas could not
         be compared: missing evidence is no agreement.
+
+        Args:
+            extra: whether it was audited by an extra micro-batch.
         """
         everywhere = self._dims.pipeline * self._dims.tensor
         unseen = self._comparable is not None and len(self._comparable) < everywhere
@@ -304,7 +308,8 @@ class Disputes:
             return
         last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
         if self._dims.rank == 0:
-            run.events.emit("audit", "agreed", step=result.step, verified_up_to=last)
+            which = EXTRA if extra else TRAINING
+            run.events.emit("audit", "agreed", step=result.step, verified_up_to=last, micro_batch_of=which)
         self._incidents.verified(last, result.step)
 
     def after_save(self) -> None:

@@ -12,8 +12,9 @@ from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.rows import Rows
 from megasdc.train.detection.tokens import Given
 
-Rehearse = Callable[[TrainingEngine, int], tuple[Trace, Trace]]
-"""Recomputes a micro-batch of the step; returns the records of the audit and of the check of recomputations."""
+Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
+"""Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
+recomputations."""
 
 
 @dataclass(frozen=True)

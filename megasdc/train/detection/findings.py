@@ -73,14 +73,14 @@ class Findings:
         ask_golden: Callable[[], Mapping[int, bool] | None],
     ) -> Settled:
         """Rule on results of the shared micro-batch that differ between replicas; see ``AuditFindings``."""
-        work = Work(engine.step_number, own, lambda: rehearse(engine, 0)[0], earlier)
+        work = Work(engine.step_number, own, lambda: rehearse(engine, None)[0], earlier)
         return self._audits.of_replicas(work, comparable, ask_golden)
 
     def of_permuted(
         self, engine: TrainingEngine, audited: Trace, moved: Moved, rehearse: Rehearse, earlier: Collection[int]
     ) -> Settled:
         """Rule on results that changed when elements were in other places; see ``AuditFindings``."""
-        work = Work(engine.step_number, audited, lambda: rehearse(engine, 0)[0], earlier)
+        work = Work(engine.step_number, audited, lambda: rehearse(engine, None)[0], earlier)
         return self._audits.of_permuted(work, moved)
 
     def of_recompute(

@@ -1,7 +1,8 @@
 """Audits inside one device: the audited micro-batch once more, each operation with its elements in other places.
 
-Each stage replays it alone, where it would wait for others (``megasdc.engine.stage_replay``). The first audit of a
-start computes it after all micro-batches, and also tries every operation both ways (``megasdc.sdc.audits.places``).
+Each stage replays it alone, where it would wait for others (``megasdc.engine.stage_replay``), but for an extra one. The
+first audit of a start computes it after all micro-batches, and also tries every operation both ways
+(``megasdc.sdc.audits.places``).
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class PermutedReplay:
 
         Collective: all ranks of the world.
         """
-        return self._places.compute(engine.step_number, lambda: rehearse(engine, 0)[0])
+        return self._places.compute(engine.step_number, lambda: rehearse(engine, None)[0])
 
     def learn(self, engine: TrainingEngine, rehearse: Rehearse) -> bool:
         """Try the micro-batch's operations again, after all others; whether more of them are not moved from now on.
 
         Collective: all ranks of the world.
         """
-        return self._places.learn(engine.step_number, lambda: rehearse(engine, 0)[0])
+        return self._places.learn(engine.step_number, lambda: rehearse(engine, None)[0])

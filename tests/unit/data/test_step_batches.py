@@ -79,3 +79,17 @@ def test_what_was_not_read_cannot_come_again():
     next(stream)
     with pytest.raises(ValueError, match="micro-batch 2 of the step was not read yet; 1 were"):
         stream.rewind(2)
+
+
+def test_an_extra_micro_batch_moves_no_position():
+    """It comes where it is asked for, as often as asked, between micro-batches that are those of a step without it."""
+    loaders, (first, second) = replicas(2)
+    extra = Shared(1, tuple(loaders[1].next_positions))
+    for stream in (first, second):
+        stream.begin(None, extra)
+    assert [positions(next(first)) for _ in range(2)] == [[0, 2], [4, 6]]
+    for stream in (first, second, first):
+        stream.rewind_to_extra()
+        assert positions(next(stream)) == [1, 3]
+    assert positions(next(second)) == [1, 3] and positions(next(first)) == [8, 10]
+    assert [loader.position.consumed for loader in loaders] == [6, 2]

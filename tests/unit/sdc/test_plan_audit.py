@@ -110,6 +110,8 @@ def test_the_largest_interval(rate: float) -> None:
 def test_costs() -> None:
     """An audit costs its share once in M K micro-batches and the samples that N - 1 replicas repeat."""
     assert PLAN.overhead(AUDIT) == pytest.approx(0.3 / 35)
+    extra = replace(PLAN, extra=True)
+    assert extra.overhead(AUDIT) == pytest.approx((0.3 + 1) / 35) and extra.samples_lost(AUDIT) == 0
     assert replace(PLAN, permuted=1.5).overhead(AUDIT) == pytest.approx((0.3 + 1.5 + 0.3) / 35)
     assert PLAN.overhead(ONE) == pytest.approx(0.1 / 5) and PLAN.overhead(ALL) == 0.1
     assert PLAN.overhead(AUTO) == pytest.approx(0.1 * 2 / (5 * 3))

@@ -61,3 +61,15 @@ def test_an_upper_bound_has_few_digits() -> None:
     """Two digits below a tenth of a step, whole percents above."""
     shares = (5.7794, 0.2311, 0.0582, 0.0058, 0.000349, 0.0)
     assert [share_text(share) for share in shares] == ["578%", "23%", "5.8%", "0.58%", "0.035%", "0%"]
+
+
+@pytest.mark.parametrize(("micro_batch", "extra"), [("training", [5]), ("extra", [5, 6, 12])])
+def test_the_first_step_of_a_start_is_audited_by_an_extra_micro_batch(
+    tmp_path: Path, micro_batch: str, extra: list[int]
+) -> None:
+    """Whatever the setting, unless it is due anyway: then a run that was not interrupted audits it, too."""
+    for first, audited, by_extra in ((5, [5, 6, 12], extra), (6, [6, 12], [one for one in extra if one != 5])):
+        checked = detection(tmp_path, 0, enabled=True, interval=6, micro_batch=micro_batch)
+        checked._first_step = first
+        assert [step for step in range(1, 17) if checked.is_audit(step)] == audited
+        assert [step for step in audited if checked._is_extra(step)] == by_extra

@@ -142,7 +142,7 @@ class LiveCampaign:
         observation = Observation(self._engine, [*watches, *watches_of(detection)])
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
         slices = detection.slices
-        checks: list[Hook | None] = [slices, detection.rows]
+        checks: list[Hook | None] = [slices, detection.rows, detection.tokens]
         before, after = [one for one in checks if one is not None], [] if slices is None else [slices.found]
         run.hooks = [detection, *before, *faults, observation, *after, results]
         self._events.kept.clear()
