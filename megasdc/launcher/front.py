@@ -12,13 +12,14 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megasdc import run_lock
 from megasdc.errors import LaunchError, StorageError
+from megasdc.health.front.server import Standstill
 from megasdc.launcher import environment, host_failed, own_lines
 from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, master_address
 from megasdc.launcher.health import listening_for_agents
@@ -114,8 +115,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.command())}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), listening_for_agents(plan) as silent:
-        verdict, launcher_code = _run(plan, quiet, silent)
+    with _holding(plan), listening_for_agents(plan) as agents:
+        verdict, launcher_code = _run(plan, quiet, agents)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:
@@ -186,8 +187,9 @@ def _describe(placement: Placement) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''} on {', '.join(shown)}{f' and {more} more hosts' if more else ''}"
 
 
-def _run(plan: LaunchPlan, quiet: bool, silent: Callable[[], Mapping[int, float]]) -> tuple[Verdict, int]:
-    """Start the launcher, wait for it, and judge the records; ``silent``: see ``FailureWatch``."""
+def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verdict, int]:
+    """Start the launcher, wait for it, and judge the records; ``agents``: what they tell; None: nothing listens."""
+    silent = dict if agents is None else agents.silent_s
     # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
     env = {**os.environ, **plan.rank.environment}
     env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
@@ -217,7 +219,9 @@ def _run(plan: LaunchPlan, quiet: bool, silent: Callable[[], Mapping[int, float]
             say(f"DeepSpeed's launcher said: {line}")
         say(f"its whole log is in {folder}")
     outlived = incomplete and waited
-    verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=process.stopped_by, outlived=outlived)
+    clocks = None if agents is None else agents.clocks
+    number = process.stopped_by
+    verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
     return verdict, code
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from megasdc.health.front.own_address import own_address_towards
-from megasdc.health.front.server import FrontServer
+from megasdc.health.front.server import FrontServer, Standstill
 from megasdc.health.front.wire import front_path
 from megasdc.launcher.on_host import files
 from megasdc.launcher.plan import LaunchPlan
@@ -23,16 +23,16 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def listening_for_agents(plan: LaunchPlan) -> Iterator[Callable[[], Mapping[int, float]]]:
+def listening_for_agents(plan: LaunchPlan) -> Iterator[Standstill | None]:
     """Listen for the agents of this launch while it runs, if the run's health is watched.
 
     Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
     Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder. Yields what
-    tells for how many seconds hosts are silent, by their index.
+    is known of the hosts; None: nothing listens.
     """
     server = _open(plan) if plan.program.watched else None
     try:
-        yield dict if server is None else server.standstill.silent_s
+        yield None if server is None else server.standstill
     finally:
         if server is not None:
             server.close()

@@ -14,6 +14,7 @@ from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.events import Event
+from megasdc.health.front.clocks import differing
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import HangIncident
 from megasdc.metrics.writer import read_metrics
@@ -68,7 +69,8 @@ class RunSummary:
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
-    what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised.
+    what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
+    ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
     """
 
     run_dir: str
@@ -89,6 +91,7 @@ class RunSummary:
     hangs: tuple[Hang, ...] = ()
     archive: str | None = None
     goodput: Goodput | None = None
+    clocks: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -138,6 +141,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         hangs=tuple(map(_hang, run.hangs)),
         archive=_archive(run),
         goodput=goodput_of(folder, time.time()),
+        clocks=tuple(differing(folder / "health")),
     )
 
 
@@ -272,6 +276,7 @@ def render(summary: RunSummary) -> str:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
     lines += [f"changed           {text}" for text in summary.changed_settings]
     lines += [f"straggler         {text}" for text in summary.stragglers]
+    lines += [f"clocks            {text}" for text in summary.clocks]
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
     if summary.archive is not None:
         lines.append(f"archived          {summary.archive}")

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from megasdc.health.board import LOST_S, OwnState
+from megasdc.health.front.clocks import ClockMeasurement, Reading
 from megasdc.health.front.wire import ANSWER_S, FrontAddress, Hello, Wire
 
 RETRY_S = 10.0
@@ -26,6 +27,7 @@ class FrontLink:
         self._try_at, self._heard_at = 0.0, -LOST_S
         self._told: OwnState | None = None
         self._answer: dict[str, Any] = {}
+        self._clocks = ClockMeasurement()
         self.own = OwnState()
 
     @property
@@ -73,8 +75,12 @@ class FrontLink:
             message["unwatched"] = True
         if self._told is None or own.report != self._told.report:
             message["report"] = own.report
+        if (clock := self._clocks.clock) is not None:
+            message["clock"] = clock
+        sent = Reading.now()
         wire.send(message)
         self._answer = wire.receive(ANSWER_S)
+        self._clocks.take(sent, self._answer, Reading.now())
         self._told, self._heard_at = own, time.monotonic()
 
     def close(self) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.board import LOST_S
+from megasdc.health.front.clocks import CLOCKS_FILE, HostClocks, Reading
 from megasdc.health.front.wire import FrontAddress, Hello, Wire, WireError
 from megasdc.health.incident import Conclusion, conclude
+from megasdc.moment import HostClock
 
 MAX_UNKNOWN = 64
 """Connections at a time that have not shown yet that they know the secret."""
@@ -71,6 +73,13 @@ class Standstill:
         self._run, self._num_nodes = "", 0
         self._hosts: dict[int, HostState] = {}
         self._conclusion: Conclusion | None = None
+        self._clocks = HostClocks(health / CLOCKS_FILE, say)
+
+    @property
+    def clocks(self) -> dict[str, HostClock]:
+        """Clocks of hosts against that of this one, by name, as far as agents have measured them."""
+        with self._lock:
+            return dict(self._clocks.of_host)
 
     @property
     def has_met_agents(self) -> bool:
@@ -87,6 +96,7 @@ class Standstill:
     def hear(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take a host's message, and return the answer to it."""
         with self._lock:
+            self._clocks.take(hello.host, message.get("clock"))
             if hello.run != self._run:
                 return {"judges": False, "leave": None}
             host = self._hosts[hello.node]
@@ -121,6 +131,7 @@ class Standstill:
     def look(self) -> None:
         """Tell of hosts that are heard no more, and judge again."""
         with self._lock:
+            self._clocks.look()
             for host in self._hosts.values():
                 if self._is_lost(host) and not host.silent:
                     host.silent = True
@@ -247,4 +258,6 @@ class _Agent(socketserver.BaseRequestHandler):
         self.server.standstill.greet(hello)
         with contextlib.suppress(ConnectionError, TimeoutError, WireError):
             while True:
-                wire.send(self.server.standstill.hear(hello, wire.receive(LOST_S)))
+                answer = self.server.standstill.hear(hello, wire.receive(LOST_S))
+                now = Reading.now()
+                wire.send({**answer, "clock": [now.date, now.monotonic]})

@@ -13,6 +13,7 @@ from typing import Any
 from megasdc.errors import DataError, StorageError
 from megasdc.events import Event
 from megasdc.health.board import LOST_S
+from megasdc.health.front.clocks import differing
 from megasdc.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.health.links.judgement import places_of
 from megasdc.report.result.page import plain_values
@@ -128,6 +129,7 @@ class RunWatcher:
         if run.setting("megasdc.health.enabled") is not False:
             hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
             notes += left_out
+            notes += differing(self._folder / "health")
         state, status = _state_of(look, hosts)
         step, planned = max(status.step, _done_by_all(hosts)), status.planned
         last = {name: float(one.values[-1]) for name, one in run.series.items()}
