@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasdc.launcher.on_host import running
+from megasdc.launcher.on_host import release, running
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
 from megasdc.supervisor.history import Attempt
@@ -41,6 +41,10 @@ class Allocation:
         program = Path(running.__file__)
         answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
         return tuple(one.host for one in answers if one.problem)
+
+    def release(self, hosts: Sequence[str], run: str) -> None:
+        """Let the memory of hosts go that holds a run's snapshots, by its id; of one that does not answer it stays."""
+        Transport(remote=True).run(hosts, Path(release.__file__), {"run": run}, timeout_s=PROBE_S)
 
     def was_cancelled(self, log: str) -> bool:
         """Whether a scheduler has cancelled an attempt, by what that has printed."""

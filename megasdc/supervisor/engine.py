@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasdc import run_lock
-from megasdc.errors import DataError, LaunchError, PeerError
+from megasdc.errors import DataError, LaunchError, PeerError, StorageError
 from megasdc.events import read_events
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
@@ -23,6 +23,7 @@ from megasdc.health.process_state import Waker
 from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
+from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
@@ -70,6 +71,9 @@ class Engine(Protocol):
         Args:
             waiting: ranks of hosts that it did not use, and others may; they are checked beside its own.
         """
+
+    def release(self, hosts: Sequence[str]) -> None:
+        """Let the memory of hosts go that holds snapshots of the run: it does not go on there."""
 
 
 class FrontEngine:
@@ -241,6 +245,12 @@ class FrontEngine:
         slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
         overrides = (*self._sizes.get(len(attempt.hosts), ()), *overrides_of(attempt, self._skip))
         return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole)
+
+    def release(self, hosts: Sequence[str]) -> None:
+        """See ``Engine``."""
+        with suppress(StorageError):  # the run was never started, or cannot be resumed either
+            if hosts and (identity := read_identity(self._run_dir)) is not None:
+                self._allocation.release(hosts, identity.run)
 
     def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""

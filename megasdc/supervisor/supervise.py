@@ -214,6 +214,7 @@ class Supervisor:
             decision = decide(history.failures, self._num_others, self._limits, history.went_back)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
+        self._engine.release(decision.replaced)
 
     def _follow(self) -> None:
         history, decision = self._history, self._history.decision
@@ -281,3 +282,5 @@ class Supervisor:
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")
         self._write("finished", exit_code=code, text=text)
+        if code == 0:  # else a person may go on from memory
+            self._engine.release(list(self._history.slots))

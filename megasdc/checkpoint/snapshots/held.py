@@ -198,11 +198,13 @@ def owner(folder: Path) -> Owner | None:
 
 
 def linger(folder: Path, start: str) -> None:
-    """Wait until another start has taken a folder, or it has stayed for as long as it may; then remove it."""
-    ends = None
+    """Wait until another start has taken a folder, or it has stayed for as long as it may; then remove it.
+
+    How long that is may change meanwhile: a supervisor whose run has ended, or does without the host, lets it go.
+    """
+    since = time.monotonic()
     while (found := owner(folder)) is not None and found.start == start:
-        ends = ends or time.monotonic() + found.linger_s
-        if time.monotonic() >= ends:
+        if time.monotonic() >= since + found.linger_s:
             _remove(folder)
             return
         with contextlib.suppress(OSError):

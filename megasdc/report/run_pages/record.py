@@ -222,17 +222,23 @@ def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Endi
     holder = read_holder(folder)
     if holder is not None and holder.may_live:  # other launches ended before it began, or were refused
         launches = [one for one in launches if one.name == holder.launch_id]
-    endings = [one for one in (_ending_of(launch, folder, notes) for launch in launches) if one is not None]
+    found = [_ending_of(launch, folder, notes) for launch in launches]
+    endings = [one for one in found if one is not None]
     told = _told_ending(events)
-    if told is not None and all(told.time > one.time for one in endings):
+    if told is not None and all(told.time > ending.time for _, ending in endings):
         return told  # no launcher's record, or not yet
-    return max(endings, key=lambda one: one.time, default=None)
+    # The one that began last: ranks of an earlier one may have ended after it, when their host was back.
+    return max(endings, key=lambda one: (one[0], one[1].time), default=(0.0, None))[1]
 
 
 def _told_ending(events: Sequence[Event]) -> Ending | None:
     """How the ranks of the last start ended, by their own events; None: none failed since."""
     ends = [one for one in events if (one.kind, one.name) == ("end", "failed")]
     started = max((one.time for one in events if (one.kind, one.name) == ("start", "run")), default=0.0)
+    starts = [one.attempt for one in events if (one.kind, one.name) == ("start", "run")]
+    attempt = max((one for one in starts if one is not None), default=0)
+    # A rank of an earlier start may end after the last one has, when its host is back or it is woken.
+    ends = [one for one in ends if one.attempt is None or one.attempt >= attempt]
     if not ends or ends[-1].time < started:
         return None
     # Ranks of the same start ended after this rank's process had begun; a rank may fail before all have joined.
@@ -244,19 +250,17 @@ def _told_ending(events: Sequence[Event]) -> Ending | None:
     return Ending(ends[-1].time, int(first.fields.get("exit_code", 1)), text, first.rank, first.host)
 
 
-def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
+def _ending_of(launch: Path, folder: Path, notes: list[str]) -> tuple[float, Ending] | None:
+    """When its last rank started, and how it ended; None: that is not recorded."""
     try:
         records = collect(folder, launch.name)
+        began_at = max((one.time for one in records.started.values()), default=0.0)
         path = launch / LAUNCH_FILE
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            return Ending(
-                path.stat().st_mtime,
-                int(found["exit_code"]),
-                "; ".join(found["lines"]),
-                found.get("failed_rank"),
-                found.get("failed_host"),
-            )
+            ended_at, lines = path.stat().st_mtime, "; ".join(found["lines"])
+            rank, host = found.get("failed_rank"), found.get("failed_host")
+            return began_at or ended_at, Ending(ended_at, int(found["exit_code"]), lines, rank, host)
     except (OSError, ValueError, TypeError, KeyError) as error:
         notes.append(f"done/{launch.name} is left out: {error}")
         return None
@@ -266,4 +270,4 @@ def _ending_of(launch: Path, folder: Path, notes: list[str]) -> Ending | None:
         return None
     first = failed[0]
     text = f"rank {first.rank} on {first.host}: {first.first_line}"
-    return Ending(failed[-1].time, first.exit_code, text, first.rank, first.host)
+    return began_at or failed[-1].time, Ending(failed[-1].time, first.exit_code, text, first.rank, first.host)

@@ -12,6 +12,7 @@ import pytest
 from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, linger, memory_folder, remove_forgotten
 from megasdc.checkpoint.snapshots.partner import partner_of
+from megasdc.launcher.on_host import release
 from megasdc.parallel.dims import ParallelDims
 
 GONE = 2**22 + 1
@@ -67,6 +68,18 @@ def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
     claim(taken, "taken.2", 100.0)
     keeper.join(timeout=30)
     assert not keeper.is_alive() and taken.exists()
+
+
+def test_memory_that_is_let_go_is_removed_at_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a supervisor sends to a host that its run does without; that of another run stays."""
+    shared_path = release.pathlib.Path
+    monkeypatch.setattr(release.pathlib, "Path", lambda *at: shared if at == ("/dev/shm",) else shared_path(*at))
+    folder, other = folder_of("excluded", 0, linger_s=100.0), folder_of("other", 0, linger_s=100.0)
+    keeper = threading.Thread(target=linger, args=(folder, "excluded.1"))
+    keeper.start()
+    assert release.answer({"run": "excluded"}) == [str(folder)]
+    keeper.join(timeout=30)
+    assert not folder.exists() and other.exists()
 
 
 def test_a_job_has_memory_of_its_own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

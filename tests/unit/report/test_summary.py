@@ -24,7 +24,8 @@ from megasdc.errors import (
     PeerError,
 )
 from megasdc.events import EventLog, read_events
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.origin import Origin
 from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.report.summary import Failure, RunSummary, render, summarize
@@ -190,6 +191,33 @@ def test_the_cause_is_not_who_lost_another(tmp_path: Path, monkeypatch: pytest.M
     log.emit("start", "run", layout={}, world_size=2, versions={})
     log.close()
     assert summarize(folder).failure is None, "it was started again"
+
+
+def test_a_rank_of_an_earlier_start_that_ends_late_is_no_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose host comes back, or that is woken, after the run has gone on elsewhere and ended well."""
+    folder = write_run(tmp_path / "run", losses(3))
+    for attempt, launch in ((1, "one"), (2, "two")):
+        monkeypatch.setenv(LAUNCH_ID_VARIABLE, launch)
+        log = EventLog(folder, 0, Origin("id", attempt))
+        log.emit("start", "run")
+        write_started(folder, 0)
+        if attempt == 2:
+            log.emit("end", "run", step=3, reason="all steps done")
+            write_done(folder, 0, 0)
+            said = {"exit_code": 0, "lines": ["all 2 ranks are done"], "failed_rank": None, "failed_host": None}
+            (folder / "done" / launch / "launch.json").write_text(json.dumps(said))
+        log.close()
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "one")
+    write_started(folder, 1)
+    late = EventLog(folder, 1, Origin("id", 1))
+    late.emit("end", "failed", exit_code=79, error="PeerError", message="another rank has gone", process_started=0.0)
+    late.close()
+    started = folder / "done" / "one" / "started_00001.json"
+    started.write_text(started.read_text().replace('"time": ', '"time": 0.'))  # before the second start
+    write_done(folder, 1, 79, PeerError("another rank has gone"))
+    assert summarize(folder).failure is None and load_run(folder).ending.exit_code == 0  # type: ignore[union-attr]
 
 
 def test_a_front_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ class SmallProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopped = False
         self.wrong = ""
+        self.released: list[str] = []
         self.ended: list[str] = []
 
     @property
@@ -113,6 +114,10 @@ class SmallProcesses:
     def left_out(self, attempt: Attempt) -> tuple[str, ...]:
         """See ``Engine``."""
         return tuple(host for host in attempt.hosts if host == self.wrong)
+
+    def release(self, hosts: Sequence[str]) -> None:
+        """See ``Engine``."""
+        self.released += hosts
 
     def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``."""
@@ -241,6 +246,7 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     engine = SmallProcesses(tmp_path, ENDS)
     assert supervise(tmp_path, engine) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,c", "c,a", "c,a"]
+    assert engine.released == ["b", "z", *SLOTS], "hosts that were replaced, and all at the end, keep nothing"
     assert engine.ended == [one.split()[0] for one in engine.started][:-1], (
         "whose locks the last one takes over at once"
     )
