@@ -38,6 +38,8 @@ class StepControl:
         self._group = data_group
         self._norm: Tensor | None = None
         self._skip = False
+        self.used_norm: Any = None
+        """Norm by which this rank clips in the running step, or the last one, loss scale included; None: by none."""
         self._checks = getattr(optimizer, "check_grad_overflow", False)
         self._listener: NormListener | None = None
         if is_bf16_optimizer(optimizer):
@@ -85,7 +87,27 @@ class StepControl:
             norm = self._norm.float()
         else:
             norm = self._norm_of_shards(norm_type) if self._listener is None else self._norm_of_parts()
-        return self._heard("total", norm)
+        self.used_norm = self._heard("total", norm)
+        return self.used_norm  # type: ignore[no-any-return]
+
+    def clip_again(self, gradient: Tensor, norm: Any) -> Tensor:
+        """Unscale and clip some elements of a reduced gradient as the last step did.
+
+        Args:
+            gradient: [n], as it is stored after the reduction; is not changed.
+            norm: 0-d, that of the step: ``used_norm``, of this rank or another.
+
+        Returns:
+            [n], fp32.
+
+        Sync: none.
+        """
+        clipped = gradient.to(torch.float32, copy=True)
+        if not is_bf16_optimizer(self._optimizer):
+            type(self._optimizer).unscale_and_clip_grads(self._optimizer, [clipped], norm)
+        elif self._optimizer.clip_grad > 0 and (factor := self._factor(norm)) != 1:
+            clipped.mul_(factor)
+        return clipped
 
     def _has_overflow(self, partition_gradients: bool = True) -> bool:
         return self._skip or bool(self._find_overflow(partition_gradients))
@@ -140,12 +162,12 @@ class StepControl:
             optimizer.clear_hp_grads()
             optimizer.clear_lp_grads()
             return
-        optimizer._global_grad_norm = norm
+        optimizer._global_grad_norm = self.used_norm = norm
         shards = list(
             zip(optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition, strict=True)
         )
         if optimizer.clip_grad > 0:
-            factor = self._heard("factor", torch.clamp(optimizer.clip_grad / (norm + 1e-6), max=1.0))
+            factor = self._heard("factor", self._factor(norm))
             for _, gradient in shards if factor != 1 else ():
                 gradient.mul_(factor)
         for flat, gradient in shards:
@@ -154,6 +176,10 @@ class StepControl:
         optimizer._lazy_init_hp_params_optimizer_state()
         optimizer.update_lp_params()
         optimizer.clear_hp_grads()
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        """What ``BF16_Optimizer`` multiplies gradients by, where it clips."""
+        return torch.clamp(self._optimizer.clip_grad / (norm + 1e-6), max=1.0)
 
     def _agreed_norm(self) -> Tensor:
         """DeepSpeed's norm of the whole copies, maximum over replicas; infinite if any is not finite."""

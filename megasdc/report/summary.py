@@ -68,6 +68,7 @@ class RunSummary:
     ``steps``: last one reported, 0: none; ``planned_steps``: None without a configuration; ``first_loss``,
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
+    ``weaker``: exact checks that were within a tolerance, or off, since a step of the run, and why;
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
     what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
     ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
@@ -87,6 +88,7 @@ class RunSummary:
     changed_settings: list[str]
     checkpoints: list[str]
     stragglers: list[str] = field(default_factory=list)
+    weaker: list[str] = field(default_factory=list)
     failure: Failure | None = None
     hangs: tuple[Hang, ...] = ()
     archive: str | None = None
@@ -137,6 +139,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         changed_settings=[_change_text(event) for event in run.of("resume", "changed")],
         checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
         stragglers=_stragglers(run),
+        weaker=list(dict.fromkeys(map(_weaker, run.of("sdc", *_WEAKER)))),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
         hangs=tuple(map(_hang, run.hangs)),
         archive=_archive(run),
@@ -227,6 +230,21 @@ def _stragglers(run: RunRecord) -> list[str]:
     return list(found.values())
 
 
+_WEAKER = ("slices_within_rounding", "not_comparable", "golden_unfit")
+"""Events of exact checks that compare less, or nothing, from then on."""
+
+
+def _weaker(event: Event) -> str:
+    """An exact check that compares less since a step, or a start, as text."""
+    fields, since = event.fields, "" if event.step is None else f" since step {event.step}"
+    if event.name == "not_comparable":
+        names = ", ".join(fields.get("differing") or ())
+        return f"audits leave out {fields.get('positions')} positions, whose ranks differ in {names}"
+    if event.name == "golden_unfit":
+        return f"no golden trace: {fields.get('reason')}"
+    return f"updates are compared within rounding{since}, where {fields.get('address')} differed each time"
+
+
 def _archive(run: RunRecord) -> str | None:
     """The newest checkpoint that was archived, and how many were not, as text."""
     pushed, failed = list(run.of("archive", "pushed")), list(run.of("archive", "failed"))
@@ -275,6 +293,7 @@ def render(summary: RunSummary) -> str:
     if summary.resumed_from:
         lines.append(f"resumed from step {', '.join(map(str, summary.resumed_from))}")
     lines += [f"changed           {text}" for text in summary.changed_settings]
+    lines += [f"not exact         {text}" for text in summary.weaker]
     lines += [f"straggler         {text}" for text in summary.stragglers]
     lines += [f"clocks            {text}" for text in summary.clocks]
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")

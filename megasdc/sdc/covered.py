@@ -5,7 +5,8 @@ Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config import MegasdcSection
@@ -14,6 +15,8 @@ from megasdc.config.sections.detection import EXTRA
 
 NOTHING = "-"
 _NORM = "NaN and Inf (norm)"
+SETTINGS = "settings"
+"""Row of what the optimizer steps with: hyperparameters and step counts."""
 _SLICES = {REDUCED_GRAD: "a slice added again", UPDATE: "a slice updated again"}
 
 
@@ -28,6 +31,7 @@ class Shape:
         covered: micro-batches that the always-on checks look at; None: as many as the budget allows.
         every: steps from one such look to the next.
         recomputes: whether activations are recomputed.
+        within: what is said, by phase, of slices that are compared within a tolerance since a step of the run.
     """
 
     replicas: int
@@ -36,6 +40,7 @@ class Shape:
     covered: int | None
     recomputes: bool
     every: int = 1
+    within: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def share(self) -> str:
@@ -74,7 +79,7 @@ def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
     rows = [_row(phase, sections, shape) for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)]
     if not shape.recomputes:
         del rows[1]
-    return [*rows, *(_row(phase, sections, shape) for phase in (REDUCED_GRAD, UPDATE, PARAMETER))]
+    return [*rows, *(_row(phase, sections, shape) for phase in (REDUCED_GRAD, SETTINGS, UPDATE, PARAMETER))]
 
 
 def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
@@ -88,7 +93,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         golden = "its own workload" if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
-    whole = shape.replicas > 1 if phase == PARAMETER else shape.is_whole
+    whole = shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole
     if any(exact for _, exact in every):
         exact = "always" if whole and phase not in _SLICES else "sometimes"
     else:
@@ -102,6 +107,8 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
     found = []
     if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
         found.append((f"forward = recompute, {shape.share}", True))
+    if phase == SETTINGS and section.enabled and shape.replicas > 1:
+        found.append(("replicas, hyperparameters and step counts", True))
     if phase == PARAMETER and section.enabled and section.parameters:
         found += [("replicas", True)] * (shape.replicas > 1) + [("copies of tensor ranks", True)] * (shape.tensor > 1)
     if phase in (FORWARD, BACKWARD) and section.enabled and section.finite:
@@ -109,7 +116,8 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
     if section.enabled and section.rows and phase in (FORWARD, BACKWARD, WEIGHT_GRAD):
         found.append(("rows of a product summed", False))
     if section.enabled and section.slice_elements and phase in _SLICES:
-        found.append((_SLICES[phase], True))
+        within = shape.within.get(phase)
+        found.append((_SLICES[phase] + (f", {within}" if within else ""), within is None))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):
         found.append((_NORM, False))
     if section.enabled and section.toleranced:

@@ -151,6 +151,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         study and study.in_step,
         # The last that changes gradients: nothing that comes after it acts in a step.
         bounds,
+        slices and slices.unclipped,  # reads alone
         # Whether to stop: this run, then a study's replicas.
         SkipWatch(training.max_skipped_steps),
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
@@ -213,7 +214,7 @@ def _build_detection(parts: HookParts, writer: MetricsWriter | None) -> Detectio
     speed = measure_speed(config, run.engine)
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
     if run.dims.rank == 0:
-        table = coverage_table(config, run.engine, plan)
+        table = coverage_table(config, run.engine, plan.cadence)
         logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         run.events.emit("start", "coverage", step=run.step, table=table)
     return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan, writer)

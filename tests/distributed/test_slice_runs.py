@@ -20,6 +20,7 @@ from whole_runs import (
     write_config,
 )
 
+from megasdc.report.summary import summarize
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
@@ -120,6 +121,108 @@ def test_a_wrong_element_is_found_in_its_step(
     assert "linear_fc1" in page
 
 
+STATE = {"phase": "optimizer_state", "submodule": "*", "once": True, "kind": "bit_flip", "bits": [20]}
+FLIPS = {"decay": "*.exp_avg", "no_decay": "*bias.exp_avg_sq"}
+"""A moment of one parameter of each group of the optimizer."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [((1, 3), {}), ((1, 3), {"deepspeed__bf16": {"enabled": True}}), ((2, 2), {})],
+    ids=["dp3", "dp3_bf16", "pp2"],
+)
+def test_flips_in_the_moments_of_any_group_are_put_right(
+    tmp_path: Path, data: Path, layout: tuple[int, int], changes: dict[str, Any]
+) -> None:
+    """Of one group, of the other, and of both in one step: the run ends with the bits of a run without them."""
+    pipeline, replicas = layout
+    world = pipeline * replicas
+    at = [("decay", 3, world - 1), ("no_decay", 4, world - 2), ("decay", 5, 0), ("no_decay", 5, 0)]
+    faults = [{**STATE, "steps": [step, step], "rank": rank, "slot": FLIPS[group]} for group, step, rank in at]
+    sizes = {"parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas, **changes}
+    for name, more in {"clean": {}, "run": {"faults": faults}}.items():
+        config = _write(tmp_path, data, name, **{**sizes, **more})
+        assert {code for code, _ in train_run(config, world)} == {0}
+    assert len(events_of(tmp_path / "run", "fault", "injected")) == 4
+    found = [(3, world - 1), (4, world - 2), (5, 0)]
+    verdict = "not_reproduced", "own copy", "repair"
+    assert verdicts_of(tmp_path / "run") == [(step, "state", rank, *verdict) for step, rank in found]
+    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+    (told,) = events_of(tmp_path / "run", "start", "slices")
+    assert told["period"] == 1
+
+
+@pytest.mark.parametrize(("phase", "tier"), [("optimizer_state", "state"), ("update", "update")])
+def test_what_may_be_more_than_a_slice_is_not_called_repaired(
+    tmp_path: Path, data: Path, phase: str, tier: str
+) -> None:
+    """Slices of a third of a shard: whether the rest is right is not known, and the run ends and says so."""
+    fault = {
+        **STATE,
+        "phase": phase,
+        "slot": "*.exp_avg",
+        "once": False,
+        "elements": 100_000,
+        "rank": 1,
+        "steps": [3, 3],
+    }
+    config = _write(tmp_path, data, "run", faults=[fault], deepspeed__train_batch_size=4)
+    results = train_run(config, 2, "megasdc.sdc.always_on.slice_elements=5000")
+    assert {code for code, _ in results} == {73}, results
+    verdicts = verdicts_of(tmp_path / "run")
+    assert [(one[1], one[2], one[-1]) for one in verdicts] == [(tier, 1, "halt")]
+    assert "the step cannot be repaired, since a slice is 5000 elements" in results[0][1]
+    assert "goes back to the newest verified save" in results[0][1]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_clipped_gradient_is_held_against_the_one_before(tmp_path: Path, data: Path, bf16: bool) -> None:
+    """One element of a shard after clipping: the update is computed again from the gradient before it."""
+    fault = {**FAULT, "steps": [4, 4], "phase": "clipped_grad", "rank": 1}
+    sizes = {
+        "deepspeed__train_batch_size": 4,
+        "deepspeed__bf16": {"enabled": bf16},
+        "deepspeed__gradient_clipping": 0.1,
+    }
+    for name, faults in {"clean": [], "run": [fault]}.items():
+        config = _write(tmp_path, data, name, faults=faults, **sizes)
+        assert {code for code, _ in train_run(config, 2)} == {0}
+    assert verdicts_of(tmp_path / "run") == [(4, "update", 1, "not_reproduced", "referee", "repair")]
+    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "slot", "looks", "bf16", "named"),
+    [
+        (3, "0.lr", True, False, "relative to the majority"),
+        (2, "0.lr", False, True, None),
+        (2, "1.eps", True, True, "own settings of the step before"),
+        (2, "0.step", True, False, "own settings of the step before"),
+        (3, "0.weight_decay", False, False, "relative to the majority"),
+    ],
+)
+def test_a_rank_that_steps_with_other_settings_is_found(
+    tmp_path: Path, data: Path, replicas: int, slot: str, looks: bool, bf16: bool, named: str | None
+) -> None:
+    """However little it changes; in the step where slices look, else before the next is committed.
+
+    Of two that both follow a schedule none is named.
+    """
+    bit = 22 if slot.endswith("step") else 3
+    fault = {"phase": "hyperparameter", "slot": slot, "rank": 1, "steps": [4, 4], "kind": "bit_flip", "bits": [bit]}
+    sizes = {"deepspeed__train_batch_size": 2 * replicas, "deepspeed__bf16": {"enabled": bf16}}
+    config = _write(tmp_path, data, "run", faults=[fault], **sizes)
+    others = ["megasdc.sdc.always_on.slice_elements=null", "megasdc.sdc.always_on.parameters=true"]
+    results = train_run(config, replicas, *([] if looks else others))
+    assert len(events_of(tmp_path / "run", "fault", "injected")) == 1
+    assert {code for code, _ in results} == {73}, results
+    verdict = "inconclusive", named or "relative to the majority", "halt"
+    assert verdicts_of(tmp_path / "run") == [(4 if looks else 5, "settings", 1 if named else None, *verdict)]
+    assert events_of(tmp_path / "run", "sdc", "slices_within_rounding") == []
+    (finding,) = events_of(tmp_path / "run", "sdc", "finding")
+    assert len(finding["values"]) == replicas and finding["ranks"] == ([1] if named else [0, 1])
+
+
 @pytest.mark.parametrize(("phase", "named"), [("reduced_grad", 1), ("collective", None)])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_right_copy_elsewhere_names_the_owner(
@@ -166,10 +269,15 @@ def _with_rounding_elsewhere(config: str) -> tuple[int, str | None]:
 @pytest.mark.parametrize("slot", [None, "weight.exp_avg_sq"])
 def test_rounding_hides_no_fault(tmp_path: Path, data: Path, slot: str | None) -> None:
     """The first look that finds a kernel to round otherwise elsewhere still finds what rounding does not explain."""
-    fault = {**FAULT, "steps": [2, 2], "phase": "update", "slot": slot, "rank": 0}
+    fault = {**FAULT, "steps": [1, 1], "phase": "update", "slot": slot, "rank": 0}
     config = _write(tmp_path, data, "run", faults=[fault] if slot else [], deepspeed__train_batch_size=2)
     assert run_distributed(_with_rounding_elsewhere, 1, str(config), init=False) == [(0, None)]
     (told,) = events_of(tmp_path / "run", "sdc", "slices_within_rounding")
-    assert told["step"] == 2 and told["elements"] == [0]
-    verdict = (2, "update", 0, "not_reproduced", "own results elsewhere", "repair")
+    assert told["step"] == 1 and told["elements"] == [0]
+    assert summarize(tmp_path / "run").weaker == [
+        f"updates are compared within rounding since step 1, where {told['address']} differed each time"
+    ]
+    (covered,) = events_of(tmp_path / "run", "sdc", "coverage")
+    assert any("update" in line and "within rounding since step 1" in line for line in covered["table"])
+    verdict = (1, "update", 0, "not_reproduced", "own results elsewhere", "repair")
     assert verdicts_of(tmp_path / "run") == ([verdict] if slot else [])

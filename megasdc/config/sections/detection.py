@@ -71,7 +71,8 @@ class AlwaysOnSection(Section):
     slice_elements: PositiveInt | None = setting(
         None,
         "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
-        "step and the update are checked in each step, others each step until all have been; null: none.",
+        "step and the update are checked in each look, others each time until all have been; as many as the shard has, "
+        "or more: what was wrong once can be repaired; null: none.",
     )
     rows: bool = setting(
         False,

@@ -92,6 +92,9 @@ def adam_bounds(before: AdamSlice, gradient: Tensor, step: float | Tensor, setti
     - The root of v, its quotient by the root of the correction, and eps: half of v's share and five roundings more. The
       quotient of the moments and the step size come to three, the last sum and the decay to three of the master.
 
+    - Where v is below a million times the smallest normal number its share is not known. The quotient is at most that
+      by eps, so that result and exact value are no farther apart than twice that; without eps there is no bound.
+
     Each count is doubled, and coupled decay adds one rounding to the gradient.
     """
     (beta1, beta2), rate, decay = settings.betas, settings.learning_rate, settings.weight_decay
@@ -103,11 +106,13 @@ def adam_bounds(before: AdamSlice, gradient: Tensor, step: float | Tensor, setti
     exp_avg_sq = 16 * unit * (beta2 * before.exp_avg_sq.double().abs() + (1 - beta2) * reach * reach) + tiny
     root = (after.exp_avg_sq / (1 - beta2**step)).sqrt()
     denominator = root + settings.eps
-    # A second moment near the smallest normal number is known badly: there the bound says nothing.
-    share = torch.where(after.exp_avg_sq > 1e6 * tiny, 24 * unit, torch.inf)
     size = rate / (1 - beta1**step)
     change = size * after.exp_avg.abs() / denominator
-    moved = torch.where(change > 0, change * share, 0.0) + 2 * size * exp_avg / denominator
+    # A second moment near the smallest normal number is known badly: there only eps keeps the quotient small.
+    largest = 3 * size * after.exp_avg.abs() / settings.eps if settings.eps else torch.full_like(change, torch.inf)
+    spread = torch.where(after.exp_avg_sq > 1e6 * tiny, 24 * unit * change, largest)
+    divisor = torch.where(after.exp_avg_sq > 1e6 * tiny, denominator, settings.eps or 0.0)
+    moved = torch.where(change > 0, spread, 0.0) + 2 * size * exp_avg / divisor
     return AdamSlice(6 * unit * (master + change) + moved + tiny, exp_avg, exp_avg_sq)
 
 

@@ -182,6 +182,7 @@ class Incident:
         "reduction",
         "state",
         "update",
+        "settings",
     ]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
@@ -196,6 +197,7 @@ class Incident:
         "own copy",
         "file of the data",
         "mean of the replicas' gradients",
+        "own settings of the step before",
     ]
     policy: Literal["halt", "isolate", "repair", "warn"]
     done: Literal["halted", "isolated", "repaired", "committed"]

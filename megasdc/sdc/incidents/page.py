@@ -29,6 +29,7 @@ _TIERS = {
     "reduction": "the sum of gradients over replicas, of which a slice was added up again",
     "state": "a slice of the optimizer's state, which changed between two steps",
     "update": "a slice of the optimizer's update, which another rank, or this one elsewhere, computed again",
+    "settings": "what an optimizer step used, hyperparameters and step counts: replicas have not the same",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
 }
 _VERDICTS = {
@@ -46,6 +47,7 @@ _BASES = {
     "own copy": "Right is what the rank itself had left there after the last step; it was put back.",
     "file of the data": "Right is what the file of the prepared data holds, whose blocks have their checksums.",
     "mean of the replicas' gradients": "Right is the mean of what replicas gave; owner, adder or link made another.",
+    "own settings of the step before": "The rank contradicts itself: what no other rank changed since the step before.",
     "own results elsewhere": "The rank contradicts itself: its result changes when its elements are in other places.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",

@@ -27,7 +27,7 @@ class Settled:
 
     ``tier``: as of ``incident.Incident``; ``micro_batch``: number in the step, None where it belongs to
     none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
-    ``opinions``: the referee's.
+    ``opinions``: the referee's; ``unrepaired``: why putting right what was found would not put right the step.
     """
 
     tier: str
@@ -36,6 +36,7 @@ class Settled:
     compared: int = 0
     differing: Counts = field(default_factory=dict)
     opinions: tuple[Opinion, ...] = ()
+    unrepaired: str = ""
 
     @property
     def worst(self) -> Ruling:

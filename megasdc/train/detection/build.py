@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
-from megasdc.config.sections.optimizer_hooks import LOCAL
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
@@ -12,7 +14,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.checks import CheckSettings, Detection
-from megasdc.train.detection.coverage import CheckPlan
+from megasdc.train.detection.coverage import CheckPlan, coverage_table
 from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.incidents import Incidents
@@ -20,6 +22,7 @@ from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.observe import Observation, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import build_referee
+from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.process.signals import StopSignals
 
@@ -66,10 +69,15 @@ def build_detection(
         algorithm,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         save_interval=sections.checkpoint.interval,
-        sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
+        checkable=Checkable(
+            sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
+            clips=not any(spec.where == AFTER_NORM for spec in sections.optimizer_hooks),
+        ),
     )
     budget = Budget(plan, run.engine, writer)
-    return Detection(settings, run, batches, disputes, parameters, signals, budget, referee)
+    detection = Detection(settings, run, batches, disputes, parameters, signals, budget, referee)
+    detection.table = partial(coverage_table, config, run.engine)
+    return detection
 
 
 def watches_of(detection: Detection) -> list[Watch]:

@@ -7,7 +7,7 @@ over replicas. A finding is not an error: all ranks learn it at the same point a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.audits.referee import Referee
+from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.recompute import compare_recomputed
 from megasdc.sdc.trace import Trace, digest
@@ -40,7 +41,8 @@ from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
-from megasdc.train.detection.slices.hook import SliceChecks
+from megasdc.train.detection.settings import NONE
+from megasdc.train.detection.slices.hook import Checkable, SliceChecks
 from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens
 from megasdc.train.process.signals import StopSignals
 
@@ -62,7 +64,7 @@ class CheckSettings:
     Args:
         recomputes: whether activations are recomputed.
         save_interval: steps, 0 for no checkpoints.
-        sums: whether no bound changes gradients just before they are summed over replicas.
+        checkable: what bounds leave to be checked of gradients.
     """
 
     audit: AuditSection
@@ -70,7 +72,7 @@ class CheckSettings:
     algorithm: ChecksumAlgorithm
     recomputes: bool
     save_interval: int
-    sums: bool
+    checkable: Checkable
 
     @property
     def checks_recompute(self) -> bool:
@@ -100,6 +102,7 @@ class Detection(Hook):
         rows: the hook that checks rows of products; None: there is none.
         tokens: the hook that compares micro-batches with the file; None: nothing does.
         permuted: computes audited micro-batches with elements in other places; None: nothing does.
+        table: what is covered, as lines, with a cadence and with what is no longer exact, by phase.
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class Detection(Hook):
         size = sdc.always_on.slice_elements
         self.slices: SliceChecks | None = None
         if sdc.always_on.enabled and size is not None:
-            self.slices = SliceChecks(size, disputes.settle_slice, budget, sums=settings.sums)
+            self.slices = SliceChecks(
+                size, disputes.settle_slice, self._tell_tolerant, budget, disputes.settings, settings.checkable
+            )
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
@@ -133,7 +138,9 @@ class Detection(Hook):
         self.tokens = TokenCheck(batches) if always_on.enabled and always_on.tokens else None
         self._save_interval = settings.save_interval
         self.referee = referee
-        self._host_group = run.host_group
+        self._run, self._host_group = run, run.host_group
+        self._within: dict[str, str] = {}
+        self.table: Callable[[Cadence, Mapping[str, str]], list[str]] = lambda cadence, within: []
         self._requested = False
         self._auditing = False
         self._extra: Shared | None = None
@@ -213,6 +220,8 @@ class Detection(Hook):
         if self._audit.enabled and (run.dims.data > 1 or self.permuted is not None):
             self._first_step = run.engine.step_number
         self._disputes.on_start(run)
+        if self._always_on.enabled:
+            self._disputes.settings.start()
         if run.dims.rank == 0:
             for line in self.budget.lines:
                 logger.info("%s", line)
@@ -279,11 +288,11 @@ class Detection(Hook):
                 if self._extra is not None:
                     self._compute_extra(engine, self._extra)
                 audited, moved = self._audited.take(), self._move(engine)
-            evidence = Evidence(
-                parameters, audited, checked, moved, self._found_in_rows(engine), self._found_in_tokens(engine)
-            )
+            settings = self._disputes.settings.take() if self._always_on.enabled else NONE
+            rows, given = self._found_in_rows(engine), self._found_in_tokens(engine)
+            evidence = Evidence(parameters, audited, checked, moved, rows, given, settings)
             with budget.fixed:
-                digests = [digest(evidence.parameters), digest(evidence.audited)]
+                digests = [digest(evidence.parameters), digest(evidence.audited), evidence.settings]
                 copies = [digest(self._parameters.copies(evidence.parameters))]
                 wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
                 wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
@@ -297,7 +306,8 @@ class Detection(Hook):
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[1])
-            if not (agreed.differing[0] or agreed.stages[0] or audit_differs or any(exact)):
+            of_state = agreed.differing[0] or agreed.differing[2] or agreed.stages[0]
+            if not (of_state or audit_differs or any(exact)):
                 return
             budget.ignore_step()
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
@@ -371,6 +381,15 @@ class Detection(Hook):
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 
+    def _tell_tolerant(self, texts: dict[str, str]) -> None:
+        """Print the table of what is covered again, and write its event: a check is no longer exact."""
+        self._within |= texts
+        run = self._run
+        if run.dims.rank == 0:
+            table = self.table(self.budget.cadence, self._within)
+            logger.warning("coverage of silent data corruption from now on:\n%s", "\n".join(table))
+            run.events.emit("sdc", "coverage", step=run.engine.step_number, table=table, within=self._within)
+
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Search for the cause of a skipped step, if it is not known yet; parameters are unchanged."""
         if self.search is not None and engine.is_skipped and self.search.place is None:
@@ -394,26 +413,31 @@ class Detection(Hook):
         self._disputes.after_save()
 
     def before_save(self, run: Run) -> None:
-        """Compare the parameters about to be saved, since the next step would do so only after the save.
+        """Compare the parameters about to be saved, and the settings of their step, as the next step would too late.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt; nothing is saved then.
 
         Collective: all ranks of the world.
         """
-        if not (self._always_on.enabled and self._always_on.parameters):
+        if not self._always_on.enabled:
             return
         repaired = False
         while True:
-            self._parameters.start()
+            if self._always_on.parameters:
+                self._parameters.start()
             own = self._parameters.take()
-            copies = digest(self._parameters.copies(own))
-            agreed = compare_replicas([digest(own)], [], run.dims, self._host_group, [copies])
-            if not (agreed.differing[0] or agreed.stages[0]):
+            copies, settings = digest(self._parameters.copies(own)), self._disputes.settings.take()
+            agreed = compare_replicas([digest(own), settings], [], run.dims, self._host_group, [copies])
+            if not (agreed.differing[0] or agreed.differing[1] or agreed.stages[0]):
                 return
             if not self._disputes.settle_kept(run.engine, own, agreed, repaired=repaired):
                 return
             repaired = True
+
+    def close(self) -> None:
+        """Stop listening to the optimizer."""
+        self._disputes.settings.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Findings so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,15 +127,21 @@ def share_text(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
-def coverage_table(config: RunConfig, engine: TrainingEngine, plan: CheckPlan) -> list[str]:
-    """The phases of a step and their checks in this run, a line for each row, and the conclusions."""
+def coverage_table(
+    config: RunConfig, engine: TrainingEngine, cadence: Cadence, within: Mapping[str, str] | None = None
+) -> list[str]:
+    """The phases of a step and their checks in this run, a line for each row, and the conclusions.
+
+    ``within``: what is said, by phase, of exact checks that are within a tolerance now.
+    """
     shape = Shape(
         replicas=engine.dims.data,
         tensor=engine.dims.tensor,
         micro_batches=engine.micro_batches,
-        covered=plan.cadence.micro_batches,
-        every=plan.cadence.every,
+        covered=cadence.micro_batches,
+        every=cadence.every,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        within=within or {},
     )
     return render_coverage(config.megasdc, shape)
 

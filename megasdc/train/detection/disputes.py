@@ -33,12 +33,13 @@ from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.settings import SETTINGS, UsedSettings
 from megasdc.train.process.isolation import IsolationError
 
 logger = logging.getLogger(__name__)
 
 SEVERITY = ("warn", "repair", "isolate", "halt")
-STATE_TIERS = ("parameters", "copies")
+STATE_TIERS = ("parameters", "copies", SETTINGS)
 """Checks of the state at the start of a step, that is, of the step before."""
 SLICE_TIERS = ("reduction", "state", "update")
 """Checks that end when the optimizer has stepped."""
@@ -62,6 +63,7 @@ class Disputes:
         before: Sequence[Listener] = (),
     ) -> None:
         self._section = section
+        self.settings = UsedSettings(run)
         self._dims = run.dims
         self._group = run.host_group
         self._keys = dict(keys)
@@ -142,6 +144,8 @@ class Disputes:
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed.differing[1])
+        if agreed.differing[2]:
+            self._act(step, self.settings.rule(step - 1), repaired, in_step=False)
         if agreed.differing[0]:
             again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired)
             if audit_differs and not again:  # ranks with wrong parameters computed other results
@@ -178,6 +182,10 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
+            if agreed.differing[1]:
+                self._act(engine.step_number, self.settings.rule(engine.step_number - 1), repaired, in_step=False)
+            if not (agreed.differing[0] or agreed.stages[0]):
+                return self._commit(engine.step_number, again=False)
             differ = self._findings.of_parameters if agreed.differing[0] else self._findings.of_copies
             again = self._act(engine.step_number, differ(engine, own), repaired)
         return self._commit(engine.step_number, again)
@@ -251,7 +259,8 @@ class Disputes:
         policy = self._section.policy
         action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
         lasts = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
-        if action == "repair" and (repaired or (lasts and not in_step)):
+        half = found.unrepaired if action == "repair" else ""
+        if action == "repair" and (half or repaired or (lasts and not in_step)):
             action = "halt"
         wrong = {ruling.rank for ruling in found.rulings if ruling.rank is not None}
         replicas = {self._dims.at(rank).dp_rank for rank in wrong}
@@ -269,9 +278,11 @@ class Disputes:
         page = self._incidents.report(step, found, action)
         if ends_here:
             again = " after the step was recomputed" if repaired else ""
+            text += f"; the step cannot be repaired, since {half}" if half else ""
             ends = "is the last, and is not saved" if found.tier in SLICE_TIERS else "is not committed"
+            goes_back = "" if action == "isolate" else f"{self._incidents.way_back}. "
             message = f"step {step} {ends}: the {found.tier} check found silent data corruption{again}: {text}. " + (
-                f"What to do: {page}" if page else "The incident report could not be written"
+                goes_back + (f"What to do: {page}" if page else "The incident report could not be written")
             )
             if action == "halt":
                 raise CorruptionError(message)

@@ -10,6 +10,7 @@ from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.rows import Rows
+from megasdc.train.detection.settings import NONE
 from megasdc.train.detection.tokens import Given
 
 Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
@@ -28,6 +29,7 @@ class Evidence:
         moved: the shared micro-batch with elements in other places; None: it was not computed so.
         rows: of a product; None: none was looked at.
         given: micro-batches as the model was given them, against the file; None: none is compared.
+        settings: digest of those that the last step used.
     """
 
     parameters: Trace
@@ -36,6 +38,7 @@ class Evidence:
     moved: Moved | None = None
     rows: Rows | None = None
     given: Given | None = None
+    settings: int = NONE
 
     @property
     def place_matters(self) -> bool:

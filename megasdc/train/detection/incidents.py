@@ -76,6 +76,15 @@ class Incidents:
         except StorageError as error:
             logger.error("%s", error)
 
+    @property
+    def way_back(self) -> str:
+        """Where a run that is halted goes on, as a sentence without its full stop."""
+        text = "The next start goes back to the newest verified save, in memory or on disk"
+        if self._agreed is None:
+            return f"{text}; no audit of this start has verified one"
+        last, audit_step = self._agreed
+        return f"{text}, of step {last} or before, which the audit of step {audit_step} verified"
+
     def report(self, step: int, found: Settled, action: str) -> str | None:
         """Write the reports; before a halt, name the page in the mark for the next start.
 

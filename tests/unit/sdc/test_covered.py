@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_cov
 ROOT = Path(__file__).parents[3]
 SHAPE = Shape(replicas=3, tensor=1, micro_batches=4, covered=1, recomputes=True)
 ON = {"always_on": {"enabled": True}}
-STEP = ["forward", "recompute", "backward", "weight_grad", "reduced_grad", "update", "parameter"]
+STEP = ["forward", "recompute", "backward", "weight_grad", "reduced_grad", "settings", "update", "parameter"]
 
 
 def sections(**changes: Any) -> MegasdcSection:
@@ -53,15 +54,25 @@ def test_by_default_nothing_is_compared() -> None:
         ({"audit": {"enabled": True}}, SHAPE, [], [*STEP[:4], "parameter"]),
         ({"audit": {"enabled": True}}, Shape(1, 1, 4, 1, True), [], []),
         ({"audit": {"enabled": True, "permuted": True}}, Shape(1, 1, 4, 1, True), [], STEP[:4]),
-        ({"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}}, Shape(1, 1, 4, 1, False), [], STEP[4:6]),
-        ({"sdc": ON}, SHAPE, ["parameter"], STEP[:2]),
-        ({"sdc": ON}, Shape(3, 1, 4, 4, True), ["parameter", *STEP[:2]], []),
-        ({"sdc": ON}, Shape(3, 1, 4, None, True), ["parameter"], STEP[:2]),
-        ({"sdc": ON}, Shape(3, 1, 4, 1, False), ["parameter"], []),
+        (
+            {"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}},
+            Shape(1, 1, 4, 1, False),
+            [],
+            ["reduced_grad", "update"],
+        ),
+        ({"sdc": ON}, SHAPE, ["settings", "parameter"], STEP[:2]),
+        ({"sdc": ON}, Shape(3, 1, 4, 4, True), ["settings", "parameter", *STEP[:2]], []),
+        ({"sdc": ON}, Shape(3, 1, 4, None, True), ["settings", "parameter"], STEP[:2]),
+        ({"sdc": ON}, Shape(3, 1, 4, 1, False), ["settings", "parameter"], []),
         ({"sdc": ON}, Shape(1, 1, 4, 1, False), [], []),
         ({"sdc": ON}, Shape(1, 2, 4, 1, False), [], ["parameter"]),
-        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "recompute": False}}}, SHAPE, [], []),
-        ({"sdc": {"always_on": {"enabled": True, "toleranced": True, "recompute": False}}}, SHAPE, ["parameter"], []),
+        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "recompute": False}}}, SHAPE, ["settings"], []),
+        (
+            {"sdc": {"always_on": {"enabled": True, "toleranced": True, "recompute": False}}},
+            SHAPE,
+            ["settings", "parameter"],
+            [],
+        ),
         ({"sdc": {"golden": "g"}}, SHAPE, [], STEP[:4]),
         ({"sdc": {"golden": "g", "golden_at_start": False}}, SHAPE, [], []),
         ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], STEP[:4]),
@@ -75,6 +86,15 @@ def test_each_check_covers_its_phases(
     found = exact(shape, **changes)
     assert {phase for phase, how in found.items() if how == "always"} == set(always)
     assert {phase for phase, how in found.items() if how == "sometimes"} == set(sometimes)
+
+
+def test_a_check_that_is_no_longer_exact_is_not_said_to_be() -> None:
+    """The row tells since when, and the phase counts as never compared bit by bit."""
+    asked = {"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}}
+    shape = replace(SHAPE, within={"update": "within rounding since step 5"})
+    assert exact(**asked)["update"] == "sometimes" and exact(shape, **asked)["update"] == "never"
+    (row,) = (one for one in coverage_rows(sections(**asked), shape) if one.phase == "update")
+    assert row.every_step == "a slice updated again, within rounding since step 5"
 
 
 def test_headings_say_when() -> None:

@@ -17,6 +17,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.checks import CheckSettings, Detection
 from megasdc.train.detection.coverage import CheckPlan, share_text
+from megasdc.train.detection.slices.hook import Checkable
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
@@ -32,7 +33,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         default_algorithm(torch.device("cpu")),
         recomputes=False,
         save_interval=save_interval,
-        sums=True,
+        checkable=Checkable(),
     )
     return Detection(settings, run, nothing, nothing, nothing, nothing, budget, nothing)
 

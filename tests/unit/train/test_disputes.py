@@ -30,7 +30,7 @@ from megasdc.train.detection.disputes import Disputes
 from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
-DIFFER = Agreed((((0, 0),),), ((),), ())
+DIFFER = Agreed((((0, 0),), ()), ((),), ())
 
 
 class Parameters:
@@ -225,7 +225,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence: Any = SimpleNamespace(parameters=Trace(), audited=seen)
-    agreed = Agreed(((), ((0, 0),)), ((),), (False, False, False, False))
+    agreed = Agreed(((), ((0, 0),), ()), ((),), (False, False, False, False))
     for known in (set(), {0}):
         with pytest.raises(Asked) as asked:
             disputes.settle(run.engine, evidence, agreed, lambda *_: (seen, None), repaired=False)

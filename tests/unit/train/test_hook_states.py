@@ -88,6 +88,7 @@ def test_names_under_which_states_are_kept() -> None:
         "GradientBounds",
         "Reporter",
         "SkipWatch",
+        "SliceChecks",
         "TolerancedChecks",
     }
 

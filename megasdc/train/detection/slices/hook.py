@@ -16,6 +16,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
+from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.bounds import Exact
@@ -26,6 +27,7 @@ from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, Ruling, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.settings import UsedSettings
 from megasdc.train.detection.slices.layout import Slice, Slices
 from megasdc.train.detection.slices.reduction import SumCheck, WrongSum
 from megasdc.train.detection.slices.update import STATES, Checked, Update, UpdateSlices, checksum
@@ -37,10 +39,12 @@ SUMS, KEPT_STATE, UPDATES = "reduction", "state", "update"
 OWN_COPY, MEAN = "own copy", "mean of the replicas' gradients"
 """Bases of their rulings, besides those of ``megasdc.sdc.replay``."""
 REPEATS = 5
-ELEMENTS = 1024
-"""Most elements of an update that the referee computes."""
+SHOWN = 16
+"""Elements of an update that an event names one by one."""
 Act = Callable[[int, Callable[[Collection[int]], Settled]], bool]
 """Settles a finding of a step: gets the devices found wrong before; returns whether it is to be repaired."""
+Tell = Callable[[dict[str, str]], None]
+"""Gets exact checks that are within a tolerance from now on: what is said of each, by phase."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,18 @@ class Claim:
     Args:
         owner: global rank of the update.
         row: which of ``STATES`` differs first.
-        elements: of the slice that differ, the first ``ELEMENTS``.
+        elements: of the slice that differ, ascending, [n].
         got: checksum of the owner's row.
         expected: of the checker's.
+        same_inputs: whether the checker has computed it from the owner's inputs, bit by bit.
     """
 
     owner: int
     row: int
-    elements: tuple[int, ...]
+    elements: Tensor
     got: int
     expected: int
+    same_inputs: bool
 
 
 class Found(Hook):
@@ -73,55 +79,101 @@ class Found(Hook):
         self._checks.compare()
 
 
+class Unclipped(Hook):
+    """Hook that takes what the optimizer is about to clip: the last one before it."""
+
+    def __init__(self, checks: SliceChecks) -> None:
+        self._checks = checks
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Copy this rank's slice of the gradient."""
+        self._checks.take_unclipped()
+
+
+@dataclass(frozen=True)
+class Checkable:
+    """What of a step hooks leave as it is between two places that checks compare.
+
+    Args:
+        sums: gradients from the last micro-batch to their sum over replicas.
+        clips: gradients from their clipping to the optimizer.
+    """
+
+    sums: bool = True
+    clips: bool = True
+
+
 class SliceChecks(Hook):
     """Checks a slice of each shard in each step: the sum of its gradient, its state since the last step, its update.
+
+    A slice is put right only where it is the whole shard, so that what else changed is known too; else a finding halts.
 
     Args:
         size: most elements of a slice.
         act: settles what is found.
+        tell: is told where a check is no longer exact.
         budget: says which steps look at a slice, and measures that.
-        sums: whether the sum of gradients can be checked: nothing changes them between a copy and the sum.
 
     Attributes:
         found: the hook that reads what the step has found; a hook of its own, since it comes after fault injection.
+        unclipped: the hook that reads gradients when all others have changed them.
     """
 
-    def __init__(self, size: int, act: Act, budget: Budget, *, sums: bool) -> None:
-        self._size, self._act, self._budget, self._with_sums = size, act, budget, sums
+    def __init__(
+        self, size: int, act: Act, tell: Tell, budget: Budget, used: UsedSettings, checkable: Checkable
+    ) -> None:
+        self._size, self._act, self._tell, self._budget, self._used = size, act, tell, budget, used
+        self._checkable = checkable
         self.found: Hook = Found(self)
+        self.unclipped: Hook = Unclipped(self)
         self._sums: SumCheck | None = None
         self._wrong_sum: WrongSum | None = None
         self._tolerant = False
         self._engine: Any = None
         self._host_group: dist.ProcessGroup | None = None
         self._names: dict[int, tuple[str, str]] = {}
-        self._looks = False
+        self._turn = 0
+        """Looks so far that looked at all there is to it, and so the slice that is due."""
+        self._looks = self._is_whole = False
 
     def on_start(self, run: Run) -> None:
         """Find out which slices there are, and tell after how many steps all have been looked at."""
         self._engine, self._host_group, self._events = run.engine, run.host_group, run.events
+        self._used.start()
         self._slices = Slices(run.engine, self._size, run.host_group)
-        self._sums = SumCheck(run.engine, self._slices) if self._with_sums else None
-        self._updates = UpdateSlices(run.engine, self._slices)
+        sums, clips = self._checkable.sums, self._checkable.clips
+        self._sums = SumCheck(run.engine, self._slices) if sums else None
+        self._updates = UpdateSlices(run.engine, self._slices, self._used, clips=clips)
         self._names = {
             id(parameter): (submodule.fqn, slot)
             for submodule in list_submodules(run.engine.module)
             for slot, parameter in submodule.parameters.items()
         }
         if run.dims.rank == 0:
-            told = {"elements": self._size, "period": self._slices.period, "sums": self._with_sums}
-            run.events.emit("start", "slices", step=run.step, **told)
+            told = {"elements": self._size, "period": self._slices.period, "sums": sums, "clipping": clips}
+            every = self._budget.cadence.every
+            run.events.emit("start", "slices", step=run.step, every=every, **told)
             logger.info(
-                "slices of %d elements: all of the optimizer is looked at in %d steps that look at one%s",
+                "slices of %d elements: all of the optimizer is looked at in %d steps that look at one%s%s%s",
                 self._size,
                 self._slices.period,
-                "" if self._with_sums else "; sums of gradients are not, since a bound changes each rank's own before",
+                "" if every == 1 else f", now each {every}. step",
+                "" if sums else "; sums of gradients are not, since a bound changes each rank's own before",
+                "" if clips else "; clipping is not, since a bound changes gradients after it",
             )
 
     def close(self) -> None:
         """Remove the optimizer's hook."""
         if self._engine is not None:
             self._updates.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The slice that is due, so that starts do not look at the first ones again and again."""
+        return {"turn": self._turn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        self._turn = int(state["turn"])
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -133,14 +185,24 @@ class SliceChecks(Hook):
         """Copy slices of this rank's gradients."""
         if self._sums is not None and self._looks:
             with self._budget.slices:
-                self._sums.copy(self._turn(engine.step_number))
+                self._sums.copy(self._turn)
 
     def compare(self) -> None:
         """Compare this rank's slices of the reduced gradient, and of the state that the last step left."""
         if self._looks:
             with self._budget.slices:
                 self._wrong_sum = None if self._sums is None else self._sums.compare()
-                self._updates.compare_state(self._turn(self._engine.step_number))
+                self._is_whole = self._updates.compare_state(self._turn)
+            if self._updates.copy_changed:
+                step, due = self._engine.step_number, self._turn % self._slices.period
+                self._events.emit("sdc", "slice_copy_changed", step=step, slice=due)
+                logger.warning("step %d: the copy of a slice of the state has changed, and the state has not", step)
+
+    def take_unclipped(self) -> None:
+        """Copy this rank's slice of the gradient that the optimizer is about to clip."""
+        if self._looks:
+            with self._budget.slices:
+                self._updates.take_unclipped()
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Check the update, agree on what was found, and settle it.
@@ -154,10 +216,7 @@ class SliceChecks(Hook):
             self._finish(engine)
         following = engine.step_number + 1
         with self._budget.slices:
-            self._updates.keep(self._turn(following) if self._budget.cadence.slices(following) else None)
-
-    def _turn(self, step: int) -> int:
-        return self._budget.cadence.turn(step)
+            self._updates.keep(self._turn if self._budget.cadence.slices(following) else None)
 
     def _finish(self, engine: TrainingEngine) -> None:
         step = engine.step_number
@@ -165,16 +224,19 @@ class SliceChecks(Hook):
             checked = Checked() if engine.is_skipped else self._updates.finish()
             claim = self._claim(checked)
             found = [self._wrong_sum is not None, self._updates.changed is not None, claim is not None]
-            flags = torch.tensor(found, dtype=torch.int64)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host_group)
-        sums, states, updates = map(bool, flags.tolist())
-        if sums or states or updates:
+            not_whole = not self._is_whole or engine.is_skipped
+            agreed = compare_replicas([self._used.take()], [*found, not_whole], engine.dims, self._host_group)
+        sums, states, updates, missed = agreed.raised
+        self._turn += not missed  # what was not looked at in full is due again
+        if sums or states or updates or agreed.differing[0]:
             self._budget.ignore_step()
         if sums:
             self._act(step, lambda earlier: self._of_sums(step))
         if states:
             self._act(step, lambda earlier: self._of_states(step, earlier))
-        if updates:
+        if agreed.differing[0]:  # two updates by different settings are not to be compared
+            self._act(step, lambda earlier: self._used.rule(step))
+        elif updates:
             exact = not self._tolerant
             ruled = self._settle_updates(engine, claim, checked)
             if exact and self._tolerant and not ruled:  # a fault may be among the differences that rounding explains
@@ -183,39 +245,60 @@ class SliceChecks(Hook):
     def _settle_updates(self, engine: TrainingEngine, claim: Claim | None, checked: Checked) -> bool:
         """Rule on updates that differ when computed twice, and put right what can be; whether there was a ruling."""
         rulings: list[Ruling] = []
+        step = engine.step_number
 
         def find(earlier: Collection[int]) -> Settled:
-            settled = self._of_updates(engine.step_number, claim, checked, earlier)
+            settled = self._of_updates(step, claim, checked, earlier)
             rulings.extend(settled.rulings)
             return settled
 
-        if self._act(engine.step_number, find):
-            self._updates.put(checked)
+        if self._act(step, find):
+            named = engine.dims.rank in {ruling.rank for ruling in rulings}
+            failed = named and not self._updates.put(checked)
+            failing = [rank for rank, one in enumerate(gather_objects(failed, self._host_group)) if one]
+            if failing:
+                self._act(step, lambda earlier: self._not_held(step, failing, rulings))
             engine.optimizer.update_lp_params()
         return bool(rulings)
+
+    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[Ruling]) -> Settled:
+        """What was put right is wrong again when it is read."""
+        again = [replace(one, verdict=INTERMITTENT, basis=OWN_COPY) if one.rank in failing else one for one in rulings]
+        return Settled(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")
 
     def _claim(self, checked: Checked) -> Claim | None:
         """What differs between an update and this rank's computation of it; None: nothing."""
         if checked.other is None or checked.again is None:
             return None
-        for row, (got, expected) in enumerate(zip(checked.other.after, checked.again, strict=True)):
-            different = as_bits(got.contiguous()) != as_bits(expected.contiguous())
-            if self._tolerant and bool(different.any()):
-                exact = checked.other.exact(row, torch.arange(len(got)))
-                both = is_within(got.cpu().double(), exact) & is_within(expected.cpu().double(), exact)
-                different &= ~both.to(different.device)
-            if bool(different.any()):
-                elements = tuple(different.nonzero().flatten()[:ELEMENTS].tolist())
+        other, again = checked.other, checked.again
+        same_inputs = other.inputs == other.seen
+        for row, (got, expected) in enumerate(zip(other.after, again, strict=True)):
+            elements = (as_bits(got.contiguous()) != as_bits(expected.contiguous())).nonzero().flatten().cpu()
+            if self._tolerant and same_inputs and len(elements):
+                exact = other.exact(row, elements)
+                elements = elements[~(_is_proved(got, elements, exact) & _is_proved(expected, elements, exact))]
+            if len(elements):
                 dims = self._engine.dims
                 owner = self._slices.ranks[(dims.dp_rank - 1) % dims.data]
-                return Claim(owner, row, elements, checksum(got), checksum(expected))
+                return Claim(owner, row, elements, checksum(got), checksum(expected), same_inputs)
         return None
 
     # --- rulings ------------------------------------------------------------------------------------------------
 
+    @property
+    def _unrepaired(self) -> str:
+        """Why a slice that is put right is no repair; empty: it is the whole shard."""
+        if self._slices.period == 1:
+            return ""
+        return (
+            f"a slice is {self._size} elements of the optimizer's state on a rank, one of {self._slices.period}, and "
+            "whether others changed too is not known; megasdc.sdc.always_on.slice_elements as large as a shard lets "
+            "such a step be repaired"
+        )
+
     def _address(self, step: int, phase: str, due: Slice, element: int, row: int | None = None) -> Address:
         """Of the parameter that an element of a slice is in, or of one of its ``STATES``."""
-        parameter = self._slices.parameter_of(due.group, due.piece_at(element))
+        parameter = self._slices.parameter_of(*due.at(element))
         fqn, slot = self._names[id(parameter)]
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
@@ -245,15 +328,17 @@ class SliceChecks(Hook):
 
     def _of_states(self, step: int, earlier: Collection[int]) -> Settled:
         """State that changed between two steps: the memory of its rank; the copy was put back before it was read."""
-        changed = self._updates.changed
-        mine = None if changed is None else self._address(step, UPDATE, changed[0], changed[2], changed[1])
-        found = enumerate(gather_objects(mine, self._host_group))
+        one = self._updates.changed
+        mine = None if one is None else (self._address(step, UPDATE, one.due, one.element, one.row), one.restored)
+        found = dict(enumerate(gather_objects(mine, self._host_group)))
         rulings = [
-            Ruling(rank, INTERMITTENT if rank in earlier else NOT_REPRODUCED, OWN_COPY, address)
-            for rank, address in found
-            if address is not None
+            Ruling(rank, INTERMITTENT if rank in earlier else NOT_REPRODUCED, OWN_COPY, told[0])
+            for rank, told in found.items()
+            if told is not None
         ]
-        return Settled(KEPT_STATE, None, tuple(rulings), self._engine.dims.world_size)
+        lost = [rank for rank, told in found.items() if told is not None and not told[1]]
+        why = f"the copy of ranks {lost} has changed too, or does not stay" if lost else self._unrepaired
+        return Settled(KEPT_STATE, None, tuple(rulings), self._engine.dims.world_size, unrepaired=why)
 
     def _of_updates(self, step: int, claim: Claim | None, checked: Checked, earlier: Collection[int]) -> Settled:
         """Two computations of one update that differ: repeats of both, and the referee, tell which is wrong."""
@@ -261,12 +346,13 @@ class SliceChecks(Hook):
         claims: Mapping[int, Claim] = {
             checker: one for checker, one in enumerate(gather_objects(claim, self._host_group)) if one is not None
         }
+        why = self._unrepaired
         rulings: list[Ruling] = []
         opinions: list[Opinion] = []
         for checker, one in claims.items():
             address, evidence = None, None
             if rank == one.owner and checked.due is not None and checked.own is not None:
-                address = self._address(step, UPDATE, checked.due, one.elements[0], one.row)
+                address = self._address(step, UPDATE, checked.due, int(one.elements[0]), one.row)
                 evidence = _evidence(checked.own, checked.own.after, one, alone=checker == rank)
             elif rank == checker and checked.other is not None and checked.again is not None:
                 evidence = _evidence(checked.other, checked.again, one)
@@ -275,6 +361,8 @@ class SliceChecks(Hook):
             shown = {who: part for who in sorted({checker, one.owner}) if (part := sent[who][1]) is not None}
             if self._is_rounding(step, place, one, list(shown.values())):
                 continue
+            if len({part.whole for part in shown.values()}) > 1:
+                why = why or "computed again, the ranks have other values than each other"
             if checker == one.owner:
                 pairs = shown[checker].pairs
                 difference = Unrepeated(place, one.got, one.expected)
@@ -288,25 +376,34 @@ class SliceChecks(Hook):
             repeats = {(who, 0): [pair[0] for pair in shown[who].pairs] for who in values}
             refereed = {(who, 0): within for who, within in opinion.within.items()}
             rulings += settle(Ballot((), dispute, 1, (), ()), repeats, None, earlier, refereed)
-        return Settled(UPDATES, None, tuple(rulings), self._engine.dims.world_size, opinions=tuple(opinions))
+        counts = self._engine.dims.world_size
+        return Settled(UPDATES, None, tuple(rulings), counts, opinions=tuple(opinions), unrepaired=why)
 
     def _is_rounding(self, step: int, address: Address, claim: Claim, shown: Sequence[_Shown]) -> bool:
-        """Whether both results come again each time and are within rounding; from then on such differences are none."""
+        """Whether both results come again each time and are within rounding; from then on such differences are none.
+
+        Only where both were computed from the same inputs, bit by bit; settings were compared before.
+        """
         repeats = {pair for one in shown for pair in one.pairs}
         alone = len(shown) == 1  # has both values, one of them elsewhere
         steady = {(claim.got, claim.expected)} if alone else {(claim.got,) * 2, (claim.expected,) * 2}
-        if repeats != steady or not all(one.within for one in shown):
+        same = claim.same_inputs and len({one.inputs for one in shown}) == 1
+        if not same or repeats != steady or not all(one.proved for one in shown):
             return False
+        if not self._tolerant:
+            elements = claim.elements[:SHOWN].tolist()
+            if self._engine.dims.rank == 0:
+                told: dict[str, Any] = {"address": str(address), "elements": elements, "differing": len(claim.elements)}
+                self._events.emit("sdc", "slices_within_rounding", step=step, **told)
+                logger.warning(
+                    "step %d: %s: computed again, %d elements have other bits each time, which rounding explains; the "
+                    "update is compared within the bound of rounding from now on",
+                    step,
+                    address,
+                    len(claim.elements),
+                )
+            self._tell({UPDATE: f"within rounding since step {step}"})
         self._tolerant = True
-        if self._engine.dims.rank == 0:
-            self._events.emit("sdc", "slices_within_rounding", step=step, address=str(address), elements=claim.elements)
-            logger.warning(
-                "step %d: %s: computed again, %d elements have other bits each time, which rounding explains; the "
-                "update is compared within the bound of rounding from now on",
-                step,
-                address,
-                len(claim.elements),
-            )
         return True
 
 
@@ -317,26 +414,35 @@ class _Shown:
     Args:
         pairs: of each repeat; twice the same where nothing was moved.
         values: of the differing elements, as this rank got them first.
-        within: whether what this rank got, and where it checks itself what it got elsewhere, is what rounding allows.
+        proved: whether each of them, and where it checks itself what it got elsewhere, is within a bound.
+        inputs: checksum of what this rank computed them from.
+        whole: checksum of all rows, computed again.
     """
 
     pairs: tuple[tuple[int, int], ...]
     values: Tensor
     exact: Exact
-    within: bool
+    proved: bool
+    inputs: int
+    whole: int
 
 
 def _evidence(update: Update, first: Tensor, claim: Claim, *, alone: bool = False) -> _Shown:
     """Repeat an update, of which this rank got ``first``, [3, n]; ``alone``: also with elements in other places."""
-    elements = torch.tensor(claim.elements)
     pairs = []
     for _ in range(REPEATS):
         here = checksum(update.again()[claim.row])
         pairs.append((here, checksum(update.again(moved=True)[claim.row]) if alone else here))
-    exact, found = update.exact(claim.row, elements), [first]
+    exact, found = update.exact(claim.row, claim.elements), [first]
     found += [update.again(moved=True)] if alone else []
-    within = all(bool(is_within(one[claim.row].cpu()[elements].double(), exact).all()) for one in found)
-    return _Shown(tuple(pairs), first[claim.row].cpu()[elements], exact, within)
+    proved = all(bool(_is_proved(one[claim.row], claim.elements, exact).all()) for one in found)
+    values, whole = first[claim.row].cpu()[claim.elements], checksum(update.again())
+    return _Shown(tuple(pairs), values, exact, proved, update.seen, whole)
+
+
+def _is_proved(row: Tensor, elements: Tensor, exact: Exact) -> Tensor:
+    """Which elements of a row rounding explains; where it has no bound, it explains nothing."""
+    return is_within(row.cpu()[elements].double(), exact) & exact.bounds.isfinite()
 
 
 def _opinion(address: Address, claim: Claim, shown: Mapping[int, _Shown]) -> Opinion:
@@ -353,4 +459,4 @@ def _opinion(address: Address, claim: Claim, shown: Mapping[int, _Shown]) -> Opi
     place = int(distance.argmax())
     values = {rank: repr(one.values[place].item()) for rank, one in shown.items()}
     exact, bound = reference.values[place].item(), reference.bounds[place].item()
-    return Opinion(address, within, "", count, Outside((0, claim.elements[place]), exact, bound, values))
+    return Opinion(address, within, "", count, Outside((0, int(claim.elements[place])), exact, bound, values))

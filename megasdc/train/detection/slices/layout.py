@@ -32,8 +32,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Consecutive elements of the flat partition of one rank; ``pieces`` follow each other."""
+class Part:
+    """Consecutive elements of the flat partition of one rank in one group; ``pieces`` follow each other."""
 
     group: int
     pieces: tuple[Piece, ...]
@@ -53,10 +53,27 @@ class Slice:
         """Where it is in the partition, and in what has its shape."""
         return slice(self.start, self.start + self.numel)
 
-    def piece_at(self, element: int) -> Piece:
-        """The piece that an element of the slice is in."""
-        place = self.start + element
-        return next(piece for piece in self.pieces if place < piece.start + piece.numel)
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of one rank's shard, of as many groups as they reach over: its ``parts`` one after the other."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(part.numel for part in self.parts)
+
+    def at(self, element: int) -> tuple[int, Piece]:
+        """The group, and the piece in it, of an element of the slice."""
+        for part in self.parts:
+            if element < part.numel:
+                place = part.start + element
+                piece = next(one for one in part.pieces if place < one.start + one.numel)
+                return part.group, piece
+            element -= part.numel
+        raise IndexError("the slice has fewer elements")
 
 
 class Slices:
@@ -94,11 +111,11 @@ class Slices:
 
     def accumulated(self, due: Slice) -> Tensor:
         """This rank's gradient of a slice, before the sum over replicas: [numel], a copy."""
-        parts = []
-        for piece in due.pieces:
-            gradient = accumulated_gradient(self._optimizer, self.parameter_of(due.group, piece))  # type: ignore[arg-type]
-            parts.append(gradient.detach().flatten()[piece.offset : piece.offset + piece.numel])
-        return torch.cat(parts)
+        found = []
+        for group, piece in ((part.group, piece) for part in due.parts for piece in part.pieces):
+            gradient = accumulated_gradient(self._optimizer, self.parameter_of(group, piece))  # type: ignore[arg-type]
+            found.append(gradient.detach().flatten()[piece.offset : piece.offset + piece.numel])
+        return torch.cat(found)
 
     def copy_of(self, due: Slice, replica: int) -> Tensor:
         """This rank's copy of the reduced gradient of another owner's slice: [numel], a copy; ``BF16_Optimizer`` alone.
@@ -106,37 +123,50 @@ class Slices:
         Args:
             replica: the owner's.
         """
-        shard = int(self._optimizer.fp32_groups_flat_partition[due.group].numel())
-        whole: Tensor = self._optimizer.fp32_groups_gradients_flat[due.group]
-        return whole.detach()[replica * shard :][due.place].clone()
+        found = []
+        for part in due.parts:
+            shard = int(self._optimizer.fp32_groups_flat_partition[part.group].numel())
+            whole: Tensor = self._optimizer.fp32_groups_gradients_flat[part.group]
+            found.append(whole.detach()[replica * shard :][part.place])
+        return torch.cat(found)
 
-    def reduced(self, due: Slice) -> Tensor | None:
-        """The reduced gradient of a slice of this rank's: [numel], a copy; None: there is none."""
-        parts, end = [], due.start + due.numel
-        for fragment in owned_fragments(self._optimizer):
-            first, last = max(due.start, fragment.start), min(end, fragment.start + fragment.numel)
-            if fragment.group == due.group and first < last:
-                if fragment.gradient is None:
-                    return None
-                parts.append(fragment.gradient[first - fragment.start : last - fragment.start])
-        return torch.cat(parts)
+    def reduced(self, due: Slice) -> Tensor:
+        """The reduced gradient of a slice of this rank's: [numel], a copy; valid between the reduction and the step.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        found = []
+        owned = list(owned_fragments(self._optimizer))
+        for part in due.parts:
+            end = part.start + part.numel
+            for fragment in (one for one in owned if one.group == part.group):
+                first, last = max(part.start, fragment.start), min(end, fragment.start + fragment.numel)
+                if first < last:
+                    if fragment.gradient is None:
+                        raise RuntimeError("a parameter of this rank's shard has no reduced gradient")
+                    found.append(fragment.gradient[first - fragment.start : last - fragment.start])
+        return torch.cat(found)
 
 
 def _cut(optimizer: object, most: int) -> Iterator[Slice]:
-    """This rank's slices: each of one group, whose parameters follow each other in the flat partition."""
+    """This rank's slices, each of ``most`` elements but for the last: one group's follow those of the one before."""
+    parts: list[Part] = []
+    room = most
     for group, parameters in enumerate(grouped_parameters(optimizer)):
         places = {id(one): place for place, one in enumerate(parameters)}
-        pieces: list[Piece] = []
-        room = most
         for fragment in (one for one in owned_fragments(optimizer) if one.group == group):
             at = 0
             while at < fragment.numel:
-                start = fragment.start + at
-                if pieces and (not room or start != pieces[-1].start + pieces[-1].numel):
-                    yield Slice(group, tuple(pieces))
-                    pieces, room = [], most
-                count = min(room, fragment.numel - at)
-                pieces.append(Piece(places[id(fragment.parameter)], start, fragment.offset + at, count))
+                if not room:
+                    yield Slice(tuple(parts))
+                    parts, room = [], most
+                start, count = fragment.start + at, min(room, fragment.numel - at)
+                piece = Piece(places[id(fragment.parameter)], start, fragment.offset + at, count)
+                if parts and (parts[-1].group, parts[-1].place.stop) == (group, start):
+                    parts[-1] = Part(group, (*parts[-1].pieces, piece))
+                else:
+                    parts.append(Part(group, (piece,)))
                 at, room = at + count, room - count
-        if pieces:
-            yield Slice(group, tuple(pieces))
+    if parts:
+        yield Slice(tuple(parts))

@@ -81,8 +81,9 @@ class SumCheck:
         assert self._exchange is not None, "copied before the reduction"
         parts, self._exchange = self._exchange.finish(), None
         self._copies = dict(self._copied())
-        if self._due is None or (reduced := self._slices.reduced(self._due)) is None:
+        if self._due is None:
             return None
+        reduced = self._slices.reduced(self._due)
         optimizer = self._engine.optimizer
         sent_as = (self._engine if is_bf16_optimizer(optimizer) else optimizer).communication_data_type
         kinds = [reduced.dtype, parts[0].dtype, sent_as]

@@ -1,0 +1,200 @@
+"""Settings that an optimizer step used, hyperparameters and step counts, which replicas must have bit by bit alike.
+
+They are read in the step itself, when all other hooks of the optimizer have run, and compared over the replicas at
+each position of the layout. No arithmetic rounds them: a rank that differs is wrong, however little it changes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megasdc.addresses import UPDATE, Address
+from megasdc.engine.run import Run
+from megasdc.optim.zero1 import master_partitions
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, Ruling
+
+SETTINGS = "settings"
+"""Tier of findings."""
+HISTORY = "own settings of the step before"
+"""Basis of a ruling where there is no majority, besides those of ``megasdc.sdc.replay``."""
+NONE = 0
+"""Digest of a step that the optimizer did not take."""
+
+
+class UsedSettings:
+    """Reads what each step of this rank's optimizer uses, from ``start`` on; ``close`` removes its hook."""
+
+    def __init__(self, run: Run) -> None:
+        self._engine, self._group, self._events = run.engine, run.host_group, run.events
+        self._numbers: Mapping[int, int] = {}
+        self._used: dict[int, tuple[dict[str, Any], float]] = {}
+        self._before: Mapping[str, Any] = {}
+        self._step = 0
+        """The last step that the optimizer took."""
+        self._compared = True
+        self._hook: Any = None
+
+    def start(self) -> None:
+        """Listen to the optimizer, if nothing does yet; call it when the optimizer's other hooks are there."""
+        if self._hook is None:
+            optimizer = self._engine.optimizer
+            self._numbers = {id(flat): number for number, flat in enumerate(master_partitions(optimizer))}
+            self._hook = optimizer.optimizer.register_step_pre_hook(lambda inner, *_: self._read(inner))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _read(self, inner: Any) -> None:
+        """DeepSpeed's optimizer for fp32 steps one group after the other."""
+        if self._step != self._engine.step_number:
+            self._before = self._named() if self._used else {}
+            self._used, self._step, self._compared = {}, self._engine.step_number, False
+        for group in inner.param_groups:
+            kept = {name: one for name, one in group.items() if name != "params"}
+            settings = {name: one.clone() if isinstance(one, Tensor) else one for name, one in kept.items()}
+            for flat in group["params"]:
+                count = inner.state.get(flat, {}).get("step", group.get("step", 0.0))
+                self._used[self._numbers[id(flat)]] = settings, float(count) + 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the optimizer has taken the running step."""
+        return self._step == self._engine.step_number
+
+    def of_group(self, number: int) -> tuple[dict[str, Any], float]:
+        """Hyperparameters of a group in the running step, and the step's number by the optimizer's count, from 1."""
+        return self._used[number]
+
+    def take(self) -> int:
+        """Digest of what the last step used, unsigned, 64 bits; ``NONE`` where it was taken before.
+
+        Sync: waits for the device.
+        """
+        taken, self._compared = self._compared, True
+        if taken:
+            return NONE
+        return xxhash.xxh3_64_intdigest(b"".join(_bits(name) + _bits(one) for name, one in self._named().items()))
+
+    def _named(self) -> dict[str, Any]:
+        """All settings by name, each with its group."""
+        found: dict[str, Any] = {"clip_grad": self._engine.optimizer.clip_grad}
+        if self._engine.fp16_enabled():
+            found["loss_scale"] = self._engine.optimizer.loss_scale
+        for number, (settings, count) in sorted(self._used.items()):
+            label = settings.get("name") or f"group {number}"
+            found |= {f"{label}.{name}": settings[name] for name in sorted(settings)} | {f"{label}.step": count}
+        return found
+
+    def rule(self, step: int) -> Settled:
+        """Rule on ranks whose settings differ from those of other replicas, see ``judge``; ``step``: that used them.
+
+        Collective: all ranks of the world.
+        Sync: waits for the device.
+        """
+        named, dims = self._named() if self._step == step else {}, self._engine.dims
+        own = Own(
+            {name: _bits(one).hex() for name, one in named.items()},
+            {name: _shown(one) for name, one in named.items()},
+            frozenset(name for name, one in named.items() if name in self._before and self._turned(name, one)),
+        )
+        sent = gather_objects(own, self._group)
+        places: dict[int, dict[int, Own]] = {}
+        for rank, one in enumerate(sent):
+            places.setdefault(dims.at(rank).first_replica_rank, {})[rank] = one
+        rulings: list[Ruling] = []
+        for by_rank in places.values():
+            found = judge(step, by_rank)
+            rulings += found
+            if found and dims.rank == 0:
+                name = found[0].address.slot if found[0].address is not None else ""
+                self._events.emit(
+                    *("sdc", "finding"),
+                    step=step,
+                    tier=SETTINGS,
+                    ranks=[rank for one in found for rank in (one.suspects if one.rank is None else (one.rank,))],
+                    address=str(found[0].address),
+                    values={rank: one.values.get(name, "not used") for rank, one in by_rank.items()},
+                )
+        return Settled(SETTINGS, None, tuple(rulings), dims.world_size * len(named))
+
+    def _turned(self, name: str, now: Any) -> bool:
+        """Whether a setting is another than in the step before; a count is expected to be one higher."""
+        before = self._before[name]
+        return _bits(now) != _bits(before + 1 if name.endswith(".step") else before)
+
+
+@dataclass(frozen=True)
+class Own:
+    """Settings of one rank by name.
+
+    Args:
+        bits: each exactly.
+        values: each as people read it.
+        turned: names of those that are other than in the step before.
+    """
+
+    bits: Mapping[str, str]
+    values: Mapping[str, str]
+    turned: Collection[str] = ()
+
+    @property
+    def digest(self) -> int:
+        """Equal where all are."""
+        return xxhash.xxh3_64_intdigest(repr(sorted(self.bits.items())).encode())
+
+
+def judge(step: int, by_rank: Mapping[int, Own]) -> list[Ruling]:
+    """Which of the replicas at a position used wrong settings; how often cannot be told, since nothing is repeated.
+
+    Args:
+        step: that used them.
+        by_rank: settings of each replica.
+
+    Returns:
+        A ruling on each rank that differs from a strict majority; without one on each whose differing settings changed
+        since the step before while another's did not; else one that names no rank. None where all are equal.
+    """
+    digests = {rank: own.digest for rank, own in by_rank.items()}
+    usual, most = Counter(digests.values()).most_common(1)[0]
+    if most == len(digests):
+        return []
+    names = sorted({name for own in by_rank.values() for name in own.bits})
+    names = [name for name in names if len({own.bits.get(name) for own in by_rank.values()}) > 1]
+    address = Address(step, None, UPDATE, "optimizer", names[0])
+    basis, wrong = MAJORITY, [rank for rank, one in digests.items() if one != usual]
+    if 2 * most <= len(digests):
+        basis, wrong = HISTORY, [rank for rank, own in by_rank.items() if not set(names).isdisjoint(own.turned)]
+    rest = {digests[rank] for rank in by_rank if rank not in wrong}
+    if len(rest) != 1:
+        return [Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
+    (right,) = rest
+    return [Ruling(rank, INCONCLUSIVE, basis, address, expected=right, got={rank: digests[rank]}) for rank in wrong]
+
+
+def _bits(value: Any) -> bytes:
+    """A value's type and bits, so that no two different values have the same."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous().reshape(-1)
+        return f"{tensor.dtype}{tuple(value.shape)}".encode() + tensor.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, float):
+        return b"d" + struct.pack("<d", value)
+    if isinstance(value, list | tuple):
+        return b"(" + b",".join(map(_bits, value)) + b")"
+    return repr(value).encode() + b";"
+
+
+def _shown(value: Any) -> str:
+    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
