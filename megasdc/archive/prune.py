@@ -13,7 +13,8 @@ from megasdc.archive.entries import Entry, read_entries
 from megasdc.archive.lease import pruning, refuse_others
 from megasdc.archive.record import BLOCKS, RECEIPTS, RUNS, open_archive, part_file
 from megasdc.checkpoint.files import step_folder
-from megasdc.checkpoint.retention import plan_retention
+from megasdc.checkpoint.manifest import KnownState
+from megasdc.checkpoint.retention import plan_retention, worth_keeping
 from megasdc.errors import CheckpointError, ConfigError
 
 _AT_ONCE = 1000
@@ -101,7 +102,7 @@ def prune(
 
 
 def _steps_to_remove(entries: list[Entry], last: int, every: int, steps: tuple[int, ...]) -> list[Entry]:
-    """The entries to remove, of which the rules count those that are complete.
+    """The entries to remove, of which the rules count those that are complete, and keep what a run can go back to.
 
     One that is not - damaged, or half removed by a prune that was killed - goes if it would go as a complete one.
     """
@@ -109,12 +110,13 @@ def _steps_to_remove(entries: list[Entry], last: int, every: int, steps: tuple[i
         raise CheckpointError(f"there is no step {', '.join(map(str, missing))} of this run: see megasdc archive list")
     gone = []
     for entry in entries:
-        complete = [
-            other.step
+        complete = {
+            other.step: next(iter(other.parts.values()), KnownState())
             for other in entries
             if other.run == entry.run and other.step not in steps and (other is entry or not other.problems)
-        ]
-        if entry.step in steps or entry.step in plan_retention(complete, max(complete), last, every):
+        }
+        kept = worth_keeping({step: one for step, one in complete.items() if step != entry.step or not entry.problems})
+        if entry.step in steps or entry.step in plan_retention(complete, max(complete), last, every, *kept):
             gone.append(entry)
     return gone
 

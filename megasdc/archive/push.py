@@ -272,6 +272,8 @@ class _Push:
             time=time.time(),
             layout=str(manifest.layout),
             quantized=self.source.quantized,
+            not_finite=manifest.not_finite,
+            finite_step=manifest.finite_step,
             files=sorted(files, key=lambda file: file.name),
         )
 

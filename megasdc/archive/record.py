@@ -24,6 +24,7 @@ from megasdc.archive.cut import Piece, count_blocks, cut
 from megasdc.archive.store import Store
 from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_text, record_text
+from megasdc.checkpoint.manifest import KnownState
 from megasdc.checkpoint.marks import VERIFIED_FILE
 from megasdc.errors import CheckpointError, ConfigError, StorageError
 
@@ -107,7 +108,7 @@ class Quantized(Record):
         )
 
 
-class Part(Record):
+class Part(KnownState):
     """One checkpoint folder: a whole checkpoint, or one node's files of it.
 
     Attributes:

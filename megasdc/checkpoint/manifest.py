@@ -6,20 +6,22 @@ each node has its own manifest; they share ``save_id``, which is new for every s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE
+from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, list_steps, step_folder
 from megasdc.checkpoint.formats.content import Content, parse_type
 from megasdc.checkpoint.formats.digest_file import digest_file
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.durable import write_durably
+from megasdc.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
 
 FORMAT_VERSION = 1
@@ -83,7 +85,29 @@ class Layout(Record):
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
 
 
-class Manifest(Record):
+class KnownState(Record):
+    """What is known of the values of a checkpoint without opening its files.
+
+    Attributes:
+        not_finite: names of the files, of all nodes, whose tensors (weights, masters, moments) held NaN or Inf when
+            they were saved; empty: none did; None: a version saved it that did not look.
+        finite_step: last step up to this one that the optimizer took with a finite loss and gradient norm, 0: none;
+            None: a version saved it that did not keep it.
+    """
+
+    not_finite: list[Inside] | None = None
+    finite_step: Count | None = None
+
+    @property
+    def non_finite(self) -> str | None:
+        """The files whose tensors hold NaN or Inf, in a sentence; None: none is known to."""
+        if not self.not_finite:
+            return None
+        more = f" and {len(self.not_finite) - 1} more files" if len(self.not_finite) > 1 else ""
+        return f"its state is not finite: NaN or Inf in {self.not_finite[0]}{more} when it was saved"
+
+
+class Manifest(KnownState):
     """Everything known about one checkpoint without opening its files.
 
     Attributes:
@@ -225,6 +249,33 @@ def has_marker(folder: Path, manifest: Manifest) -> bool:
         return (folder / MARKER_FILE).read_text(encoding="utf-8").strip() == manifest.save_id
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def read_complete(folder: Path | str) -> dict[int, Manifest]:
+    """Manifests of a folder's committed checkpoints by step, by their manifests and markers alone."""
+    found = {}
+    for step in list_steps(folder):
+        path = Path(folder) / step_folder(step)
+        with contextlib.suppress(CheckpointError):
+            if has_marker(path, manifest := read_manifest(path)):
+                found[step] = manifest
+    return found
+
+
+def list_finite(known: Mapping[int, KnownState]) -> list[int]:
+    """Steps of the checkpoints whose state was not found to hold NaN or Inf, in ascending order."""
+    return sorted(step for step, one in known.items() if one.non_finite is None)
+
+
+def list_continued(known: Mapping[int, KnownState]) -> list[int]:
+    """Steps of the finite checkpoints from which a finite step was taken, in ascending order.
+
+    Loss, gradient norm and update of that step were finite, the update since a finite checkpoint followed it: NaN in a
+    state stays there. What was saved since is finite too where all steps are skipped, but leads nowhere.
+    """
+    finite = list_finite(known)
+    reached = max((known[step].finite_step or 0 for step in finite), default=0)
+    return [step for step in finite if step < reached]
 
 
 def sorted_records(records: Iterable[FileRecord]) -> list[FileRecord]:

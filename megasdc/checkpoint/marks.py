@@ -1,7 +1,8 @@
 """Marks on checkpoints: verified by an audit, and the corruption mark of a run that found corruption.
 
-A checkpoint is a candidate until an audit of a later step agrees on all ranks; then it is verified: the ranks that
-saved it still computed the same. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new save
+A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; then
+it is verified, if its own state was found to be finite when it was saved: the ranks that saved it still computed the
+same. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new save
 of the same step is a candidate again. A run that ends because of corruption writes ``corruption.json`` beside the
 checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import Record, read_record, write_record
-from megasdc.checkpoint.manifest import has_marker, read_manifest
+from megasdc.checkpoint.manifest import has_marker, list_continued, read_complete, read_manifest
 from megasdc.checkpoint.places import Place
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
@@ -80,8 +81,13 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; ask its owner for the right to") from error
     mark = read_record(path, VerifiedMark, _VERSION)
-    if mark.save_id != (saved := read_manifest(Path(folder)).save_id):
-        raise CheckpointError(f"{path} is of save {mark.save_id}, the checkpoint is of save {saved}")
+    manifest = read_manifest(Path(folder))
+    if mark.save_id != manifest.save_id:
+        raise CheckpointError(f"{path} is of save {mark.save_id}, the checkpoint is of save {manifest.save_id}")
+    if mark.step != manifest.step:
+        raise CheckpointError(f"{path} is of step {mark.step}, the checkpoint is of step {manifest.step}")
+    if (problem := manifest.non_finite) is not None:
+        raise CheckpointError(f"{path} says that the checkpoint is verified, but {problem}")
     return mark
 
 
@@ -146,6 +152,10 @@ def mark_verified(
         try:
             if _is_marked(path) or not has_marker(path, manifest := read_manifest(path)):
                 continue
+            if manifest.not_finite is None:
+                raise CheckpointError("a version saved it that did not look whether its state is finite")
+            if (problem := manifest.non_finite) is not None:
+                raise CheckpointError(problem)
             mark = VerifiedMark(
                 format_version=_VERSION,
                 save_id=manifest.save_id,
@@ -163,6 +173,33 @@ def mark_verified(
         for step in marked:
             events.emit("verify", "checkpoint", step=step, audit_step=audit_step)
     return marked
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """The checkpoint to go on from where the state of a run has become useless.
+
+    Attributes:
+        step: of the newest checkpoint that is finite and verified; where none is, of the newest finite one from which a
+            finite step was taken.
+        path: of its folder.
+        verified: whether an audit has agreed after it.
+    """
+
+    step: int
+    path: Path
+    verified: bool
+
+    def __str__(self) -> str:
+        return f"{self.path} ({'verified' if self.verified else 'finite, and a finite step followed'})"
+
+
+def find_way_back(folder: Path | str) -> WayBack | None:
+    """The checkpoint to go back to after NaN and Inf, by manifests and marks alone; None: there is none."""
+    manifests = read_complete(folder)
+    verified = [step for step in list_verified(folder) if step in manifests]
+    step = max(verified or list_continued(manifests), default=None)
+    return None if step is None else WayBack(step, Path(folder) / step_folder(step), bool(verified))
 
 
 def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: Place) -> None:

@@ -1,6 +1,7 @@
 """Choice of the checkpoint to resume from: the newest that is complete on every node; all ranks agree on it.
 
-After corruption only verified ones count; see ``megasdc.checkpoint.marks``.
+After corruption only verified ones count; see ``megasdc.checkpoint.marks``. One whose state holds NaN or Inf is taken
+only where there is no other.
 
 Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
 that all ranks make the same choice. DeepSpeed itself would load some damaged checkpoints silently, and others on some
@@ -81,7 +82,7 @@ def find_checkpoint(
     at_most: int | None = None,
     newest: int | None = None,
 ) -> Chosen | None:
-    """Choose the newest checkpoint that is complete and unchanged on every node.
+    """Choose the newest checkpoint that is complete and unchanged on every node, a finite one if there is one.
 
     Leftovers of killed saves are removed first, unless ``resume`` is ``never`` and checkpoints exist. Rank 0 emits an
     event with the reasons for each checkpoint passed over.
@@ -106,11 +107,8 @@ def find_checkpoint(
     Collective: all ranks of the world.
     """
     path, place = Path(folder), find_place(ranks)
-    if resume == "never" and (steps := _look_together(path, place, clean=False).steps):
-        raise CheckpointError(
-            f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
-            "use another folder, or resume auto; nothing in it was changed"
-        )
+    if resume == "never":
+        _refuse_any(path, place)
     found = _look_together(path, place)
     if resume == "never":
         return None
@@ -119,6 +117,7 @@ def find_checkpoint(
         _tell_corruption(found, require_verified, place)
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
+    non_finite: Chosen | None = None
     for step in found.steps:
         if newest is not None and step > newest:
             manifest, problems = None, [too_new(newest)]
@@ -132,11 +131,16 @@ def find_checkpoint(
             manifest, problems = _examine(path / step_folder(step), place, dims, verify)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
-            return Chosen(path / step_folder(step), step, manifest, skipped, candidates, verified_only)
+            chosen = Chosen(path / step_folder(step), step, manifest, dict(skipped), list(candidates), verified_only)
+            if manifest.non_finite is None:
+                return chosen
+            non_finite = non_finite or chosen
+            problems = [manifest.non_finite]
         skipped[step] = problems
-        if place.rank == 0:
-            logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
-            place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path / step_folder(step)))
+        _tell_skipped(path / step_folder(step), step, problems, place)
+    if non_finite is not None:
+        _tell_non_finite(non_finite, place)
+        return non_finite
     if skipped and at_most != 0:
         text = _explain_none(path, skipped, candidates, found.corruption if verified_only else None)
         all_too_new = newest is not None and min(skipped) > newest
@@ -149,6 +153,31 @@ def find_checkpoint(
 def too_new(newest: int) -> str:
     """Why a step is passed over that is newer than asked for."""
     return f"megasdc.checkpoint.resume_at_most is {newest}"
+
+
+def _refuse_any(path: Path, place: Place) -> None:
+    """Raise a CheckpointError on all ranks if there are checkpoints."""
+    if steps := _look_together(path, place, clean=False).steps:
+        raise CheckpointError(
+            f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
+            "use another folder, or resume auto; nothing in it was changed"
+        )
+
+
+def _tell_skipped(path: Path, step: int, problems: list[str], place: Place) -> None:
+    """Log and emit why a checkpoint is passed over."""
+    if place.rank == 0:
+        logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
+    place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path))
+
+
+def _tell_non_finite(chosen: Chosen, place: Place) -> None:
+    """Log and emit that no finite checkpoint can be used."""
+    if place.rank == 0:
+        logger.warning(
+            "%s is taken since no finite checkpoint can be used, but %s", chosen.path, chosen.manifest.non_finite
+        )
+    place.emit("resume", "not_finite", step=chosen.step, path=str(chosen.path), files=chosen.manifest.not_finite)
 
 
 def _tell_corruption(found: _Found, require_verified: RequireVerified, place: Place) -> None:

@@ -1,18 +1,17 @@
-"""Retention of checkpoints: the newest few, every k-th step, and the newest verified one are kept.
+"""Retention of checkpoints: the newest few, every k-th step, and the newest that a run can go back to are kept.
 
 One that is being archived is deleted after a later save; see ``megasdc.checkpoint.holds``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.holds import delete_unheld
-from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.errors import CheckpointError
+from megasdc.checkpoint.manifest import KnownState, list_continued, list_finite, read_complete
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,8 @@ class Retention:
     """Rules by which checkpoints are kept.
 
     Attributes:
-        last: the newest, and the newest verified one; 0: all.
+        last: the newest, and of the finite ones the newest, the newest verified one, and the newest from which a finite
+            step was taken; 0: all.
         every: those whose step is a multiple too; 0: none.
     """
 
@@ -29,17 +29,19 @@ class Retention:
 
 
 def plan_retention(
-    steps: Iterable[int], newest: int, keep_last: int, keep_every: int, verified: Collection[int] = ()
+    steps: Iterable[int], newest: int, keep_last: int, keep_every: int, *newest_of: Collection[int]
 ) -> list[int]:
     """Steps of complete checkpoints to delete, ascending; ``newest``, just saved, and later ones are never deleted.
 
     ``keep_last`` are kept, including ``newest`` (0: all), those whose step is a multiple of ``keep_every`` (0: none),
-    and the newest of ``verified``.
+    and the newest of each collection in ``newest_of``.
     """
     if keep_last == 0:
         return []
     past = sorted(step for step in steps if step <= newest)
-    kept = {newest, *past[-keep_last:], *[step for step in past if step in verified][-1:]}
+    kept = {newest, *past[-keep_last:]}
+    for those in newest_of:
+        kept.update([step for step in past if step in those][-1:])
     return [step for step in past if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
@@ -50,8 +52,14 @@ def list_due(folder: Path, newest: int, keep: Retention, verified: Collection[in
     """
     if keep.last == 0:
         return []
-    complete = [step for step in list_steps(folder) if _is_complete(folder / step_folder(step))]
-    return plan_retention(complete, newest, keep.last, keep.every, verified)
+    past = {step: manifest for step, manifest in read_complete(folder).items() if step <= newest}
+    return plan_retention(past, newest, keep.last, keep.every, *worth_keeping(past, verified))
+
+
+def worth_keeping(known: Mapping[int, KnownState], verified: Collection[int] = ()) -> tuple[Collection[int], ...]:
+    """Steps of which the newest is never deleted: finite and verified, finite, finite and a finite step followed."""
+    finite = list_finite(known)
+    return [step for step in finite if step in verified], finite, list_continued(known)
 
 
 def apply_retention(
@@ -68,11 +76,3 @@ def apply_retention(
         else:
             deleted.append(step)
     return deleted, failed
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether a checkpoint was committed, by its manifest and marker alone."""
-    try:
-        return has_marker(folder, read_manifest(folder))
-    except CheckpointError:
-        return False

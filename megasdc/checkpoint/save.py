@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
 from megasdc.errors import CheckpointError, MegasdcError
 from megasdc.parallel.dims import ParallelDims
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class SavedState:
@@ -62,6 +65,11 @@ class SavedState:
     rank_state: dict[str, Any]
     client_state: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def finite_step(self) -> int | None:
+        """Last step that was taken with a finite loss and gradient norm; None: not known."""
+        return self.shared_state.get("finite_step")
+
 
 @dataclass(frozen=True)
 class SaveResult:
@@ -72,6 +80,7 @@ class SaveResult:
         duration_s: until the checkpoint was whole.
         stalled_s: of these, seconds in which training stood still.
         deleted: steps whose checkpoints were deleted.
+        non_finite: files whose tensors hold NaN or Inf, in a sentence; None: the state is finite.
     """
 
     path: Path
@@ -80,6 +89,7 @@ class SaveResult:
     duration_s: float
     stalled_s: float
     deleted: list[int]
+    non_finite: str | None = None
 
 
 def save_checkpoint(
@@ -108,23 +118,45 @@ def save_checkpoint(
     """
     started = time.monotonic()
     keep, place = keep or Retention(), find_place(ranks)
-    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine))
+    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine), state.finite_step)
     try:
-        records = _write(job, engine, state)
-        _commit(job, records)
+        written = _write(job, engine, state)
+        _commit(job, written)
     except MegasdcError as error:  # raised by all ranks together
         place.emit("error", "checkpoint_save", step=step, message=str(error))
         raise
     verified = job.verified()
     deleted, failed = apply_retention(job.folder, step, keep, verified) if place.leader else ([], [])
     duration_s = time.monotonic() - started
-    return finish_save(job, keep, records, deleted, failed, duration_s, duration_s)
+    return finish_save(job, keep, written, deleted, failed, duration_s, duration_s)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of a save.
+
+    Attributes:
+        records: in order of name.
+        not_finite: names of those whose tensors hold NaN or Inf.
+    """
+
+    records: list[FileRecord] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+
+    def gather(self, place: Place) -> Written:
+        """Those of all ranks.
+
+        Collective: all ranks.
+        """
+        answers: list[Written] = place.gather(self)
+        records = sorted_records(record for one in answers for record in one.records)
+        return Written(records, sorted({name for one in answers for name in one.not_finite}))
 
 
 def finish_save(
     job: SaveJob,
     keep: Retention,
-    records: list[FileRecord],
+    written: Written,
     deleted: list[int],
     failed: list[str],
     duration_s: float,
@@ -133,7 +165,7 @@ def finish_save(
     """Report a save that is done.
 
     Args:
-        records: of all ranks.
+        written: by all ranks.
         deleted: on a leader, steps whose checkpoints it deleted.
         failed: on a leader, lines about those that could not be.
 
@@ -144,10 +176,11 @@ def finish_save(
     result = SaveResult(
         path=job.final,
         step=job.step,
-        size_bytes=sum(record.size_bytes for record in records),
+        size_bytes=sum(record.size_bytes for record in written.records),
         duration_s=duration_s,
         stalled_s=stalled_s,
         deleted=sorted({gone for steps, _ in answers for gone in steps}),
+        non_finite=job.manifest(written).non_finite,
     )
     place.emit(
         "save",
@@ -158,6 +191,10 @@ def finish_save(
         duration_s=round(duration_s, 3),
         stalled_s=round(stalled_s, 3),
     )
+    if result.non_finite is not None:
+        place.emit("warning", "checkpoint_not_finite", step=job.step, files=written.not_finite)
+        if place.rank == 0:
+            logger.warning("%s is saved, but %s", job.final, result.non_finite)
     for gone in result.deleted:
         place.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep.last}, keep_every {keep.every}")
     for line in (line for _, lines in answers for line in lines):
@@ -172,6 +209,7 @@ class SaveJob:
     Attributes:
         folder: the checkpoint folder.
         engine: what ``describe_engine`` says of it.
+        finite_step: see ``Manifest``.
     """
 
     folder: Path
@@ -179,6 +217,7 @@ class SaveJob:
     dims: ParallelDims
     place: Place
     engine: dict[str, Any]
+    finite_step: int | None = None
 
     @property
     def node_local(self) -> bool:
@@ -210,8 +249,8 @@ class SaveJob:
             return describe_error(error, f"create {self.temporary}")
         return None
 
-    def manifest(self, records: list[FileRecord]) -> Manifest:
-        """The manifest of the leader's folder; ``records``: of all ranks."""
+    def manifest(self, written: Written) -> Manifest:
+        """The manifest of the leader's folder; ``written``: by all ranks."""
         mine = set(self.place.ranks)
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -226,7 +265,9 @@ class SaveJob:
             node=self.place.node if self.node_local else None,
             engine=self.engine,
             versions=installed_versions(),
-            files=[record for record in records if record.rank in mine],
+            files=[record for record in written.records if record.rank in mine],
+            not_finite=written.not_finite,
+            finite_step=self.finite_step,
         )
 
     def verified(self) -> set[int]:
@@ -274,8 +315,8 @@ class SaveJob:
         return f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
 
 
-def _write(job: SaveJob, engine: Any, state: SavedState) -> list[FileRecord]:
-    """Write this rank's files under the temporary name; return the records of all ranks."""
+def _write(job: SaveJob, engine: Any, state: SavedState) -> Written:
+    """Write this rank's files under the temporary name; return those of all ranks."""
     refuse_decoupled(engine)
     place = job.place
     job.agree(job.prepare() if place.leader else None)
@@ -296,7 +337,7 @@ def _write(job: SaveJob, engine: Any, state: SavedState) -> list[FileRecord]:
     except (OSError, TypeError, ValueError) as error:
         problem = describe_error(error, f"finish {job.temporary}")
     job.agree(problem)
-    return sorted_records(record for answer in place.gather(records) for record in answer)
+    return Written(records, writer.not_finite).gather(place)
 
 
 def refuse_decoupled(engine: Any) -> None:
@@ -319,10 +360,10 @@ def _describe(path: Path, place: Place, tensors: dict[str, str] | None) -> FileR
     return describe_file(path.parent, path.name, rank=place.rank, node=place.node, tensors=tensors)
 
 
-def _commit(job: SaveJob, records: list[FileRecord]) -> None:
+def _commit(job: SaveJob, written: Written) -> None:
     """Rename the written folder to the checkpoint of its step, on all nodes."""
     leader = job.place.leader
-    manifest = job.manifest(records)
+    manifest = job.manifest(written)
 
     def rename() -> None:
         write_manifest(job.temporary, manifest)

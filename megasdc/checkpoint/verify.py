@@ -32,7 +32,7 @@ class CheckpointReport:
     """Result of the verification of one checkpoint; ``step`` is None if the manifest cannot be read.
 
     ``standing``: whether an audit has verified it, None if no audits are in use; ``contents``: whether the files'
-    content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not.
+    content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not; ``non_finite``: see ``Manifest``.
     """
 
     path: str
@@ -42,11 +42,12 @@ class CheckpointReport:
     size_bytes: int
     standing: Standing | None = None
     contents: str = NOT_ASKED
+    non_finite: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
-        return not self.problems
+        """Whether there are no problems, and the state was finite when it was saved."""
+        return not self.problems and self.non_finite is None
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-compatible values."""
@@ -55,7 +56,8 @@ class CheckpointReport:
     def render(self) -> str:
         """The report as text: one line, and one for each problem."""
         count = len(self.problems)
-        state = "whole" if self.ok else f"DAMAGED, {count} problem{'s' if count != 1 else ''}"
+        state = f"DAMAGED, {count} problem{'s' if count != 1 else ''}" if count else "whole"
+        state += "" if self.non_finite is None else f", but {self.non_finite}"
         head = f"{self.path}: {state}, {self.num_files} files, {self.size_bytes / 1e6:.1f} MB"
         head += f"; {self.standing}" if self.standing is not None else ""
         lines = [head, *(f"  - {problem}" for problem in self.problems)]
@@ -106,14 +108,14 @@ def verify_checkpoint(
     """
     folder = Path(path)
     manifest: Manifest | UniversalManifest
-    standing: Standing | None = None
+    standing, non_finite = None, None
     try:
         if is_called_universal(folder):
             manifest = read_universal_manifest(folder)
             problems = find_unknown(folder, manifest)
         else:
             manifest = read_manifest(folder)
-            standing = find_standing(folder)
+            standing, non_finite = find_standing(folder), manifest.non_finite
             problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
             problems += find_incomplete(manifest)
             if not has_marker(folder, manifest):
@@ -129,7 +131,8 @@ def verify_checkpoint(
         problems += [line for lines in answers for line in lines]
     if not folder.exists():
         problems = [deleted_while_read(folder)]
-    return CheckpointReport(str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes, standing)
+    found = (str(folder), manifest.step, problems, len(manifest.files), manifest.size_bytes, standing)
+    return CheckpointReport(*found, non_finite=non_finite)
 
 
 def is_called_universal(folder: Path) -> bool:

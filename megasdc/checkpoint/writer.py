@@ -19,6 +19,7 @@ from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
 from megasdc.durable import sync_path
 from megasdc.tensors.bits import dtype_name
+from megasdc.tensors.finite import are_finite
 
 Writer = TypeVar("Writer")
 
@@ -26,13 +27,15 @@ Writer = TypeVar("Writer")
 class RecordingWriter:
     """Replaces DeepSpeed's checkpoint engine during one save; ``problem`` is its first error.
 
-    ``written``: by path, data types and shapes for files of layers, None for other files.
+    ``written``: by path, data types and shapes for files of layers, None for other files; ``not_finite``: names of
+    those with NaN or Inf in a tensor.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.problem: Problem | None = None
         self.written: dict[Path, dict[str, str] | None] = {}
+        self.not_finite: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -53,6 +56,8 @@ class RecordingWriter:
         try:
             self._inner.save(with_plain_stage(state_dict), path)
             sync_path(target)
+            if not are_finite(tensors_in(state_dict)):
+                self.not_finite.append(target.name)
         except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"write {target}")
             return
@@ -69,6 +74,15 @@ def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(optimizer, dict) or not isinstance(stage := optimizer.get("zero_stage"), Enum):
         return state_dict
     return {**state_dict, "optimizer_state_dict": {**optimizer, "zero_stage": stage.value}}
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a state, in dicts, lists and tuples of any depth."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from tensors_in(value)
 
 
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:

@@ -57,6 +57,11 @@ class StepResult:
     loss_scale: float
     micro_batches: int
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the optimizer took the step, with a finite loss and gradient norm."""
+        return self.skipped is None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 class TrainingEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with hooks, averages over the tokens used, and numbered micro-batches.

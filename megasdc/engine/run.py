@@ -32,6 +32,7 @@ class Run:
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
         skipped_steps: steps that the optimizer skipped so far.
+        finite_step: last step that it took with a finite loss and gradient norm; 0: none.
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
         stop_reason: None, or why the run ends after this step; the same on all ranks.
         stop_error: raised after that as the run's end, once it is saved; None: it has ended well.
@@ -55,6 +56,7 @@ class Run:
     tokens: int = 0
     samples: int = 0
     skipped_steps: int = 0
+    finite_step: int = 0
     skip_place: str | None = None
     stop_reason: str | None = None
     stop_error: Exception | None = None

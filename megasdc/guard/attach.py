@@ -199,7 +199,7 @@ class Guard:
                 for found in part.before_step(step):
                     self._verdicts.act(step, found)
             result = take_step(*args, **options)
-            for part in self._parts:
+            for part in (*self._parts, self._saves):
                 part.after_step(step)
             if self._left is not None:
                 self._left -= 1

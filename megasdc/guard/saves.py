@@ -1,4 +1,7 @@
-"""Checkpoints of a guarded training: which of them an audit has agreed on since, to go on from."""
+"""Checkpoints of a guarded training: which of them an audit has agreed on since, to go on from.
+
+Whether weights, masters and moments are finite is looked at where they are saved, and after the step that was audited.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megasdc.durable import write_durably
 from megasdc.guard.training import Part, Training
+from megasdc.tensors.finite import are_finite
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +26,9 @@ FORMAT = "megasdc.guard_verified.v1"
 
 class SaveMarks(Part):
     """Notes what ``engine.save_checkpoint`` saves, and marks it once an audit of a later step has agreed.
+
+    The step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
+    computed anything that can be relied on. A state that is not finite is never marked.
 
     Args:
         saves: false: nothing is saved at all.
@@ -31,6 +41,9 @@ class SaveMarks(Part):
     def __init__(self, training: Training, *, saves: bool) -> None:
         self._engine = engine = training.engine
         self._tell, self._writes, self._saves = training.tell, training.dims.rank == 0, saves
+        self._world = training.world
+        self._agreed: tuple[int, int] | None = None
+        """Step of the last audit, whose step is not taken yet, and the steps that were skipped before it."""
         self._save = engine.save_checkpoint
         self._waiting: list[tuple[int, Path]] = []
         self.verified: Path | None = None
@@ -51,17 +64,54 @@ class SaveMarks(Part):
             self._tell("guard", "not_saved", step=step)
             return True
         result = self._save(save_dir, tag, *args, **options)
-        self._waiting.append((step, Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))))
+        folder = Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))
+        if self._is_finite():
+            self._waiting.append((step, folder))
+        else:
+            self._tell("warning", "checkpoint_not_finite", step=step, path=str(folder))
+            if self._writes:
+                logger.warning("guard: %s is saved, but its state is not finite: go back to an earlier one", folder)
         return result
 
+    def _is_finite(self) -> bool:
+        """Whether weights, masters and moments of all ranks are finite.
+
+        Collective: all ranks of the world; one reduction of a number.
+        Sync: waits for the device.
+        """
+        inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        own = [*self._engine.module.parameters()]
+        if inner is not None:
+            own += [one for group in inner.param_groups for one in group["params"]]
+            states = (value for state in inner.state.values() for value in state.values())
+            own += [value for value in states if isinstance(value, torch.Tensor)]
+        finite = torch.tensor(float(are_finite(own)))
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._world)
+        return bool(finite)
+
     def agreed(self, audit_step: int) -> None:
-        """All replicas have agreed in an audit before an optimizer step; what holds only earlier steps is verified."""
+        """All replicas have agreed in an audit before an optimizer step; what follows depends on that step."""
+        self._agreed = audit_step, int(self._engine.skipped_steps)
+
+    def after_step(self, step: int) -> None:
+        """The optimizer step is done: what holds only steps before one that was audited is verified.
+
+        Collective: all ranks of the world, where the step was audited.
+        """
+        if self._agreed is None:
+            return
+        (audit_step, skipped), self._agreed = self._agreed, None
+        if int(self._engine.skipped_steps) > skipped or not self._is_finite():
+            self._tell(
+                "audit", "not_finite", step=audit_step, reason="the step was skipped, or its state is not finite"
+            )
+            return
         found = [one for one in self._waiting if one[0] < audit_step]
         self._waiting = self._waiting[len(found) :]
-        for step, folder in found:
+        for saved, folder in found:
             self.verified = folder
             if self._writes:
-                self._mark(folder, step, audit_step)
+                self._mark(folder, saved, audit_step)
 
     def _mark(self, folder: Path, step: int, audit_step: int) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,9 +1,9 @@
-"""Short summary of a run from its folder; torch is imported only for a failed run with verified checkpoints."""
+"""Short summary of a run from its folder; torch is imported only for a failed run's checkpoints."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from megasdc.sdc.incidents.incident import how_often, without_faults
 from megasdc.study.log import STUDY_FOLDER
 from megasdc.supervisor.goodput import Goodput, goodput_of
 
+_SHOWN_SKIPS = 5
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -33,7 +35,8 @@ class Failure:
     failure, or no report; ``incident``: that report, or the file of the hang that the launch ended with; ``suspects``:
     ranks that it names, or of which one is wrong, for NaN and Inf where they appeared first; ``verified_checkpoint``:
     the newest after which an audit agreed, None: none; ``repeats``: in how many repeats the worst suspect was wrong, as
-    text, None: not repeated; ``injected``: fields by which faults were injected on purpose, according to the report.
+    text, None: not repeated; ``injected``: fields by which faults were injected on purpose, according to the report;
+    ``way_back``: after NaN or Inf, the checkpoint to go back to, None: there is none.
     """
 
     exit_code: int
@@ -46,6 +49,7 @@ class Failure:
     verified_checkpoint: str | None
     repeats: str | None = None
     injected: list[str] = field(default_factory=list)
+    way_back: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,20 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """Steps in a row that the optimizer did not take, in one attempt, and why: the reason and place of the first."""
+
+    first: int
+    last: int
+    attempt: int
+    reason: str
+
+    def __str__(self) -> str:
+        steps = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        return f"{steps} of start {self.attempt}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """Summary of a run; losses in nats, None where none was reported or it was not finite.
 
@@ -69,6 +87,7 @@ class RunSummary:
     ``last_loss``: means of windows; ``unigram_entropy``: loss of a model that knows token frequencies alone, None for a
     blend and without data; ``tokens_per_s``: median over windows, all ranks;
     ``weaker``: exact checks that were within a tolerance, or off, since a step of the run, and why;
+    ``skipped``: by start, those whose steps were done again included;
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
     what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
     ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
@@ -94,6 +113,7 @@ class RunSummary:
     archive: str | None = None
     goodput: Goodput | None = None
     clocks: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -145,6 +165,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         archive=_archive(run),
         goodput=goodput_of(folder, time.time()),
         clocks=tuple(differing(folder / "health")),
+        skipped=tuple(_skipped(run)),
     )
 
 
@@ -167,13 +188,17 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         suspects = [_place(one) for one in places[-1:]]
     if page is None and not suspects and (hang := _hang_of_failure(run, ending, since)) is not None:
         page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
-    verified = None
+    verified, way = None, None
     recent = [one for _, one in run.incidents if datetime.fromisoformat(one.time).timestamp() >= int(since)]
     of_guard = next((one.verified_checkpoint for one in reversed(recent) if one.script is not None), None)
     if any(checkpoints.glob("step_*/verified.json")):
         from megasdc.checkpoint.marks import list_verified  # imports torch
 
         verified = max(list_verified(checkpoints), default=None)
+    if ending.exit_code == NonFiniteError.exit_code:
+        from megasdc.checkpoint.marks import find_way_back
+
+        way = find_way_back(checkpoints)
     return Failure(
         exit_code=ending.exit_code,
         text=ending.text,
@@ -185,6 +210,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         verified_checkpoint=of_guard if verified is None else str(checkpoints / step_folder(verified)),
         repeats=repeats,
         injected=injected,
+        way_back=None if way is None else str(way.path),
     )
 
 
@@ -245,6 +271,21 @@ def _weaker(event: Event) -> str:
     return f"updates are compared within rounding{since}, where {fields.get('address')} differed each time"
 
 
+def _skipped(run: RunRecord) -> list[Skipped]:
+    """Steps that the optimizer skipped, in stretches without a gap."""
+    found: list[Skipped] = []
+    for event in run.of("skip", "optimizer_step"):
+        if event.rank != 0 or event.step is None:
+            continue
+        attempt, last = event.attempt or 1, found[-1] if found else None
+        if last is not None and (last.attempt, last.last + 1) == (attempt, event.step):
+            found[-1] = replace(last, last=event.step)
+        else:
+            reason = "; ".join(str(event.fields[name]) for name in ("reason", "place") if event.fields.get(name))
+            found.append(Skipped(event.step, event.step, attempt, reason))
+    return found
+
+
 def _archive(run: RunRecord) -> str | None:
     """The newest checkpoint that was archived, and how many were not, as text."""
     pushed, failed = list(run.of("archive", "pushed")), list(run.of("archive", "failed"))
@@ -271,6 +312,9 @@ def render(summary: RunSummary) -> str:
     lines = [f"run folder        {summary.run_dir}", f"steps             {summary.steps} of {planned}{skipped}"]
     if summary.failure is not None:
         lines += _render_failure(summary.failure)
+    lines += [f"skipped           {one}" for one in summary.skipped[-_SHOWN_SKIPS:]]
+    if len(summary.skipped) > _SHOWN_SKIPS:
+        lines.append(f"skipped           and {len(summary.skipped) - _SHOWN_SKIPS} times before: see --json")
     if summary.hangs:
         last = summary.hangs[-1]
         lines.append(f"hangs             {len(summary.hangs)}, the last ({last.kind}, {last.who}): {last.path}")
@@ -320,6 +364,10 @@ def _render_failure(failure: Failure) -> list[str]:
         options = " ".join(map(without_faults, failure.injected))
         lines.append(
             f"on purpose        faults were injected on purpose in this run; to restart without them: {options}"
+        )
+    if failure.exit_code == NonFiniteError.exit_code:
+        lines.append(
+            f"go back to        {failure.way_back or 'nothing: no finite checkpoint was followed by a finite step'}"
         )
     lines.append(f"last verified     {failure.verified_checkpoint or 'none: no audit has agreed after a checkpoint'}")
     return lines

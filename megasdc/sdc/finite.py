@@ -1,14 +1,7 @@
-"""Detection of the first NaN or Inf: two numbers a result, on a device kept there and read all at once.
-
-The smallest and largest element are exact and cannot overflow, as a sum could: both are NaN if any element is NaN, and
-one of them is infinite if any element is. On the host a sum is four times as fast, and waits for nothing: an element
-that is not finite makes every sum with it not finite, whatever the order, so a finite sum says that all elements are.
-Any other is no answer.
-"""
+"""Detection of the first NaN or Inf: two numbers a result, on a device kept there and read all at once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +11,7 @@ from torch import Tensor
 from megasdc.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
-
-NAN, INF = "NaN", "Inf"
-"""Kinds of a non-finite result; NaN where it holds both."""
+from megasdc.tensors.finite import checkable, is_surely_finite, kind_of_extremes, start_extremes
 
 
 @dataclass(frozen=True)
@@ -29,47 +20,12 @@ class NonFinite:
 
     Args:
         place: how many results its rank recorded before it.
-        kind: ``NAN`` or ``INF``.
+        kind: ``NAN`` or ``INF`` of ``megasdc.tensors.finite``.
     """
 
     address: Address
     place: int
     kind: str
-
-
-def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest element of a non-empty floating-point tensor, each [], without waiting for the device."""
-    found = torch.aminmax(tensor.detach())
-    return found.min, found.max
-
-
-def is_surely_finite(tensor: Tensor) -> bool:
-    """Whether the sum of a floating-point tensor in host memory is finite, and so all of its elements."""
-    return math.isfinite(tensor.detach().sum().item())
-
-
-def kind_of_extremes(smallest: float, largest: float) -> str | None:
-    """The kind of non-finite elements, from smallest and largest element; None: none."""
-    if math.isnan(smallest) or math.isnan(largest):
-        return NAN
-    return INF if math.isinf(smallest) or math.isinf(largest) else None
-
-
-def kind_of(tensors: Sequence[Tensor]) -> str | None:
-    """The kind of non-finite elements in some tensors; None: none; NaN before Inf.
-
-    Sync: waits for the device.
-    """
-    values = [value for one in tensors if checkable(one) for value in start_extremes(one)]
-    if not values:
-        return None
-    kinds = {kind_of_extremes(value, value) for value in torch.stack([one.double() for one in values]).tolist()}
-    return next((kind for kind in (NAN, INF) if kind in kinds), None)
-
-
-def checkable(tensor: Tensor) -> bool:
-    """Whether a tensor's type can hold NaN or Inf, and it has elements."""
-    return tensor.is_floating_point() and tensor.numel() > 0
 
 
 class FiniteRecorder:

@@ -17,7 +17,8 @@ from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.inputs import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
-from megasdc.sdc.finite import NonFinite, checkable, first_of, kind_of, start_extremes
+from megasdc.sdc.finite import NonFinite, first_of
+from megasdc.tensors.finite import checkable, kind_of, start_extremes
 
 EVENT_KIND = "nonfinite"
 

@@ -1,4 +1,7 @@
-"""Going back to an earlier checkpoint: where to, and the settings of an attempt that does."""
+"""Going back to an earlier checkpoint: where to, and the settings of an attempt that does.
+
+torch is imported where checkpoints are looked at after NaN and Inf.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from megasdc.supervisor.diagnosis import Back
 from megasdc.supervisor.history import Attempt
 
 _END = "data/stream_end"
+_RESOLVED = "resolved.json"
 
 
 def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
@@ -21,9 +25,12 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
     To the beginning where none of its checkpoints can be used, damaged or not verified, and the first that it saved is
     still there: early in a run. A run that has more to lose is not begun anew without a person.
 
+    Without ``rewind_steps`` to the checkpoint of ``find_way_back``, and no data are skipped: newer ones hold NaN or
+    Inf, or lead to them. An attempt that went on from there itself has tried that.
+
     Args:
         launch: of the attempt that failed.
-        rewind_steps: least number of steps before the first of the last skipped steps; 0: not because of these.
+        rewind_steps: least number of steps before the first of the last skipped steps; 0: no data are skipped.
 
     Returns:
         None: the attempt had no such checkpoints, and no skipped step or one that is not to be gone back before.
@@ -39,7 +46,9 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
         oldest = min(unusable[-1].fields["steps"])
         return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
-    if not rewind_steps or not skipped or skipped[-1].step is None:
+    if not rewind_steps:
+        return _to_finite(run_dir, [one.step for one in resumes if one.name in ("checkpoint", "memory")])
+    if not skipped or skipped[-1].step is None:
         return None
     if not launch.wrote(skipped[-1].launch, skipped[-1].time):
         return None
@@ -49,6 +58,20 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
     rows = [row for row in read_metrics(run_dir) if _END in row and row["step"] <= first - rewind_steps]
     step, start = (rows[-1]["step"], rows[-1][_END]) if rows else (0, 0)
     return Back(step, (int(start), skipped[-1].fields["stream_end"]))
+
+
+def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> Back | None:
+    """To the checkpoint of ``find_way_back``, if the attempt has gone on from a newer one; ``resumed``: its steps."""
+    if not resumed or resumed[-1] is None:
+        return None
+    from megasdc.checkpoint.marks import find_way_back
+
+    try:
+        section = json.loads((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
+        way = find_way_back(Path(section.get("folder") or run_dir / "checkpoints"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing is known of where they lie
+        return None
+    return None if way is None or way.step >= resumed[-1] else Back(way.step)
 
 
 def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:

@@ -153,7 +153,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         bounds,
         slices and slices.unclipped,  # reads alone
         # Whether to stop: this run, then a study's replicas.
-        SkipWatch(training.max_skipped_steps),
+        SkipWatch(training.max_skipped_steps, checkpoint_folder(parts.config)),
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
         _isolation_limit(parts),
         study,

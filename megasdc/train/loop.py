@@ -43,5 +43,7 @@ def take_step(run: Run) -> None:
     run.tokens += result.tokens
     run.samples += result.micro_batches * run.engine.micro_batch_size
     run.skipped_steps += result.skipped is not None
+    if result.is_finite:
+        run.finite_step = result.step
     for hook in tuple(run.hooks):
         hook.after_step(run, result)

@@ -247,5 +247,6 @@ def tell_end(run: Run, first: int) -> None:
             run.steps,
         )
     else:
-        logger.info("stopped at step %d of %d: %s", run.step, run.steps, reason)
+        skipped = f"; {run.skipped_steps} steps were skipped" if run.skipped_steps else ""
+        logger.info("stopped at step %d of %d: %s%s", run.step, run.steps, reason, skipped)
     run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)

@@ -6,8 +6,10 @@ import logging
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.marks import find_way_back
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -19,23 +21,58 @@ from megasdc.train.process.signals import StopSignals
 logger = logging.getLogger(__name__)
 
 
+LAST_SKIPPED = 10
+"""A run whose last steps, so many of them, were skipped for NaN or Inf has not ended well."""
+
+
+def where_to_go_on(run: Run, folder: Path | None) -> str:
+    """The checkpoint to go back to after NaN and Inf, in a sentence that says if there is none.
+
+    Args:
+        folder: of the run's checkpoints; None: it has none.
+
+    Collective: all ranks of the world.
+    """
+    text = ""
+    if run.dims.rank == 0:
+        try:
+            way = None if folder is None else find_way_back(folder)
+        except OSError as error:
+            text = f"the checkpoints in {folder} cannot be listed: {error.strerror}"
+        else:
+            text = f"there is no checkpoint to go back to in {folder}: start anew in another folder"
+            if way is not None:
+                text = f"go back to {way}, with megasdc.checkpoint.resume_at_most={way.step}"
+    found: str = gather_objects(text, run.host_group)[0]
+    return found
+
+
 class SkipWatch(Hook):
-    """Reports every skipped step with its reason, and ends a run that skips too many in a row.
+    """Reports every skipped step with its reason, and ends a run that skips too many in a row, or all at its end.
+
+    Steps that are skipped while a dynamic loss scale of fp16 adapts are not for NaN or Inf: the loss is finite, and
+    scaled gradients are not until the scale is low enough; DeepSpeed raises an error where it cannot get lower.
 
     Args:
         limit: skipped steps in a row that end the run.
+        folder: of the run's checkpoints; None: it has none.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, folder: Path | None = None) -> None:
+        self.limit, self._folder = limit, folder
         self.in_a_row = 0
+        self.for_values = 0
+        """The last of them in a row that were skipped for NaN or Inf, and not since the loss scale was adapting."""
+        self._reason = ""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count, report, and fail past the limit."""
         if result.skipped is None:
-            self.in_a_row = 0
+            self.in_a_row = self.for_values = 0
             return
         self.in_a_row += 1
+        adapts = run.engine.fp16_enabled() and run.engine.dynamic_loss_scale() and math.isfinite(result.loss)
+        self.for_values = 0 if adapts else self.for_values + 1
         place = run.skip_place or "its origin is not known; sdc.always_on.finite locates it"
         run.events.emit(
             "skip",
@@ -46,22 +83,41 @@ class SkipWatch(Hook):
             loss_scale=result.loss_scale,
             stream_end=run.stream_end,
         )
+        self._reason = f"{result.skipped}; {place}"
         if run.dims.rank == 0:
-            logger.warning("step %d was skipped: %s; %s", result.step, result.skipped, place)
+            logger.warning("step %d was skipped: %s", result.step, self._reason)
         if self.in_a_row >= self.limit:
             raise NonFiniteError(
-                f"the optimizer skipped {self.in_a_row} steps in a row, up to step {result.step}: {result.skipped}; "
-                f"{place}; training.max_skipped_steps is {self.limit}. Resume from an earlier checkpoint with a lower "
-                "learning rate, or look for the first non-finite result in the events of kind nonfinite"
+                f"the optimizer skipped {self.in_a_row} steps in a row, up to step {result.step}: {self._reason}; "
+                f"training.max_skipped_steps is {self.limit}. {self._advice(run)}"
             )
 
+    def on_end(self, run: Run) -> None:
+        """Let a run end with an error that has taken none of its last steps.
+
+        Collective: all ranks of the world.
+        """
+        if self.for_values >= LAST_SKIPPED and run.stop_error is None:
+            run.stop_error = NonFiniteError(
+                f"the optimizer skipped the last {self.for_values} steps, up to step {run.step}: {self._reason}. "
+                f"{self._advice(run)}"
+            )
+
+    def _advice(self, run: Run) -> str:
+        advice = where_to_go_on(run, self._folder)
+        return (
+            f"What to do: {advice}; use a lower learning rate, or look for the first non-finite result in the events "
+            "of kind nonfinite"
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """Number of steps skipped in a row."""
-        return {"in_a_row": self.in_a_row}
+        """Numbers of steps skipped in a row, and why."""
+        return {"in_a_row": self.in_a_row, "for_values": self.for_values, "reason": self._reason}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the count."""
+        """Restore ``state_dict``; a checkpoint of an earlier version knows of the first number alone."""
         self.in_a_row = state["in_a_row"]
+        self.for_values, self._reason = state.get("for_values", 0), state.get("reason", "")
 
 
 class StopWatch(Hook):

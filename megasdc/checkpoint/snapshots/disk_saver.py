@@ -22,13 +22,14 @@ import torch
 from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, step_folder
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
-from megasdc.checkpoint.manifest import FileRecord, sorted_records
+from megasdc.checkpoint.manifest import FileRecord
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place
 from megasdc.checkpoint.retention import Retention, list_due
 from megasdc.checkpoint.save import (
     SavedState,
     SaveJob,
     SaveResult,
+    Written,
     describe_engine,
     finish_save,
     refuse_decoupled,
@@ -55,6 +56,7 @@ class _Save:
         stages: that are left, the first is under way.
         answer: of this rank's writer in this stage; None: not there yet.
         problem: of this rank.
+        written: files of this rank, then of all.
         saved: whether the checkpoint is whole whatever follows.
     """
 
@@ -65,7 +67,7 @@ class _Save:
     stalled_s: float = 0.0
     answer: Answer | None = None
     problem: Problem | None = None
-    records: list[FileRecord] = field(default_factory=list)
+    written: Written = field(default_factory=Written)
     due: list[int] = field(default_factory=list)
     saved: bool = False
 
@@ -134,7 +136,7 @@ class DiskSaver:
         refuse_decoupled(engine)
         started = time.monotonic()
         self._begun += 1
-        job = self._job(engine, step, self._begun)
+        job = self._job(engine, step, self._begun, state.finite_step)
         texts = {SHARED_STATE_FILE: shared_state_text(state)} if job.place.leader else {}
         save = self._save = _Save(job, started, texts, self._stages(job))
         save.problem = job.prepare() if job.place.leader else None
@@ -148,9 +150,9 @@ class DiskSaver:
                 save.problem = describe_error(error, "allocate memory for the snapshot")
         save.stalled_s = time.monotonic() - started
 
-    def _job(self, engine: Any, step: int, number: int) -> SaveJob:
+    def _job(self, engine: Any, step: int, number: int, finite_step: int | None) -> SaveJob:
         place = replace(self._place, save_id=uuid.uuid5(uuid.UUID(self._place.save_id), str(number)).hex)
-        return SaveJob(self.folder, step, self._dims, place, describe_engine(engine))
+        return SaveJob(self.folder, step, self._dims, place, describe_engine(engine), finite_step)
 
     def _stages(self, job: SaveJob) -> list[Callable[[_Save], None]]:
         mark = [self._mark] if job.node_local else []
@@ -164,6 +166,7 @@ class DiskSaver:
         save = self._save
         try:
             files = self._snapshot.wait()
+            save.written = Written(not_finite=[one.name for one in files if not one.finite])
             self._writer.send(Store(files, save.job.temporary, texts=save.texts))
         except (OSError, RuntimeError) as error:
             save.problem = describe_error(error, "copy the snapshot")
@@ -232,8 +235,8 @@ class DiskSaver:
         assert save.answer is not None, "the stage is done"
         place, job = save.job.place, save.job
         own = [_record(one, place) for one in save.answer.stored]
-        save.records = sorted_records(record for answer in place.gather(own) for record in answer)
-        texts = {job.temporary / MANIFEST_FILE: record_text(job.manifest(save.records))} if place.leader else {}
+        save.written = replace(save.written, records=own).gather(place)
+        texts = {job.temporary / MANIFEST_FILE: record_text(job.manifest(save.written))} if place.leader else {}
         self._act(save, Act(texts, rename=(job.temporary, job.final)))
 
     def _rename(self, save: _Save) -> None:
@@ -262,7 +265,7 @@ class DiskSaver:
         failed = [] if save.answer is None else save.answer.failed
         deleted = [step for step in save.due if not (self.folder / step_folder(step)).exists()]
         duration_s = time.monotonic() - save.started
-        return finish_save(save.job, self._keep, save.records, deleted, failed, duration_s, save.stalled_s)
+        return finish_save(save.job, self._keep, save.written, deleted, failed, duration_s, save.stalled_s)
 
     def _give_up(self, save: _Save) -> None:
         """End a save in which a rank has a problem; training goes on."""

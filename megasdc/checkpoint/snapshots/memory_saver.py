@@ -2,8 +2,9 @@
 
 A rank takes its snapshot beside training and its writer makes it whole: the checksums are compared, the files sealed,
 and their digests written down. A slot is used again only once all ranks have a newer step, so that there is always one
-that all of them have. With one slot for that, and one in the making, each further step between two snapshots is time
-for the writer; where every step is kept a third slot gives it that time.
+that all of them have. A step that holds NaN or Inf on any rank is not kept, and does not count as newer. With one slot
+for that, and one in the making, each further step between two snapshots is time for the writer; where every step is
+kept a third slot gives it that time.
 """
 
 from __future__ import annotations
@@ -88,12 +89,14 @@ class MemorySaver:
         self._taken_at = 0.0
         self._sent: deque[_Slot] = deque()
         self._newest = 0
+        self._non_finite = 0
         self._problem: Problem | None = None
         self.skipped = self.failed = 0
         self.stalled_s = 0.0
         self._whole = Field(self._own_newest, reduction=MIN)
         self._trouble = Field(lambda: float(self._problem is not None))
-        self.fields = (self._whole, self._trouble)
+        self._bad = Field(lambda: float(self._non_finite))
+        self.fields = (self._whole, self._trouble, self._bad)
 
     @property
     def whole(self) -> int:
@@ -184,11 +187,13 @@ class MemorySaver:
             if slot.snapshot.is_copying:
                 if self._address is not None and not self._writer.lives:
                     raise ChildProcessError("the writer that was joined with its partner has ended")
-                store = Store(
-                    slot.snapshot.wait(), slot.folder, in_place=True, texts=self._texts, held=self._head(slot)
-                )
-                self._writer.send(store)
-                self._sent.append(slot)
+                files = slot.snapshot.wait()
+                if all(one.finite for one in files):
+                    store = Store(files, slot.folder, in_place=True, texts=self._texts, held=self._head(slot))
+                    self._writer.send(store)
+                    self._sent.append(slot)
+                else:
+                    self._non_finite = slot.step
         except (OSError, RuntimeError) as error:
             self._problem = describe_error(error, "keep the snapshot")
         self.stalled_s += time.monotonic() - started
@@ -233,10 +238,33 @@ class MemorySaver:
     def advance(self) -> str | None:
         """After a step: where a rank has failed, give up what is in the making; returns what happened.
 
+        So it is where the last snapshot holds NaN or Inf on some rank, for that alone.
+
         Collective: all ranks of the world where one has a problem.
         """
+        told = self._give_up_non_finite(int(self._bad.value)) if self._bad.value else None
         if not self._trouble.value:
-            return None
+            return told
+        return self._give_up()
+
+    def _give_up_non_finite(self, step: int) -> str:
+        """Empty the slots of a step that is not finite on some rank, here once the writer is done with it."""
+        self.failed += 1
+        for slot in (one for one in self._slots if one.step == step):
+            while slot in self._sent:
+                self._own_newest()
+                time.sleep(POLL_S)
+            slot.empty()
+            slot.step = 0
+        self._non_finite = 0
+        self._newest = max((one.step for one in self._slots if one not in self._sent), default=0)
+        return f"the state of step {step} is not finite"
+
+    def _give_up(self) -> str:
+        """Give up what is in the making, since a rank has failed.
+
+        Collective: all ranks of the world.
+        """
         self.failed += 1
         answers = self._place.gather((self._place.node, self._problem))
         self._problem, self._making = None, None

@@ -21,6 +21,7 @@ class TakenFile:
         element_bytes: size of an element of each tensor.
         contents: XXH3-64 of the pickle and the notes, in the order of the layout.
         described: for a layer's file, data type and shape of each tensor, else None.
+        finite: whether its tensors held neither NaN nor Inf.
     """
 
     name: str
@@ -31,6 +32,7 @@ class TakenFile:
     element_bytes: list[int]
     contents: list[int]
     described: dict[str, str] | None
+    finite: bool
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Parameters and moments do not change between the optimizer's update and the next one. So a thread copies them while the
 next forward and backward passes run, and the update waits for it. Before a tensor is copied its checksum is taken where
-it lies; whoever uses the snapshot later compares it with the copy.
+it lies; whoever uses the snapshot later compares it with the copy. Beside it each file's tensors are looked at for NaN
+and Inf.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from megasdc.checkpoint.snapshots.capture import CapturedFile
 from megasdc.checkpoint.snapshots.messages import TakenFile
 from megasdc.tensors.checksum import default_algorithm, read_back
+from megasdc.tensors.finite import are_finite
 
 _PIECE = 1 << 20
 """Memory for a file grows in steps of this, so that a pickle that got longer needs no new one."""
@@ -106,6 +108,7 @@ class Snapshot:
         self._files: list[CapturedFile] = []
         self._failed: BaseException | None = None
         self._sums: list[list[int | Tensor]] = []
+        self._finite: list[bool] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -139,6 +142,7 @@ class Snapshot:
         Their tensors must not change until ``wait`` has returned.
         """
         self._files, self._sums, self._failed = list(files), [[] for _ in files], None
+        self._finite = []
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
@@ -170,6 +174,7 @@ class Snapshot:
                 sums.append(algorithm.start(tensor))
                 place = torch.frombuffer(memory, dtype=torch.uint8, count=member.size_bytes, offset=member.offset)
                 place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            self._finite.append(are_finite(one.tensors))
 
     def wait(self) -> list[TakenFile]:
         """Wait until all is copied; the tensors may change then.
@@ -198,8 +203,9 @@ class Snapshot:
                     if member.content is not None
                 ],
                 one.described,
+                finite,
             )
-            for one, sums in zip(files, self._sums, strict=True)
+            for one, sums, finite in zip(files, self._sums, self._finite, strict=True)
         ]
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def verify_contents(path: Path | str, *, checksums: bool = True, progress: bool 
     """
     folder = Path(path)
     report = verify_checkpoint(folder, checksums=checksums, progress=progress)
-    if not report.ok:
+    if report.problems:
         return replace(report, contents="the files are not as they were saved")
     try:
         if reason := _why_apart(folder):

@@ -141,8 +141,12 @@ class Archiver(Hook):
                 continue
             self._seen.add(step)
             from_archive = manifest.quantized_moments_bits is not None
-            if (step % self._every == 0 or run.is_last_step) and not from_archive:
-                self._waiting.append(step)
+            if from_archive or not (step % self._every == 0 or run.is_last_step):
+                continue
+            if manifest.non_finite is not None:
+                self._skip(run, step, manifest.non_finite)
+                continue
+            self._waiting.append(step)
 
     def _go_on(self, run: Run) -> None:
         """Take the answer of the push that goes on; start the next, the oldest first."""

@@ -308,7 +308,8 @@ class Disputes:
         """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
 
         Checkpoints saved since a wrong state was committed are not, and none is where a position's replicas could not
-        be compared: missing evidence is no agreement.
+        be compared: missing evidence is no agreement. Nor is one by a step whose loss or gradient norm was not finite,
+        or that was skipped: replicas that agree on NaN have computed nothing that can be relied on.
 
         Args:
             extra: whether it was audited by an extra micro-batch.
@@ -316,6 +317,11 @@ class Disputes:
         everywhere = self._dims.pipeline * self._dims.tensor
         unseen = self._comparable is not None and len(self._comparable) < everywhere
         if unseen or result.step == self._committed_wrong:
+            return
+        if not result.is_finite:
+            if self._dims.rank == 0:
+                reason = result.skipped or "its loss or gradient norm is not finite"
+                run.events.emit("audit", "not_finite", step=result.step, reason=reason)
             return
         last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
         if self._dims.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, StorageError
+from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, NonFiniteError, PeerError, StorageError
 
 HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""
@@ -27,6 +27,8 @@ MEMORY_SIGNS = (
     "integer multiplication overflow",
 )
 """Messages of an allocation that failed or whose size overflows (torch 2.13)."""
+SCALE_SIGN = "Current loss scale already at minimum"
+"""Message of a dynamic loss scale that cannot get lower (DeepSpeed 0.19)."""
 STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
     | {errno.ENXIO}  # a pipe instead of a file
@@ -50,6 +52,10 @@ def as_known_error(error: Exception) -> MegasdcError | None:
     if any(sign in text for sign in HANG_SIGNS):
         return HangError(
             f"a collective timed out after megasdc.parallel.timeout_s: some rank did not join it: {first_line}"
+        )
+    if SCALE_SIGN in text:
+        return NonFiniteError(
+            f"gradients overflow at the lowest loss scale too, so that NaN or Inf is not the scale's: {first_line}"
         )
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "DistStoreError" in kinds and "timeout" in text:

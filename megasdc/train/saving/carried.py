@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def restore_counters(run: Run, state: dict[str, Any]) -> None:
-    """Restore step, tokens, samples and skipped steps from a shared state."""
+    """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
     run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
     run.skipped_steps = state["skipped_steps"]
+    run.finite_step = state.get("finite_step", run.step)  # a checkpoint of an earlier version has none
 
 
 def prolong_stream(run: Run) -> None:

@@ -61,7 +61,7 @@ class MemoryCheckpoints(Hook):
             self._interval,
         )
         self._partners = section.partners
-        self._first = run.step
+        self._first = self._taken = run.step
         self._has_old = self._saver.adopt(run.step)
         self._has_looked = False
         self._was_taken = True
@@ -121,10 +121,13 @@ class MemoryCheckpoints(Hook):
             self._forget_old(run)
         if run.step % self._interval or run.is_last_step:
             return
+        if run.finite_step <= self._taken:  # the state is that of the last snapshot, and may lead nowhere
+            return
         run.enter("SAVE")
         self._before_save(run)
         taken = self._saver.begin(run.engine, run.step, self._state.of(run))
         run.paused_s += self._saver.stalled_s if taken else 0.0
+        self._taken = run.step if taken else self._taken
         run.enter("BETWEEN")
         if self._was_taken and not taken and run.dims.rank == 0:  # the first of several
             run.events.emit("skip", "memory_snapshot", step=run.step, skipped=self._saver.skipped)

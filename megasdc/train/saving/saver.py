@@ -21,12 +21,13 @@ from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, is_stateful
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError
+from megasdc.errors import ConfigError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.train.stop import where_to_go_on
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class RunState:
             "tokens": run.tokens,
             "samples": run.samples,
             "skipped_steps": run.skipped_steps,
+            "finite_step": run.finite_step,
             "loader": merge_positions([state for state in states if state is not None]),
             "vocab_size": run.loader.dataset.vocab_size,
             "tokenizer_checksum": self.tokenizer_checksum,
@@ -210,6 +212,9 @@ class Saver(Hook):
             state = self.state.of(run)
             saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
             self._report(run, saved)
+            if run.is_last_step and saved.non_finite is not None and run.stop_error is None:
+                way = where_to_go_on(run, self.folder)
+                run.stop_error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
         else:
             self._background.begin(run.engine, run.step, self.state.of(run))
         run.paused_s += time.monotonic() - started

@@ -9,17 +9,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hand_made import write_checkpoint
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.aside import move_aside
 from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megasdc.checkpoint.marks import (
     Standing,
     clear_corruption,
     find_corruption,
     find_standing,
+    find_way_back,
     list_verified,
     mark_corruption,
     mark_verified,
@@ -131,6 +134,37 @@ def test_a_corruption_mark_is_there_until_it_is_cleared(tmp_path: Path) -> None:
     assert find_corruption(folder) is None
 
 
+def test_retention_keeps_what_a_run_can_go_back_to(tmp_path: Path) -> None:
+    """The newest finite one, and the newest from which a finite step was taken; older versions' say nothing of it."""
+    states = {4: (4, []), 8: (8, []), 12: (11, []), 16: (11, []), 20: (11, ["a.pt"]), 24: (11, ["a.pt", "b.pt"])}
+    for step, (finite_step, not_finite) in states.items():
+        write_checkpoint(tmp_path, step, finite_step=finite_step, not_finite=not_finite)
+    write_checkpoint(tmp_path, 2)
+    assert apply_retention(tmp_path, 24, Retention(1)) == ([2, 4, 12, 20], [])
+    assert list_steps(tmp_path) == [8, 16, 24], "16 is as finite as 12, and both lead nowhere; 8 led to step 9"
+    way = find_way_back(tmp_path)
+    assert way is not None and (way.step, way.verified) == (8, False) and "finite step followed" in str(way)
+    assert find_way_back(tmp_path / "none") is None
+
+
+def test_what_is_not_finite_or_not_known_to_be_is_never_verified(tmp_path: Path) -> None:
+    """Neither does an audit mark it, nor does a mark count that lies in it."""
+    bad, old = write_checkpoint(tmp_path, 2, not_finite=["a.pt"]), write_checkpoint(tmp_path, 4)
+    good, events = make_checkpoint(tmp_path, 6), EventLog(tmp_path, 0)
+    assert mark_verified(tmp_path, 6, 7, LEADER, events=events) == [6]
+    assert {event.step for event in read_events(tmp_path, name="checkpoint_not_marked")} == {2, 4}
+    mark = read_mark(good)
+    assert mark is not None and read_manifest(bad).save_id == read_manifest(old).save_id == mark.save_id
+    write_record(bad / "verified.json", mark.model_copy(update={"step": 2}))
+    shutil.copy(good / "verified.json", old)
+    for path, problem in ((bad, "a.pt when it was saved"), (old, "is of step 6, the checkpoint is of step 4")):
+        with pytest.raises(CheckpointError, match=problem):
+            read_mark(path)
+    assert list_verified(tmp_path) == [6]
+    way = find_way_back(tmp_path)
+    assert way is not None and (way.step, way.verified) == (6, True)
+
+
 def test_retention_keeps_the_newest_verified(tmp_path: Path) -> None:
     """While only candidates are newer, the newest verified checkpoint stays; without marks nothing else does."""
     make_folder(tmp_path, 1, 2, 3, 4, 5)
@@ -138,6 +172,7 @@ def test_retention_keeps_the_newest_verified(tmp_path: Path) -> None:
     assert plan_retention([1, 2, 3, 4, 5], 5, 2, 0, {1, 2}) == [1, 3]
     assert plan_retention([1, 2, 3, 4, 5], 5, 2, 0, {1, 2, 5}) == [1, 2, 3]
     assert plan_retention([1, 2, 3, 4, 5], 4, 1, 0, {2, 5}) == [1, 3], "the mark of a later step does not count"
+    assert plan_retention([1, 2, 3, 4, 5], 5, 1, 0, {2}, {1, 3}) == [1, 4], "the newest of each"
     mark_verified(tmp_path, 2, 3, LEADER)
     assert apply_retention(tmp_path, 5, Retention(1), list_verified(tmp_path)) == ([1, 3, 4], [])
     assert list_steps(tmp_path) == [2, 5]

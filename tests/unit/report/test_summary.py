@@ -262,6 +262,7 @@ def test_a_launch_with_nothing_to_train_warns(
     caplog.set_level(logging.INFO)
     events = EventLog(tmp_path, 0)
     run: Any = SimpleNamespace(step=20, steps=20, stop_reason=reason, folder=tmp_path, results={}, events=events)
+    run.skipped_steps = 0
     tell_end(run, first)
     events.close()
     (line,) = caplog.records

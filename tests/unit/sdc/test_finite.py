@@ -5,7 +5,8 @@ import torch
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finite import INF, NAN, FiniteRecorder, NonFinite, first_of, kind_of
+from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of
+from megasdc.tensors.finite import INF, NAN, are_finite, kind_of
 
 ONE = ParallelDims(1, 1, 1)
 
@@ -73,3 +74,12 @@ def test_the_first_of_all_ranks_follows_the_stages():
     assert first_of([NonFinite(_address(0, RECOMPUTE), 9, INF), forward], layout) == (1, forward)
     assert first_of([None, NonFinite(_address(1), 0, NAN)], layout)[0] == 1
     assert first_of([None, None], layout) is None
+
+
+def test_sums_that_overflow_are_no_inf():
+    """Finite elements whose sum is not are finite, in every type; integers and empty tensors say nothing."""
+    large = [torch.full((1000,), torch.finfo(dtype).max, dtype=dtype) for dtype in (torch.float16, torch.float32)]
+    assert are_finite([*large, torch.arange(3), torch.empty(0)])
+    for value in (float("nan"), float("-inf")):
+        large[1][7] = value
+        assert not are_finite(large)

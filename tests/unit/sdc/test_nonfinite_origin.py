@@ -9,8 +9,9 @@ from torch import nn
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finite import NAN, NonFinite
+from megasdc.sdc.finite import NonFinite
 from megasdc.sdc.nonfinite import InputKinds, Origin, explain, origin_here
+from megasdc.tensors.finite import NAN
 
 ORDER = ("a", "b", "loss")
 ONE = ParallelDims(1, 1, 2)

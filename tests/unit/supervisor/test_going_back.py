@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made import write_checkpoint
 
+from megasdc.checkpoint.marks import mark_verified
+from megasdc.checkpoint.places import Place
 from megasdc.events import EventLog
 from megasdc.origin import Launch
 from megasdc.supervisor.back import find_back, overrides_of
@@ -44,6 +47,28 @@ def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
     assert find_back(run_dir, Launch("x", since), 0) is None, "it was not asked for"
     assert find_back(run_dir, Launch("x", time.time() + 1), 1) is None, "it was another attempt's"
     assert find_back(run_dir / "absent", Launch("x", since), 1) is None
+
+
+def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> None:
+    """Where no data are to be skipped, and the attempt that met NaN has not gone on from there itself."""
+    folder = run_dir / "checkpoints"
+    for step, finite_step, not_finite in ((4, 4, []), (8, 8, []), (12, 11, []), (16, 11, []), (20, 11, ["layer_0.pt"])):
+        write_checkpoint(folder, step, finite_step=finite_step, not_finite=not_finite)
+    (run_dir / "resolved.json").write_text(json.dumps({"megasdc": {"checkpoint": {"folder": None}}}))
+    with closing(EventLog(run_dir, 0)) as log:
+        skip(log, 17, 18)
+        assert find_back(run_dir, Launch("x", 0.0), 0) is None, (
+            "it has not gone on from a checkpoint: the next start does"
+        )
+        log.emit("resume", "checkpoint", step=16)
+        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(8)
+        log.emit("resume", "memory", step=8)
+        assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried"
+        log.emit("resume", "checkpoint", step=12)
+        mark_verified(folder, 4, 5, Place(0, "a", {"a": [0]}, [0], "x"))
+        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(4), "no audit has agreed after a newer one"
+    (run_dir / "resolved.json").unlink()
+    assert find_back(run_dir, Launch("x", 0.0), 0) is None
 
 
 def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:

@@ -77,7 +77,7 @@ def settle(disputes: Disputes, run: Run) -> Any:
 
 def audited(disputes: Disputes, run: Run, step: int) -> list[int]:
     """Tell that an audit of a step has agreed; the steps that are verified then."""
-    disputes.after_audit(run, SimpleNamespace(step=step))  # type: ignore[arg-type]
+    disputes.after_audit(run, SimpleNamespace(step=step, is_finite=True), extra=False)  # type: ignore[arg-type]
     return list_verified(run.folder / "checkpoints")
 
 
@@ -145,7 +145,7 @@ def test_a_finding_that_nobody_settled_counts(group: None, tmp_path: Path) -> No
 def test_what_holds_a_wrong_step_is_never_verified(group: None, tmp_path: Path) -> None:
     """What warn let pass at step 6 keeps all checkpoints from there on candidates, after a resume too."""
     for step in (4, 6, 8):
-        write_checkpoint(tmp_path / "checkpoints", step)
+        write_checkpoint(tmp_path / "checkpoints", step, not_finite=[])
     disputes, run = started(tmp_path, not_reproduced="warn")
     assert settle(disputes, run) is False
     assert audited(disputes, run, 9) == [4]
@@ -159,7 +159,7 @@ def test_what_holds_a_wrong_step_is_never_verified(group: None, tmp_path: Path) 
 
 def test_what_was_repaired_is_verified(group: None, tmp_path: Path) -> None:
     """Nothing wrong was committed: the next audit verifies as always."""
-    write_checkpoint(tmp_path / "checkpoints", 6)
+    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[])
     disputes, run = started(tmp_path, not_reproduced="repair")
     assert settle(disputes, run) is True
     assert audited(disputes, run, STEP) == [6]
@@ -263,8 +263,18 @@ def test_an_audit_that_compared_nothing_verifies_nothing(
     """Where a position's replicas cannot be compared, no checkpoint is verified and no agreement is reported."""
     disputes, run = started(tmp_path)
     monkeypatch.setattr(disputes, "_comparable", set())
-    disputes.after_audit(run, SimpleNamespace(step=9))  # type: ignore[arg-type]
+    disputes.after_audit(run, SimpleNamespace(step=9, is_finite=True), extra=False)  # type: ignore[arg-type]
     run.events.close()
     written = "".join(path.read_text() for path in (tmp_path / "events").glob("*.jsonl"))
     assert "agreed" not in written
     monkeypatch.undo()
+
+
+def test_an_audit_that_agrees_on_nan_verifies_nothing(group: None, tmp_path: Path) -> None:
+    """A step that was skipped, or is not finite, is no evidence; the next one that is finite verifies."""
+    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[])
+    disputes, run = started(tmp_path)
+    disputes.after_audit(run, SimpleNamespace(step=STEP, is_finite=False, skipped="NaN"), extra=False)  # type: ignore[arg-type]
+    assert list_verified(tmp_path / "checkpoints") == []
+    assert [one.fields["reason"] for one in read_events(tmp_path, kind="audit", name="not_finite")] == ["NaN"]
+    assert audited(disputes, run, STEP + 1) == [6]
