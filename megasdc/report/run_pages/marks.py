@@ -38,6 +38,7 @@ _LANE_OF = {
     ("health", "garbage"): WARNING,
     ("health", "unwatched"): WARNING,
     ("health", "agent_restarted"): WARNING,
+    ("health", "agent_stopped"): WARNING,
     ("health", "unwritten"): WARNING,
     ("health", "alert_failed"): WARNING,
     ("metrics", "sink_failed"): WARNING,

@@ -33,7 +33,12 @@ from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
 
-NEWS = {"unwatched": "nothing watches this host", "agent_restarted": "this host is watched again"}
+NEWS = {
+    "unwatched": "nothing watches this host",
+    "agent_restarted": "this host is watched again",
+    "agent_stopped": "this host was not watched for a while",
+}
+"""Events that the process beside the ranks has to tell, and what they mean."""
 LeaveRank = Callable[[int, BaseException | None], None]
 
 

@@ -26,6 +26,7 @@ from megasdc.launcher.remote import Transport
 from megasdc.launcher.supervision import FailureWatch, wait_for_ranks
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor import engine as engine_module
+from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import Process
 
@@ -75,7 +76,7 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
     """It counted as one that runs, for ever."""
     monkeypatch.setattr(engine_module, "STOPPED_S", 0.05)
     nothing: Any = None
-    engine = FrontEngine(tmp_path, tmp_path, 1, [], 0, nothing, nothing, {})
+    engine = FrontEngine(tmp_path, tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
     with stopped() as process:
         ticks = start_ticks(process.pid)
         assert ticks is not None
