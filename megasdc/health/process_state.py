@@ -48,21 +48,23 @@ class Waker:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._stopped: dict[int, tuple[float, bool]] = {}
+        self._stopped: dict[tuple[int, float], tuple[float, bool]] = {}
 
     def look(self, pid: int) -> str:
         """Look at a process that is not reaped yet; returns what was done, in a sentence; empty: nothing."""
         try:
-            is_stopped = psutil.Process(pid).status() in _STOPPED
+            process = psutil.Process(pid)
+            key = pid, process.create_time()  # another process may have its id later
+            is_stopped = process.status() == psutil.STATUS_STOPPED  # not one that a debugger holds
         except psutil.Error:
-            is_stopped = False
-        if not is_stopped:
-            self._stopped.pop(pid, None)
             return ""
-        since, is_woken = self._stopped.setdefault(pid, (time.monotonic(), False))
+        if not is_stopped:
+            self._stopped.pop(key, None)
+            return ""
+        since, is_woken = self._stopped.setdefault(key, (time.monotonic(), False))
         if time.monotonic() - since < self._limit_s:
             return ""
-        self._stopped[pid] = time.monotonic(), True
+        self._stopped[key] = time.monotonic(), True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL if is_woken else signal.SIGCONT)
         done = "stays so and is killed" if is_woken else f"has been for {self._limit_s:g} s: it is woken (SIGCONT)"

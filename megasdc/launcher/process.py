@@ -65,10 +65,11 @@ class LauncherProcess:
         while self._process.poll() is None:
             time.sleep(POLL_S)
             now = time.monotonic()
-            self._wake()
-            if number is not signal.SIGINT and now - looked_at > LOOK_S:
+            if now - looked_at > LOOK_S:
                 looked_at = now
-                if (found := how_to_end()) not in (None, number):
+                self._wake()
+                found = how_to_end()  # also after a failure: what a signal has stopped is ended at the second look
+                if number is not signal.SIGINT and found not in (None, number):
                     number, send_at = found, now + failure_grace_s
             if number is not None and self.stopped_by is None and now > send_at:
                 what = "asking them to save and end" if number is signal.SIGTERM else "ending them"

@@ -56,14 +56,19 @@ class StoppedProcesses:
     def _look(self, hosts: Sequence[str]) -> None:
         program, transport = Path(running.__file__), self._plan.transport
         request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
-        request["seen"] = sorted({pid for pids in self._seen.values() for pid in pids})
-        for answer in transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S):
-            before, now = self._seen.get(answer.host, []), [] if answer.problem else list(answer.value)
-            self._seen[answer.host] = now
-            if killed := [pid for pid in now if pid in before]:
-                say(f"killed since a signal had stopped them: {_list({answer.host: killed})}")
-            elif now:
-                say(f"stopped by a signal: {_list({answer.host: now})}")
+        fresh = [host for host in hosts if not self._seen.get(host)]
+        for alike in (fresh, *([host] for host in hosts if self._seen.get(host))):
+            seen = self._seen.get(alike[0], []) if alike else []  # an id says nothing on another host
+            answers = (
+                transport.run(alike, program, request | {"seen": seen}, timeout_s=GATHER_TIMEOUT_S) if alike else []
+            )
+            for answer in answers:
+                now = [] if answer.problem else list(answer.value)
+                self._seen[answer.host] = now
+                if killed := [pid for pid in now if pid in seen]:
+                    say(f"killed since a signal had stopped them: {_list({answer.host: killed})}")
+                elif now:
+                    say(f"stopped by a signal: {_list({answer.host: now})}")
 
 
 class FailureWatch:

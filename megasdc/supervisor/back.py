@@ -37,15 +37,15 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
     """
     if not run_dir.is_dir():
         return None
-    resumes = list(read_events(run_dir, kind="resume", rank=0, launch=launch))
+    resumes = list(read_events(run_dir, kind="resume", rank=0, launch=launch, broken=[]))
     failed = [one.step for one in resumes if one.name == "not_loaded"]
     if failed and failed[-1] is not None:
         return Back(failed[-1] - 1)
     if unusable := [one for one in resumes if one.name == "none_usable"]:
-        saves = read_events(run_dir, kind="save", name="checkpoint", rank=0)
+        saves = read_events(run_dir, kind="save", name="checkpoint", rank=0, broken=[])
         oldest = min(unusable[-1].fields["steps"])
         return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
-    skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0))
+    skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0, broken=[]))
     if not rewind_steps:
         return _to_finite(run_dir, [one.step for one in resumes if one.name in ("checkpoint", "memory")])
     if not skipped or skipped[-1].step is None:

@@ -282,12 +282,13 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
 def _of_one_host(evidence: Evidence) -> list[Unfit]:
     """What hosts of the attempt lack that others have; empty where what has ended it is the same on all hosts."""
     unfit, asked = evidence.checked.unfit, {*evidence.checked.fit, *(one.host for one in evidence.checked.unfit)}
-    of_code: dict[int, set[str]] = {}
+    having: dict[tuple[int, bool], set[str]] = {}
     for one in unfit:
-        of_code.setdefault(one.code, set()).add(one.host)
-    if of_code.get(evidence.exit_code or 0) == asked:
+        having.setdefault((one.code, one.snapshots), set()).add(one.host)
+    shared = {key for key, hosts in having.items() if hosts == asked}
+    if any(code == evidence.exit_code for code, _ in shared):
         return []
-    return [one for one in unfit if of_code[one.code] != asked and one.host in evidence.host_of_rank]
+    return [one for one in unfit if (one.code, one.snapshots) not in shared and one.host in evidence.host_of_rank]
 
 
 def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:

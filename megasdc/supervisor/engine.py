@@ -37,7 +37,7 @@ from megasdc.supervisor.trained import Trained, trained_in
 FIND_S = 2.0
 STOPPED_S = 10.0
 """A front may be stopped by a signal for so long."""
-OF_CONFIGURATION = ("time limit", "training.stop_step")
+OF_CONFIGURATION = ("time limit", "training.stop_step", "replica ")
 """How the reasons of a stop begin that the configuration asks for, see ``megasdc.train.stop``."""
 
 
@@ -265,9 +265,10 @@ class FrontEngine:
 
     def _last(self, attempt: Attempt, trained: Trained | None) -> int | None:
         """Last step that an attempt did; of programs None where nothing was seen of one, which they need not tell."""
-        if self._request.program is None:
-            return 0 if trained is None else trained.last
-        return (last_step_seen(self._run_dir, attempt.launch_id) if self._run_dir.is_dir() else 0) or None
+        seen = last_step_seen(self._run_dir, attempt.launch_id) if self._run_dir.is_dir() else 0
+        if self._request.program is None:  # metrics may be reported every few steps only
+            return max(seen, 0 if trained is None else trained.last)
+        return seen or None
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)

@@ -70,6 +70,8 @@ class HostChecks:
             deep: also what needs megasdc on the host: what it lacks of data, memory and room.
             whole: read every byte of the data.
         """
+        if not slots:
+            return Checked()
         request = replace(self.request, overrides=(*self.request.overrides, *overrides))
         try:
             needs, transport = needs_of(request)
@@ -78,7 +80,7 @@ class HostChecks:
         transport = replace(transport, prefixes=self.prefixes)
         placement = Placement({host: [0] for host in (*slots, *beside)}, remote=True)
         report = inspect_hosts(placement, transport, needs, trusted=beside, among_others=len(run) > 1)
-        silent = {one.hosts[0]: one.text for one in report.found if one.silent}
+        silent = {one.hosts[0]: one.text for one in report.found if one.silent and one.hosts[0] in slots}
         unfit = [found for found in _of_report(report) if found.host in slots]
         asked = [host for host in slots if host not in silent]
         if deep and request.config_path is not None:
@@ -135,8 +137,13 @@ def _ask(
                 said = answer.problem or "".join(answer.value["err"].strip().splitlines()[-1:])
                 silent[answer.host] = said or f"{answer.host}: the check ended with code {answer.value['code']}"
                 continue
-            for lack in json.loads(answer.value["out"].splitlines()[-1]):
-                found.append(Unfit(answer.host, lack["code"], f"{answer.host}: {lack['text']}", lack["snapshots"]))
+            try:
+                lacks = json.loads(answer.value["out"].splitlines()[-1])
+                found += [
+                    Unfit(answer.host, one["code"], f"{answer.host}: {one['text']}", one["snapshots"]) for one in lacks
+                ]
+            except (ValueError, LookupError, TypeError):
+                silent[answer.host] = f"{answer.host}: the check printed {answer.value['out'][-200:]!r}, and no result"
     return found, silent
 
 

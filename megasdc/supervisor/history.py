@@ -252,7 +252,7 @@ def _tested(history: History, entry: Entry) -> None:
         history.replaced[test.host] = replace(before or first, tested_at=entry.time, test=test)
         return
     history.passed_at[test.host] = entry.time
-    if before is not None:
+    if before is not None and (before.kind is not None or (before.test is not None and before.test.is_conclusive)):
         history.given_back[test.host] = history.given_back.get(test.host, 0) + 1
 
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -81,6 +82,8 @@ class Journal:
             raise StorageError(f"the supervisor's journal {self.path} cannot be opened: {error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._file.fileno()).st_ino != self.path.stat().st_ino:
+                raise BlockingIOError("another supervisor has just written it anew")
             self.entries, self._checksum = self._read(say, rebuild)
         except BlockingIOError as error:
             self._file.close()
@@ -175,7 +178,7 @@ class Journal:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(text)
             os.fsync(file.fileno())
-            os.link(self.path, aside)
+            _keep_aside(self.path, aside)
             os.replace(temporary, self.path)
             sync_path(self.path.parent)
         except BaseException:
@@ -188,6 +191,14 @@ class Journal:
         )
         say(f"the damaged journal is kept in {aside}")
         return entries, checksum
+
+
+def _keep_aside(path: Path, aside: Path) -> None:
+    """Give a file a second name; on file systems without links that is a copy."""
+    try:
+        os.link(path, aside)
+    except OSError:
+        shutil.copyfile(path, aside)
 
 
 def whole_lines(lines: bytes) -> list[Entry]:

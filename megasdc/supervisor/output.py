@@ -43,7 +43,7 @@ class LastingStream:
             self._stream.flush()
 
     def go_on_in_file(self, why: str) -> None:
-        """Append to the file from now on.
+        """Append to the file from now on; a signal handler may call it within a write.
 
         Raises:
             OSError: that cannot be written either.
@@ -55,8 +55,9 @@ class LastingStream:
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for descriptor in {self._stream.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1}:
             os.dup2(file, descriptor)
+        # Not by the stream, whose buffer may be half written when a signal comes.
+        os.write(file, f"megasdc supervise: what was said before went to standard error: {why}\n".encode())
         os.close(file)
-        print(f"megasdc supervise: what was said before went to standard error: {why}", file=self._stream, flush=True)
 
 
 @contextmanager

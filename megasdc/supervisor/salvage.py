@@ -73,7 +73,7 @@ class _Completed:
         if kind == "planned":
             self.plan_until(entry.fields["attempt"], at)
             self._decide_for(entry)
-        needed = {"started": "planned", GROWING: "started", "ended": "started", "decided": "ended"}.get(kind)
+        needed = {"started": "planned", GROWING: "planned", "ended": "started", "decided": "ended"}.get(kind)
         if needed is not None and not self._bring_to(needed, at):
             return
         if kind in ("opened", "left", "finished") and self.history.stage in ("planned", "started"):

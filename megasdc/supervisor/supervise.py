@@ -86,7 +86,9 @@ class Supervisor:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
         self._look_at_new()
+        waits = False
         while not self._allocation.can_be_left and self._are_lacking and self._test_hosts():
+            waits = waits or self._say_that_it_waits()
             if self._stop.wait(POLL_S):
                 break
         are_lacking = self._are_lacking
@@ -108,6 +110,11 @@ class Supervisor:
                 skip=history.skip,
                 skips_snapshots=history.skips_snapshots,
             )
+
+    def _say_that_it_waits(self) -> bool:
+        hosts, every_s = ", ".join(self._history.replaced), self._limits.retest_s
+        self._say(f"there are too few hosts: the run waits until one passes its test, every {every_s:g} s: {hosts}")
+        return True
 
     @property
     def _are_lacking(self) -> bool:
@@ -179,7 +186,8 @@ class Supervisor:
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
         hours = (time.time() - attempt.planned_at) / HOUR_S
-        failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 else None
+        is_mendable = diagnosis.kind in ("unfit", "no_room")  # what a host lacks says nothing of its hardware
+        failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 and not is_mendable else None
         self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
         said = asdict(diagnosis)
@@ -210,7 +218,9 @@ class Supervisor:
     def _decide(self) -> None:
         history = self._history
         decision = decide(history.failures, self._num_others, self._limits, history.went_back)
+        waits = False
         while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
+            waits = waits or self._say_that_it_waits()
             decision = decide(history.failures, self._num_others, self._limits, history.went_back)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
@@ -259,13 +269,14 @@ class Supervisor:
         for test in ended:
             self._note(test)
         for host, one in history.replaced.items():
-            is_due = one.test is None or (not one.test.is_conclusive and time.time() - one.tested_at >= limits.retest_s)
+            since_s = time.time() - one.tested_at  # negative where the clock was set back
+            is_due = one.test is None or (not one.test.is_conclusive and not 0 <= since_s < limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
             to_come |= worth and (one.test is None or not one.test.is_conclusive)
             if is_due and worth and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host], run)
         for host in history.waiting if limits.spare_test_s else ():
-            is_due = time.time() - history.passed_at.get(host, 0.0) >= limits.spare_test_s
+            is_due = not 0 <= time.time() - history.passed_at.get(host, 0.0) < limits.spare_test_s
             if is_due and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host], run)
         return bool(ended) or to_come

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import secrets
+import socket
+import stat
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 
@@ -18,12 +22,20 @@ def answer(request: dict[str, Any]) -> list[str]:
     shared = pathlib.Path("/dev/shm")
     shared = shared if shared.is_dir() else pathlib.Path(tempfile.gettempdir())
     found = []
-    for path in shared.glob(f"megasdc-{os.getuid()}-memory-{request['run']}-*/owner"):
-        if path.parent.is_symlink() or path.stat().st_uid != os.getuid():
+    # Hosts may share the folder: the name ends with that of the host.
+    for path in shared.glob(f"megasdc-{os.getuid()}-memory-{request['run']}-*{socket.gethostname()}/owner"):
+        if not (_is_own(path.parent, stat.S_ISDIR) and _is_own(path, stat.S_ISREG)):
             continue
         owner = {**json.loads(path.read_text()), "linger_s": 0.0}
-        part = path.with_name(f".tmp_owner.release.{os.getpid()}")
-        part.write_text(json.dumps(owner))
+        part = path.with_name(f".tmp_owner.release.{secrets.token_hex(8)}")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(json.dumps(owner))
         os.replace(part, path)
         found.append(str(path.parent))
     return found
+
+
+def _is_own(path: pathlib.Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is what it should be, no link, and belongs to this user."""
+    seen = path.lstat()
+    return is_kind(seen.st_mode) and seen.st_uid == os.getuid()

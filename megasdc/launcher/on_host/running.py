@@ -52,7 +52,7 @@ def _is_launcher(pid: int, sign: bytes) -> bool:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
 

@@ -12,7 +12,7 @@ import pytest
 from megasdc.config import parse_config
 from megasdc.data.prepare import prepare
 from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor.fitness import HostChecks
+from megasdc.supervisor.fitness import Checked, HostChecks
 from megasdc.supervisor.host_check import HostRequest, check_host
 
 
@@ -93,3 +93,9 @@ def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, mon
     assert checks.check({"b": 1}, hosts, beside=["a"], deep=False).fit == ("b",), "a look reads no data"
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     assert {one.code for one in checks.check(hosts, hosts, deep=False).unfit} == {78}
+
+
+def test_without_a_host_that_answers_nothing_is_found(config: Path, tmp_path: Path) -> None:
+    """All hosts are away: that is the diagnosis, and no error of the check."""
+    checks = HostChecks(LaunchRequest(config_path=config), tmp_path / "run", {})
+    assert checks.check({}, {"a": 1, "b": 1}) == Checked()

@@ -62,3 +62,28 @@ def test_an_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         end.touch()
         assert process.wait() == 0 and not log.exists()
+
+
+def test_a_hangup_within_a_write_ends_nothing(tmp_path: Path) -> None:
+    """The terminal stands still with its buffer full, so that a signal comes while the stream is being written."""
+    log = tmp_path / "supervisor.log"
+    program = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from megasdc.supervisor.output import lasting_output
+with lasting_output(Path(sys.argv[1])):
+    hang_up = lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGHUP))
+    threading.Thread(target=hang_up).start()
+    print("x" * 300_000, file=sys.stderr, flush=True)
+    print("ends", file=sys.stderr, flush=True)
+"""
+    reading, writing = os.pipe()  # 64 KiB, which nobody reads
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, "-c", program, str(log)], stderr=writing, env=env) as process:
+        os.close(writing)
+        time.sleep(1.5)
+        while not log.exists():
+            time.sleep(0.05)
+        os.close(reading)
+        assert process.wait(30) == 0
+    assert log.read_text().endswith("ends\n") and "SIGHUP" in log.read_text()

@@ -143,7 +143,10 @@ class LiveCampaign:
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
         slices = detection.slices
         checks: list[Hook | None] = [slices, detection.rows, detection.tokens]
-        before, after = [one for one in checks if one is not None], [] if slices is None else [slices.found]
+        before, after = (
+            [one for one in checks if one is not None],
+            [] if slices is None else [slices.found, slices.unclipped],
+        )
         run.hooks = [detection, *before, *faults, observation, *after, results]
         self._events.kept.clear()
         if case.completed:

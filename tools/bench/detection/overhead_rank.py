@@ -237,7 +237,7 @@ class OverheadRank:
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
         slices = detection.slices
         assert slices is not None and detection.rows is not None, "the section asks for it"
-        hooks = [Meeting(), detection, slices, detection.rows, observation, slices.found]
+        hooks = [Meeting(), detection, slices, detection.rows, observation, slices.found, slices.unclipped]
         engine.hooks, engine.agreement = list(hooks), StepAgreement(run.host_group)
         for hook in hooks:
             hook.on_start(run)
@@ -309,7 +309,8 @@ class OverheadRank:
         slices.on_start(self._run)
         before: Any = Timed(slices, clock)
         found: Any = Timed(slices.found, clock)
-        self.engine.hooks = [before, *self.engine.hooks, found]
+        unclipped: Any = Timed(slices.unclipped, clock)
+        self.engine.hooks = [before, *self.engine.hooks, found, unclipped]
         try:
             yield before
         finally:

@@ -295,7 +295,8 @@ class UpdateSlices:
     def _inputs(self, mine: Slice) -> Tensor:
         """Gradient before clipping, master and moments before the step, as this rank read them: [4, n]."""
         inputs = torch.cat([self._before[part.group] for part in mine.parts], 1)
-        if self._unclipped is not None:
+        if self._clips:
+            assert self._unclipped is not None, "the hook that reads gradients before they are clipped has run"
             inputs[0] = self._unclipped
         return inputs
 
