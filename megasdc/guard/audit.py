@@ -23,6 +23,9 @@ from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
 
+RESULTS, COPIES, PLACE = "results", "copies", "place"
+"""Names in the agreement of an audit: what replicas are to have alike, and whether results follow the place."""
+
 
 @dataclass(frozen=True)
 class Audited:
@@ -120,21 +123,21 @@ class GuardAudit(Part):
         assert batch is not None, "no rank has a problem"
         moved = self._move(batch, step)
         matters = moved is not None and digest(moved.trace) != digest(own)
-        agreed = compare_replicas([digest(own), digest(copies)], [matters], dims, self._world)
+        agreed = compare_replicas({RESULTS: digest(own), COPIES: digest(copies)}, {PLACE: matters}, dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
 
     def _settle(self, audited: Audited) -> Iterator[Settled]:
         """What an audit has found, with rulings; nothing: all agrees."""
-        (results, copies), (matters,) = audited.agreed.differing, audited.agreed.raised
-        if copies:  # ranks with other parameters compute other results
+        agreed = audited.agreed
+        if agreed.differing[COPIES]:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
             return
         step, batch = audited.step, audited.batch
         earlier = self._training.suspects.ranks
         work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
-        if matters and audited.moved is not None:
+        if agreed.raised[PLACE] and audited.moved is not None:
             yield self._findings.of_permuted(work, audited.moved)
-        if results:
+        if agreed.differing[RESULTS]:
             yield self._findings.of_replicas(work)
 
     def _move(self, batch: Batch, step: int) -> Moved | None:

@@ -3,14 +3,15 @@
 ``DeepSpeedZeroOptimizer`` takes the norm of the owned shards, so it keeps clipping, by the norm that it is given.
 ``BF16_Optimizer`` takes the norm of each rank's whole copy of the gradient: where one copy is wrong, ranks clip
 differently, or one of them alone skips the step and the others hang. Its step is run here instead, with one norm
-that all ranks agree on. A listener may change the numbers of the norm on the way, which is fault injection. Private
-names are DeepSpeed 0.19's; a test fails if they disappear.
+that all ranks agree on. The numbers of the norm can be recorded, which is for checks; a listener may change them on the
+way, which is fault injection. Private names are DeepSpeed 0.19's; a test fails if they disappear.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ NormListener = Callable[[str, Tensor], Tensor | None]
 """Called with ``part``, this rank's part of the squared norm before the sum over ranks (in ``DeepSpeedZeroOptimizer``
 one of each group), ``total``, the norm by which it clips, or ``factor``, by which it multiplies its shard, and the
 number, [1]; returns None, or the number to use instead."""
+
+
+@dataclass
+class Used:
+    """Numbers with which a rank stepped, as tensors that may not be computed yet.
+
+    Args:
+        parts: its parts of the squared norm before they were summed over ranks: one for each group, or one of its whole
+            copy with ``BF16_Optimizer``; 0-d; empty where they are not known.
+        factors: what each group's shard, or all, was multiplied by, 0-d; empty where nothing was clipped.
+        skip: whether all ranks were told to skip the step.
+    """
+
+    parts: list[Tensor] = field(default_factory=list)
+    factors: list[Tensor] = field(default_factory=list)
+    skip: bool = False
 
 
 class StepControl:
@@ -42,6 +59,9 @@ class StepControl:
         """Norm by which this rank clips in the running step, or the last one, loss scale included; None: by none."""
         self._checks = getattr(optimizer, "check_grad_overflow", False)
         self._listener: NormListener | None = None
+        self._used: Used | None = None
+        self._has_parts: bool | None = None
+        """Whether the norm of parts has the bits of DeepSpeed's, found out in the first step that is recorded."""
         if is_bf16_optimizer(optimizer):
             optimizer.step = self._step_bf16
         else:
@@ -50,19 +70,37 @@ class StepControl:
             optimizer.has_overflow = self._has_overflow
 
     def listen(self, listener: NormListener | None) -> None:
-        """Pass the numbers of every step's norm to a listener; None: to nobody, and what computes them is DeepSpeed's.
+        """Pass the numbers of every step's norm to a listener; None: to nobody.
 
         The norm is then computed here as DeepSpeed 0.19.8 computes it, with the same bits.
         """
         self._listener = listener
+        self._follow()
+
+    def record(self) -> None:
+        """From now on keep the numbers of each step's norm for ``take``; no bit of a step changes."""
+        self._used = Used()
+        self._follow()
+
+    def take(self) -> Used:
+        """What this rank has used since the last call; empty where it skipped the step, or does not record."""
+        found = self._used or Used()
+        found.skip = self._skip
+        if self._used is not None:
+            self._used = Used()
+        return found
+
+    def _follow(self) -> None:
+        """Clip here where somebody asks for the factor, else as DeepSpeed does."""
         if is_bf16_optimizer(self._optimizer):
             return
         vars(self._optimizer).pop("unscale_and_clip_grads", None)
-        if listener is not None:
+        if self._listener is not None or self._used is not None:
             self._optimizer.unscale_and_clip_grads = self._clip_shard
 
     def close(self) -> None:
         """Give the optimizer back what it does by itself."""
+        self._used = None
         self.listen(None)
         replaced = ("step",) if is_bf16_optimizer(self._optimizer) else ("scaled_global_norm", "has_overflow")
         for name in replaced:
@@ -86,7 +124,7 @@ class StepControl:
         if self._norm is not None:
             norm = self._norm.float()
         else:
-            norm = self._norm_of_shards(norm_type) if self._listener is None else self._norm_of_parts()
+            norm = self._by_parts(self._norm_of_parts, lambda: self._norm_of_shards(norm_type))
         self.used_norm = self._heard("total", norm)
         return self.used_norm  # type: ignore[no-any-return]
 
@@ -112,13 +150,36 @@ class StepControl:
     def _has_overflow(self, partition_gradients: bool = True) -> bool:
         return self._skip or bool(self._find_overflow(partition_gradients))
 
+    def _by_parts(self, parts: Callable[[], Tensor], whole: Callable[[], Tensor]) -> Tensor:
+        """The norm by its parts where a listener needs them, or where they are recorded and it has DeepSpeed's bits.
+
+        Args:
+            parts: takes the norm here.
+            whole: takes it in DeepSpeed, as another version may do otherwise; infinite or -1 where it is not finite.
+        """
+        hears = self._listener is not None
+        if self._used is None or getattr(self._optimizer, "cpu_offload", False) or self._has_parts is False:
+            return parts() if hears else whole()
+        own = parts()
+        if self._has_parts is None:  # on all ranks alike, whoever has a listener
+            theirs = whole()
+            if bool(theirs.isfinite() & (theirs >= 0)):
+                self._has_parts = bool(own == theirs)
+            if not (self._has_parts or hears):
+                self._used.parts.clear()
+                return theirs
+        return own
+
     def _heard(self, slot: str, number: Tensor) -> Tensor:
-        """The number, or what the listener has used instead."""
+        """The number, or what the listener has used instead; it is recorded."""
         answer = None if self._listener is None else self._listener(slot, number.detach().reshape(1))
-        return number if answer is None else answer.reshape(number.shape)
+        number = number if answer is None else answer.reshape(number.shape)
+        if self._used is not None and slot != "total":
+            (self._used.parts if slot == "part" else self._used.factors).append(number.clone())
+        return number
 
     def _norm_of_parts(self) -> Tensor:
-        """DeepSpeed's norm, of which the listener hears this rank's parts.
+        """DeepSpeed's norm, of which this rank's parts are heard.
 
         Collective: the data group, then the ranks of the replica, once a group of the optimizer.
         """
@@ -138,7 +199,7 @@ class StepControl:
         return torch.where(torch.isfinite(norm), norm, math.inf)
 
     def _clip_shard(self, shards: list[Tensor], norm: Tensor) -> None:
-        """DeepSpeed's clipping of this rank's shard, of which the listener hears the factor."""
+        """DeepSpeed's clipping of this rank's shard, of which the factor is heard."""
         optimizer = self._optimizer
         if optimizer.clip_grad == 0.0 and optimizer.loss_scale == 1.0:
             return
@@ -187,14 +248,19 @@ class StepControl:
 
         optimizer = self._optimizer
         gradients, _ = optimizer.get_grads_for_norm()
-        if self._listener is None:
-            norm = get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type, mpu=optimizer.mpu)
-        else:
+
+        def whole() -> Tensor:
+            norm: Tensor = get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type, mpu=optimizer.mpu)
+            return norm
+
+        def parts() -> Tensor:
             norm = torch.stack([one.detach().float().norm(2.0) for one in gradients]).pow(2.0).sum()
             norm = self._heard("part", norm)
             dist.all_reduce(norm, group=optimizer.mpu.get_model_parallel_group())
             norm = norm.pow(0.5)
-            norm = torch.where(torch.isfinite(norm), norm, -1.0)
+            return torch.where(torch.isfinite(norm), norm, -1.0)
+
+        norm = self._by_parts(parts, whole)
         norm = torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._group)
         return norm

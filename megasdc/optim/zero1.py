@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -87,6 +88,22 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
     if is_bf16_optimizer(optimizer):
         return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
+
+
+def own_parameters(optimizer: Any) -> list[Tensor]:
+    """The part of the stage's flat parameters that this rank's masters are cast into and that all gather, by group.
+
+    Views of the parameters that the model computes with, of the shapes of ``master_partitions``.
+    """
+    partitions = (
+        optimizer.bf16_partitioned_groups
+        if is_bf16_optimizer(optimizer)
+        else optimizer.parallel_partitioned_bit16_groups
+    )
+    return [
+        parts[dist.get_rank(group=group)]
+        for parts, group in zip(partitions, optimizer.real_dp_process_group, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
     managed = training.garbage_collection == "managed"
     slices = None if recording.detection is None else recording.detection.slices
+    chain = None if recording.detection is None else recording.detection.chain
     memory, saver = _savers(parts, writer, recording.detection)
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
@@ -145,6 +146,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         drills.process_faults,
         recording.observation,
         slices and slices.found,
+        chain,
         recording.toleranced and recording.toleranced.shards,
         recording.trace,
         recording.details,
@@ -152,6 +154,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         # The last that changes gradients: nothing that comes after it acts in a step.
         bounds,
         slices and slices.unclipped,  # reads alone
+        chain and chain.sums,
         # Whether to stop: this run, then a study's replicas.
         SkipWatch(training.max_skipped_steps, checkpoint_folder(parts.config)),
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),

@@ -20,7 +20,7 @@ def _compare(wrong: int | None, value: int, other: int) -> Any:
 
     dims = ParallelDims(2, 1, 2, dist.get_rank())
     mine = other if dims.rank == wrong else value + dims.tp_rank
-    found = compare_replicas([mine, 7], [dims.rank == wrong, False], dims, None)
+    found = compare_replicas({"mine": mine, "same": 7}, {"wrong": dims.rank == wrong, "never": False}, dims, None)
     return found.differing, found.raised
 
 
@@ -31,6 +31,7 @@ def test_unequal_replicas_are_found_at_their_position(wrong: int | None) -> None
         for other in (set(VALUES) | {5}) - {value, value + 1}:
             found = run_distributed(_compare, 4, wrong, value, other)
             position = () if wrong is None else ((0, wrong % 2),)
-            assert found == [((position, ()), (wrong is not None, False))] * 4, (value, other)
+            differing, raised = {"mine": position, "same": ()}, {"wrong": wrong is not None, "never": False}
+            assert found == [(differing, raised)] * 4, (value, other)
             if wrong is None:
                 break

@@ -60,6 +60,12 @@ class AlwaysOnSection(Section):
     parameters: bool = setting(
         True, "Compare the parameters of all replicas after each step, before the next step is committed."
     )
+    chain: bool = setting(
+        True,
+        "Check the links from the reduced gradient to the parameters: norm and clip factors of all ranks in each step; "
+        "in steps that look each rank's part of the norm, a part of the masters and moments since the last step, and a "
+        "part of the gathered parameters against their masters, others each time until all have been.",
+    )
     finite: bool = setting(
         True, "Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared first."
     )

@@ -183,6 +183,9 @@ class Incident:
         "state",
         "update",
         "settings",
+        "norm",
+        "clipping",
+        "copy",
     ]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
@@ -198,6 +201,9 @@ class Incident:
         "file of the data",
         "mean of the replicas' gradients",
         "own settings of the step before",
+        "parts of the norm",
+        "own norm",
+        "own digest",
     ]
     policy: Literal["halt", "isolate", "repair", "warn"]
     done: Literal["halted", "isolated", "repaired", "committed"]

@@ -27,9 +27,12 @@ _TIERS = {
     "parameters": "the comparison of parameters: replicas hold different values",
     "copies": "the comparison of parameters that every tensor rank holds whole: they hold different values",
     "reduction": "the sum of gradients over replicas, of which a slice was added up again",
-    "state": "a slice of the optimizer's state, which changed between two steps",
+    "state": "a part of the optimizer's state, which changed between two steps",
     "update": "a slice of the optimizer's update, which another rank, or this one elsewhere, computed again",
     "settings": "what an optimizer step used, hyperparameters and step counts: replicas have not the same",
+    "norm": "the norm of the gradient: ranks used other norms, or not the one that their parts add up to",
+    "clipping": "the clipping of the gradient: a rank used another factor",
+    "copy": "the parameters that were gathered: they are not their owner's masters in the model's type",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
 }
 _VERDICTS = {
@@ -49,6 +52,9 @@ _BASES = {
     "mean of the replicas' gradients": "Right is the mean of what replicas gave; owner, adder or link made another.",
     "own settings of the step before": "The rank contradicts itself: what no other rank changed since the step before.",
     "own results elsewhere": "The rank contradicts itself: its result changes when its elements are in other places.",
+    "parts of the norm": "Right is what the squares of all gradients' blocks add up to.",
+    "own norm": "Right is what follows from the norm that the rank itself used.",
+    "own digest": "Right is what the rank itself had left there after the last step; it is lost.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",
 }

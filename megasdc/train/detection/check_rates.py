@@ -49,7 +49,9 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
         extremes_bytes_per_s=num_bytes / _median_s(look, READS),
         checksum_s=_recording_s(lambda: tracer(address, small), lambda: digest(tracer.take()), large),
         extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.take(dims), large),
-        exchange_s=_median_s(lambda: compare_replicas([1, 2], [False] * 3, dims, dist.group.WORLD), EXCHANGES),
+        exchange_s=_median_s(
+            lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
+        ),
     )
 
 

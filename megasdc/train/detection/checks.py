@@ -24,24 +24,40 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel.agreement import compare_replicas
+from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.recompute import compare_recomputed
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.chain import Chain, Links
 from megasdc.train.detection.disputes import Disputes
-from megasdc.train.detection.evidence import Evidence, Rehearse
+from megasdc.train.detection.evidence import (
+    AUDITED,
+    COPIES,
+    COPY,
+    LOSS,
+    NOT_FINITE,
+    PARAMETERS,
+    PART,
+    PLACE,
+    REPEATS,
+    ROWS,
+    TOKENS,
+    Evidence,
+    Rehearse,
+)
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
-from megasdc.train.detection.settings import NONE
+from megasdc.train.detection.settings import NONE, SETTINGS
 from megasdc.train.detection.slices.hook import Checkable, SliceChecks
 from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens
 from megasdc.train.process.signals import StopSignals
@@ -99,6 +115,7 @@ class Detection(Hook):
 
     Attributes:
         slices: the hook that checks slices of the optimizer; None: there is none.
+        chain: the hook that checks norm, clipping, state between steps and the copy; None: there is none.
         rows: the hook that checks rows of products; None: there is none.
         tokens: the hook that compares micro-batches with the file; None: nothing does.
         permuted: computes audited micro-batches with elements in other places; None: nothing does.
@@ -131,6 +148,9 @@ class Detection(Hook):
             self.slices = SliceChecks(
                 size, disputes.settle_slice, self._tell_tolerant, budget, disputes.settings, settings.checkable
             )
+        self.chain: Chain | None = None
+        if sdc.always_on.enabled and sdc.always_on.chain:
+            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget)
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
@@ -288,36 +308,78 @@ class Detection(Hook):
                 if self._extra is not None:
                     self._compute_extra(engine, self._extra)
                 audited, moved = self._audited.take(), self._move(engine)
+            links, of_copy = self._links()
             settings = self._disputes.settings.take() if self._always_on.enabled else NONE
             rows, given = self._found_in_rows(engine), self._found_in_tokens(engine)
-            evidence = Evidence(parameters, audited, checked, moved, rows, given, settings)
+            evidence = Evidence(parameters, audited, checked, moved, rows, given, settings, of_copy)
             with budget.fixed:
-                digests = [digest(evidence.parameters), digest(evidence.audited), evidence.settings]
-                copies = [digest(self._parameters.copies(evidence.parameters))]
                 wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
                 wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
-                raised = [bool(checked.unrepeated), evidence.place_matters, wrong_row, wrong_tokens]
-                raised += [seen is not None, not loss_is_finite(engine)]
-            with budget.waits:
-                agreed = compare_replicas(digests, raised, engine.dims, self._host_group, copies)
-            *exact, some_seen, some_loss = agreed.raised
+                found = {REPEATS: bool(checked.unrepeated), PLACE: evidence.place_matters}
+                found |= {ROWS: wrong_row, TOKENS: wrong_tokens}
+                found |= {NOT_FINITE: seen is not None, LOSS: not loss_is_finite(engine)}
+            agreed = self._agree(evidence, links, found | links.flags)
+            some_seen, some_loss = agreed.raised[NOT_FINITE], agreed.raised[LOSS]
             if self.search is not None and (some_seen or some_loss):
                 budget.ignore_step()
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
-            audit_differs = self._disputes.can_compare(agreed.differing[1])
-            of_state = agreed.differing[0] or agreed.differing[2] or agreed.stages[0]
-            if not (of_state or audit_differs or any(exact)):
+            audit_differs = self._disputes.can_compare(agreed.differing[AUDITED])
+            of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
+            of_step = any(agreed.raised[name] for name in (REPEATS, PLACE, ROWS, TOKENS))
+            if not (of_state or audit_differs or of_step):
                 return
             budget.ignore_step()
             if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
                 return
-            if agreed.differing[0] or agreed.stages[0]:
+            if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
                 self._parameters.start()
+            if self.chain is not None:
+                self.chain.compare_copy()
             if engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind()
             engine.compute_again()
             repaired = True
+
+    def _links(self) -> tuple[Links, Callable[[Collection[int]], Settled] | None]:
+        """What was found in the chain of the last step, and what rules on parameters that are not their masters'."""
+        chain = self.chain
+        if chain is None:
+            return Links(), None
+        with self.budget.looks:
+            links = chain.take()
+        return links, lambda earlier: chain.of_copy(links, earlier)
+
+    def _agree(self, evidence: Evidence, links: Links, raised: Mapping[str, bool]) -> Agreed:
+        """Compare evidence over all ranks, and settle what was found in the step before: settings, then the chain.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt.
+
+        Collective: all ranks of the world.
+        """
+        chain = self.chain
+        with self.budget.fixed:
+            digests = {
+                PARAMETERS: digest(evidence.parameters),
+                AUDITED: digest(evidence.audited),
+                SETTINGS: evidence.settings,
+            }
+            copies = {COPIES: digest(self._parameters.copies(evidence.parameters))}
+            alike = {}
+            if chain is not None:
+                digests[PART] = chain.position_value(links)
+                alike = chain.world_values(links)
+        with self.budget.waits:
+            agreed = compare_replicas(digests, raised, self._run.dims, self._host_group, copies, alike)
+        if agreed.differing[SETTINGS]:
+            self.budget.ignore_step()
+            step, used = self._run.engine.step_number, self._disputes.settings
+            self._disputes.settle_slice(step, lambda earlier: used.rule(step - 1))
+        if chain is not None and chain.found(agreed):
+            self.budget.ignore_step()
+            chain.settle(links, agreed)
+        return agreed
 
     def _move(self, engine: TrainingEngine) -> Moved | None:
         """Compute the audited micro-batch with elements in other places, where that is asked for."""
@@ -413,7 +475,7 @@ class Detection(Hook):
         self._disputes.after_save()
 
     def before_save(self, run: Run) -> None:
-        """Compare the parameters about to be saved, and the settings of their step, as the next step would too late.
+        """Compare what is about to be saved, and the settings of its step, since the next step would do so too late.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt; nothing is saved then.
@@ -426,12 +488,15 @@ class Detection(Hook):
         while True:
             if self._always_on.parameters:
                 self._parameters.start()
-            own = self._parameters.take()
-            copies, settings = digest(self._parameters.copies(own)), self._disputes.settings.take()
-            agreed = compare_replicas([digest(own), settings], [], run.dims, self._host_group, [copies])
-            if not (agreed.differing[0] or agreed.differing[1] or agreed.stages[0]):
+            if self.chain is not None:
+                self.chain.before_save()
+            links, of_copy = self._links()
+            settings = self._disputes.settings.take()
+            evidence = Evidence(self._parameters.take(), Trace(), Repeats(0, 0, ()), settings=settings, copy=of_copy)
+            agreed = self._agree(evidence, links, links.flags)
+            if not (agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]):
                 return
-            if not self._disputes.settle_kept(run.engine, own, agreed, repaired=repaired):
+            if not self._disputes.settle_kept(run.engine, evidence, agreed, repaired=repaired):
                 return
             repaired = True
 

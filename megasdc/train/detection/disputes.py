@@ -25,10 +25,20 @@ from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
-from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
 from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
-from megasdc.train.detection.evidence import Evidence, Rehearse
+from megasdc.train.detection.evidence import (
+    AUDITED,
+    COPIES,
+    COPY,
+    PARAMETERS,
+    PLACE,
+    REPEATS,
+    ROWS,
+    TOKENS,
+    Evidence,
+    Rehearse,
+)
 from megasdc.train.detection.findings import Findings
 from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents
@@ -39,9 +49,9 @@ from megasdc.train.process.isolation import IsolationError
 logger = logging.getLogger(__name__)
 
 SEVERITY = ("warn", "repair", "isolate", "halt")
-STATE_TIERS = ("parameters", "copies", SETTINGS)
+STATE_TIERS = ("parameters", "copies", "copy", SETTINGS)
 """Checks of the state at the start of a step, that is, of the step before."""
-SLICE_TIERS = ("reduction", "state", "update")
+SLICE_TIERS = ("reduction", "state", "update", "norm", "clipping")
 """Checks that end when the optimizer has stepped."""
 
 
@@ -143,25 +153,25 @@ class Disputes:
         self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, repaired: bool
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
-        audit_differs = self.can_compare(agreed.differing[1])
-        if agreed.differing[2]:
-            self._act(step, self.settings.rule(step - 1), repaired, in_step=False)
-        if agreed.differing[0]:
+        audit_differs = self.can_compare(agreed.differing[AUDITED])
+        if agreed.differing[PARAMETERS]:
             again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired)
             if audit_differs and not again:  # ranks with wrong parameters computed other results
                 self._findings.tell("audit_void", step=step, reason="the parameters were not equal")
             return again
-        if agreed.stages[0]:
+        if agreed.stages[COPIES]:
             return self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired)
+        if agreed.raised[COPY] and evidence.copy is not None:
+            return self._act(step, evidence.copy(earlier), repaired)
         again = False
-        if agreed.raised[3] and evidence.given is not None:  # other results of that rank follow from it
+        if agreed.raised[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
             again = self._act(step, self._findings.of_tokens(engine, evidence.given, earlier), repaired)
-        if agreed.raised[0] and not again:
+        if agreed.raised[REPEATS] and not again:
             found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
             again = self._act(step, found, repaired)
-        if agreed.raised[2] and not again and evidence.rows is not None:
+        if agreed.raised[ROWS] and not again and evidence.rows is not None:
             again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
-        if agreed.raised[1] and not again and evidence.moved is not None:
+        if agreed.raised[PLACE] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, rehearse, earlier)
             again = self._act(step, found, repaired)
         if audit_differs and not again:
@@ -171,8 +181,8 @@ class Disputes:
             again = self._act(step, found, repaired)
         return again
 
-    def settle_kept(self, engine: TrainingEngine, own: Trace, agreed: Agreed, *, repaired: bool) -> bool:
-        """Name the ranks whose parameters ``own`` are wrong before they are saved, and act by policy.
+    def settle_kept(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, *, repaired: bool) -> bool:
+        """Name the ranks whose parameters are wrong before they are saved, and act by policy.
 
         Returns whether they were gathered again and are to be compared again; ``repaired``: they were gathered already.
 
@@ -182,12 +192,12 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            if agreed.differing[1]:
-                self._act(engine.step_number, self.settings.rule(engine.step_number - 1), repaired, in_step=False)
-            if not (agreed.differing[0] or agreed.stages[0]):
-                return self._commit(engine.step_number, again=False)
-            differ = self._findings.of_parameters if agreed.differing[0] else self._findings.of_copies
-            again = self._act(engine.step_number, differ(engine, own), repaired)
+            if agreed.differing[PARAMETERS] or agreed.stages[COPIES] or evidence.copy is None:
+                differ = self._findings.of_parameters if agreed.differing[PARAMETERS] else self._findings.of_copies
+                found = differ(engine, evidence.parameters)
+            else:
+                found = evidence.copy(self._suspects.ranks)
+            again = self._act(engine.step_number, found, repaired)
         return self._commit(engine.step_number, again)
 
     def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:

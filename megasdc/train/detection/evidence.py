@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.audits.findings import Moved
+from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.rows import Rows
@@ -16,6 +17,16 @@ from megasdc.train.detection.tokens import Given
 Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
 recomputations."""
+PARAMETERS, AUDITED, PART = "parameters", "audited", "part of the norm"
+"""Names of values that replicas are to have alike, in the agreement of a step; besides ``settings.SETTINGS``."""
+COPIES = "copies"
+"""Name of the value that the ranks of a stage are to have alike."""
+REPEATS, PLACE, ROWS, TOKENS = "repeats", "place", "rows", "tokens"
+"""Names of flags of what a rank finds alone, of this step."""
+NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
+"""Names of flags of what a rank finds alone, of the step before; the first two also of values of all ranks."""
+NOT_FINITE, LOSS = "not finite", "loss"
+"""Names of flags of what a rank has seen of NaN and Inf, in results and in its loss."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,8 @@ class Evidence:
         rows: of a product; None: none was looked at.
         given: micro-batches as the model was given them, against the file; None: none is compared.
         settings: digest of those that the last step used.
+        copy: gathers parameters that are not the cast of their masters again, and rules on them, from the devices found
+            wrong before; None: that is not compared.
     """
 
     parameters: Trace
@@ -39,6 +52,7 @@ class Evidence:
     rows: Rows | None = None
     given: Given | None = None
     settings: int = NONE
+    copy: Callable[[Collection[int]], Settled] | None = None
 
     @property
     def place_matters(self) -> bool:

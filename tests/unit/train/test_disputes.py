@@ -24,13 +24,25 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incidents.incident import incident_from_json
+from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.evidence import (
+    AUDITED,
+    COPIES,
+    COPY,
+    PARAMETERS,
+    PLACE,
+    REPEATS,
+    ROWS,
+    TOKENS,
+    Evidence,
+)
 from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
-DIFFER = Agreed((((0, 0),), ()), ((),), ())
+DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {})
 
 
 class Parameters:
@@ -72,7 +84,9 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
 
 def settle(disputes: Disputes, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
-    return disputes.settle_kept(run.engine, Parameters.own, DIFFER, repaired=False)
+    return disputes.settle_kept(
+        run.engine, Evidence(Parameters.own, Trace(), Repeats(0, 0, ())), DIFFER, repaired=False
+    )
 
 
 def audited(disputes: Disputes, run: Run, step: int) -> list[int]:
@@ -224,8 +238,9 @@ def test_an_audit_is_settled_with_what_was_found_before(
     monkeypatch.setattr("megasdc.sdc.audits.findings.settle", ask)
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
-    evidence: Any = SimpleNamespace(parameters=Trace(), audited=seen)
-    agreed = Agreed(((), ((0, 0),), ()), ((),), (False, False, False, False))
+    evidence = Evidence(Trace(), seen, Repeats(0, 0, ()))
+    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, PLACE), False)
+    agreed = Agreed({PARAMETERS: (), AUDITED: ((0, 0),)}, {COPIES: ()}, raised)
     for known in (set(), {0}):
         with pytest.raises(Asked) as asked:
             disputes.settle(run.engine, evidence, agreed, lambda *_: (seen, None), repaired=False)

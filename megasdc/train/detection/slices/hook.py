@@ -27,7 +27,7 @@ from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, Ruling, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.settings import UsedSettings
+from megasdc.train.detection.settings import SETTINGS, UsedSettings
 from megasdc.train.detection.slices.layout import Slice, Slices
 from megasdc.train.detection.slices.reduction import SumCheck, WrongSum
 from megasdc.train.detection.slices.update import STATES, Checked, Update, UpdateSlices, checksum
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 SUMS, KEPT_STATE, UPDATES = "reduction", "state", "update"
 """Tiers of findings."""
+MISSED = "missed"
+"""Flag of a rank that has not looked at all there is to a slice."""
 OWN_COPY, MEAN = "own copy", "mean of the replicas' gradients"
 """Bases of their rulings, besides those of ``megasdc.sdc.replay``."""
 REPEATS = 5
@@ -223,18 +225,18 @@ class SliceChecks(Hook):
         with self._budget.slices:
             checked = Checked() if engine.is_skipped else self._updates.finish()
             claim = self._claim(checked)
-            found = [self._wrong_sum is not None, self._updates.changed is not None, claim is not None]
-            not_whole = not self._is_whole or engine.is_skipped
-            agreed = compare_replicas([self._used.take()], [*found, not_whole], engine.dims, self._host_group)
-        sums, states, updates, missed = agreed.raised
-        self._turn += not missed  # what was not looked at in full is due again
-        if sums or states or updates or agreed.differing[0]:
+            found = {SUMS: self._wrong_sum is not None, KEPT_STATE: self._updates.changed is not None}
+            found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped}
+            agreed = compare_replicas({SETTINGS: self._used.take()}, found, engine.dims, self._host_group)
+        sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
+        self._turn += not agreed.raised[MISSED]  # what was not looked at in full is due again
+        if sums or states or updates or agreed.differing[SETTINGS]:
             self._budget.ignore_step()
         if sums:
             self._act(step, lambda earlier: self._of_sums(step))
         if states:
             self._act(step, lambda earlier: self._of_states(step, earlier))
-        if agreed.differing[0]:  # two updates by different settings are not to be compared
+        if agreed.differing[SETTINGS]:  # two updates by different settings are not to be compared
             self._act(step, lambda earlier: self._used.rule(step))
         elif updates:
             exact = not self._tolerant

@@ -1,0 +1,460 @@
+"""The chain from the reduced gradient to the parameters of all ranks: norm, clipping, state between steps, the copy.
+
+Evidence of a step is taken while it runs and agreed on at the next place at which ranks agree anyway: before the next
+step mixes gradients, or before a save. So no checkpoint holds what was found, and nothing waits for these checks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from megasdc.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.engine.engine import TrainingEngine
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.model.submodules import list_submodules
+from megasdc.optim.clip_factors import clip_factor
+from megasdc.optim.state_blocks import BLOCK, MASTER, Block, blocks_of, differing, finish_digests, start_digests
+from megasdc.optim.step_control import Used
+from megasdc.optim.zero1 import (
+    counts_here,
+    grouped_parameters,
+    is_bf16_optimizer,
+    master_partitions,
+    own_parameters,
+    owned_fragments,
+)
+from megasdc.parallel.agreement import Agreed
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.tensors.bits import as_bits
+from megasdc.tensors.checksum import ChecksumAlgorithm
+from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.evidence import CLIPPING, COPY, NORM, PART, STATE
+
+logger = logging.getLogger(__name__)
+
+PARTS, OWN_NORM, OWN_DIGEST, MASTERS = "parts of the norm", "own norm", "own digest", "master shard"
+"""Bases of their rulings, besides those of ``megasdc.sdc.replay``."""
+HALF_ULP = 2.0**-24
+"""Relative rounding of fp32, in which norms are taken."""
+FACTOR_TOLERANCE = 16 * HALF_ULP
+"""Between a clip factor and its formula: a few operations in fp32."""
+LARGEST_NORM = 3.4e38
+"""Largest value of fp32."""
+SMALLEST_SQUARES = 1e-24
+"""Below this squares of elements may be lost in fp32."""
+GRADIENT = "gradient"
+"""Submodule of an address that belongs to the whole gradient."""
+_Started = dict[tuple[Block, str], int | Tensor]
+Act = Callable[[int, Callable[[Collection[int]], Settled]], bool]
+"""Settles a finding of a step that was committed: gets the devices found wrong before."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a rank found in the chain since the last agreement.
+
+    Args:
+        step: the last step that the optimizer has made; 0: none since the last agreement.
+        norm: of the gradient, as the rank used it.
+        factors: by which it clipped each group.
+        parts: its parts of the squared norm.
+        sum: the squared norm that all ranks' blocks add up to; None: they were not added in that step.
+        own: this rank's blocks, added up.
+        norm_is_wrong: whether ``norm`` is not what that sum allows.
+        factor_is_wrong: whether a factor does not follow from ``norm``.
+        state: block and state that changed between two steps; None: none did.
+        copy: block of parameters that is not the cast of its masters; None: none.
+    """
+
+    step: int = 0
+    norm: float = 0.0
+    factors: tuple[float, ...] = ()
+    parts: tuple[float, ...] = ()
+    sum: float | None = None
+    own: float = 0.0
+    norm_is_wrong: bool = False
+    factor_is_wrong: bool = False
+    state: tuple[Block, str] | None = None
+    copy: Block | None = None
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What any rank can find alone, by the tier of the finding."""
+        own = {NORM: self.norm_is_wrong, CLIPPING: self.factor_is_wrong}
+        return own | {STATE: self.state is not None, COPY: self.copy is not None}
+
+
+class Sums(Hook):
+    """Hook that adds up blocks of the gradient once nothing changes it any more before its norm is taken."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Start the sums; no sync."""
+        self._chain.add_up(engine)
+
+
+class Chain(Hook):
+    """Checks each link from the reduced gradient to the gathered parameters.
+
+    In every step: norm and clip factors have equal bits on all ranks. In steps that look: the norm is what blocks of
+    all shards add up to; due blocks of masters and moments are what the last step left, and due blocks of the
+    parameters are the cast of their masters. All blocks are due within the period in which all micro-batches are.
+
+    Args:
+        act: settles what is found.
+        budget: says which steps look, and measures that.
+
+    Attributes:
+        sums: the hook that reads gradients; a hook of its own, since it comes after the last that changes them.
+    """
+
+    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget) -> None:
+        self._engine, self._dims, self._group = run.engine, run.dims, run.host_group
+        self._algorithm, self._act, self._budget = algorithm, act, budget
+        self.sums: Hook = Sums(self)
+        self._optimizer = run.engine.optimizer
+        self._names = {
+            id(parameter): (submodule.fqn, slot)
+            for submodule in list_submodules(run.engine.module)
+            for slot, parameter in submodule.parameters.items()
+        }
+        self._blocks: Sequence[Block] = ()
+        self._rounding = 0.0
+        self._scale = 1.0
+        self._own = 0.0
+        self._sum: Tensor | None = None
+        self._exchange: Any = None
+        self._step = self._last_step = 0
+        self._used = Used()
+        self._kept: _Started = {}
+        """Digests of what the last step left, where the next looks."""
+        self._now: _Started = {}
+        self._pairs: list[tuple[_Started, _Started]] = []
+        """Digests that must be equal."""
+        self._unequal: list[tuple[Block, Tensor]] = []
+
+    @property
+    def _compares_bits(self) -> bool:
+        """Whether norms of all ranks have equal bits.
+
+        Where more than two tensor ranks and stages add on devices, replicas may add in another order.
+        """
+        many = self._dims.pipeline * self._dims.tensor > 2
+        return is_bf16_optimizer(self._optimizer) or self._engine.device.type == "cpu" or not many
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Divide the shard into blocks, and keep what each step uses from now on.
+
+        Collective: all ranks of the world.
+        """
+        self._blocks = blocks_of(self._optimizer)
+        fragments = list(owned_fragments(self._optimizer))
+        sizes = [one.numel() for group in grouped_parameters(self._optimizer) for one in group]
+        largest = torch.tensor([max(sizes), max(len(fragments), len(sizes))], dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        terms, parts = largest.tolist()
+        # Terms are positive: a sum of n is off by no more than n roundings, and of many by about their root. The norm
+        # shards is taken in fp64, and only parts are added in fp32.
+        elements = min(terms, 64 + 4 * math.sqrt(terms)) if is_bf16_optimizer(self._optimizer) else 0
+        self._rounding = HALF_ULP * (elements + parts + self._dims.world_size + 8)
+        run.engine.step_control.record()
+
+    def _due(self, step: int) -> list[Block]:
+        """Blocks that a step looks at; the same places in all shards of equal sizes."""
+        if not self._budget.looked_at(step):
+            return []
+        looks = math.ceil(self._engine.micro_batches / self._budget.cadence.micro_batches)
+        turn = self._budget.cadence.turn(step) % looks
+        return [block for place, block in enumerate(self._blocks) if place % looks == turn]
+
+    def before_step(self, run: Run) -> None:
+        """Compare due blocks of the parameters, which the last step gathered, with the cast of their masters."""
+        self.compare_copy()
+
+    def compare_copy(self) -> None:
+        """Compare the blocks that the next or running step looks at; no sync on a GPU."""
+        with self._budget.looks:
+            masters, parameters = master_partitions(self._optimizer), own_parameters(self._optimizer)
+            self._unequal = []
+            for block in self._due(self._engine.step_number):
+                held = block.of(parameters[block.group])
+                cast = block.of(masters[block.group]).to(device=held.device, dtype=held.dtype)
+                self._unequal.append((block, (as_bits(cast) != as_bits(held)).any()))
+
+    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Compare due blocks of the state with what the last step left, just before this one uses them."""
+        self._scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        self._compare_state()
+
+    def _compare_state(self) -> None:
+        with self._budget.looks:
+            self._now = start_digests(self._optimizer, dict.fromkeys(block for block, _ in self._kept), self._algorithm)
+
+    @torch.no_grad()
+    def add_up(self, engine: TrainingEngine) -> None:
+        """Add up the squares of each block of the gradient that this rank owns and counts, in fp64.
+
+        Collective: all ranks of the world, in steps that look; one number, which the optimizer's step hides.
+        """
+        self._sum = None
+        if not self._budget.looked_at(engine.step_number) or getattr(self._optimizer, "cpu_offload", False):
+            return
+        with self._budget.looks:
+            total = torch.zeros((), dtype=torch.float64, device=engine.device)
+            for fragment in owned_fragments(self._optimizer):
+                if fragment.gradient is not None and counts_here(fragment.parameter, self._dims.tp_rank):
+                    for block in fragment.gradient.split(BLOCK):
+                        total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
+            self._own = float(total)
+            self._sum = torch.tensor(self._own, dtype=torch.float64)
+        self._exchange = dist.all_reduce(self._sum, group=self._group, async_op=True)
+
+    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+        """Keep what the step used, and digests of the blocks at which the next step looks."""
+        self._step, self._used = engine.step_number, engine.step_control.take()
+        self._pairs.append((self._kept, self._now))
+        with self._budget.looks:
+            self._kept = start_digests(self._optimizer, self._due(self._step + 1), self._algorithm)
+        self._now = {}
+
+    def before_save(self) -> None:
+        """Compare what is about to be saved, since the next step would do so only after the save; no sync on a GPU."""
+        self.compare_copy()
+        self._compare_state()
+        self._pairs.append((self._kept, self._now))
+
+    def take(self) -> Links:
+        """What was found since the last call.
+
+        Sync: waits for the device.
+        """
+        step, used, self._step, self._used = self._step, self._used, 0, Used()
+        pairs, self._pairs = self._pairs, []
+        changed = [one for kept, now in pairs for one in differing(finish_digests(kept), finish_digests(now))]
+        unequal, self._unequal = self._unequal, []
+        copies = [block for block, differs in unequal if bool(differs)]
+        state, copy = next(iter(changed), None), next(iter(copies), None)
+        if not step:
+            return Links(self._last_step, state=state, copy=copy)
+        self._last_step = step
+        norm = self._optimizer._global_grad_norm
+        norm = math.nan if norm is None else float(norm)
+        total = self._added()
+        return Links(
+            step,
+            norm,
+            tuple(sorted({float(one) for one in used.factors})) or (1.0,),
+            tuple(float(one) for one in used.parts),
+            total,
+            self._own,
+            norm_is_wrong=total is not None and not used.skip and not self._is_within(norm * self._scale, total),
+            factor_is_wrong=bool(used.factors) and not self._follow(norm, used),
+            state=state,
+            copy=copy,
+        )
+
+    def _added(self) -> float | None:
+        """The sum over all ranks of the step's squares; None: it was not added."""
+        if self._sum is None:
+            return None
+        self._exchange.wait()
+        return float(self._sum)
+
+    def _is_within(self, norm: float, squares: float) -> bool:
+        """Whether a norm is what rounding makes of a sum of squares."""
+        right = math.sqrt(squares) if squares >= 0 else math.nan
+        if not (math.isfinite(right) and right <= LARGEST_NORM):
+            return not math.isfinite(norm) or norm < 0  # DeepSpeed says -1 where it is not finite
+        return squares < SMALLEST_SQUARES or abs(norm - right) <= self._rounding * right
+
+    def _follow(self, norm: float, used: Used) -> bool:
+        """Whether factors follow from the norm; that of fp16 may be taken at another loss scale than its clip."""
+        if not (math.isfinite(norm) and norm >= 0):
+            return True
+        scale = float(self._optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
+        expected = clip_factor(norm * self._scale / scale, float(self._optimizer.clip_grad)) / scale
+        return all(abs(float(one) - expected) <= FACTOR_TOLERANCE * expected for one in used.factors)
+
+    # --- agreement and rulings ----------------------------------------------------------------------------------
+
+    def world_values(self, links: Links) -> dict[str, int]:
+        """What all ranks must have alike, by the tier of the finding: norm and clip factors."""
+        if not self._compares_bits:
+            return {NORM: 0, CLIPPING: 0}
+        return {NORM: _bits(links.norm), CLIPPING: _bits(*links.factors)}
+
+    def position_value(self, links: Links) -> int:
+        """What replicas must have alike: this rank's part of the norm, where each takes that of the whole gradient."""
+        return _bits(*links.parts) if is_bf16_optimizer(self._optimizer) else 0
+
+    def found(self, agreed: Agreed) -> bool:
+        """Whether anything was found in a step that is committed; the same on all ranks."""
+        flags = any(agreed.raised[name] for name in (NORM, CLIPPING, STATE))
+        return flags or not all(agreed.world.values()) or bool(agreed.differing[PART])
+
+    def settle(self, links: Links, agreed: Agreed) -> None:
+        """Settle what all ranks agree was found in a step that is committed.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt.
+
+        Collective: all ranks of the world.
+        """
+        raised, world = agreed.raised, agreed.world
+        if raised[NORM] or not world[NORM] or agreed.differing[PART]:
+            self._act(links.step, lambda earlier: self._of_norm(links, earlier))
+        elif raised[CLIPPING] or not world[CLIPPING]:
+            self._act(links.step, lambda earlier: self._of_clipping(links, earlier))
+        if raised[STATE]:
+            self._act(links.step, lambda earlier: self._of_state(links, earlier))
+
+    def _of_norm(self, links: Links, earlier: Collection[int]) -> Settled:
+        """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
+        every: list[Links] = gather_objects(links, self._group)
+        address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "norm")
+        norms = {rank: _bits(one.norm) for rank, one in enumerate(every)}
+        within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
+        if len(set(norms.values())) > 1:
+            rulings = self._rule(norms, address, earlier, within)
+        else:
+            rulings = self._of_parts(every, address, earlier)
+        return Settled(NORM, None, rulings, len(every))
+
+    def _of_parts(self, every: Sequence[Links], address: Address, earlier: Collection[int]) -> tuple[Ruling, ...]:
+        """Ranks whose part of the norm is not what their blocks add up to, or not what other replicas have."""
+        address = Address(address.step, None, address.phase, address.fqn, "part of the norm")
+        parts = {rank: _bits(*one.parts) for rank, one in enumerate(every)}
+        rulings: list[Ruling] = []
+        for ranks in self._sharing(whole=is_bf16_optimizer(self._optimizer)):
+            values = {rank: parts[rank] for rank in ranks}
+            known = all(every[rank].sum is not None and every[rank].parts for rank in ranks)
+            right = math.fsum(every[rank].own for rank in ranks)
+            within = {rank for rank in ranks if self._is_within(math.sqrt(sum(every[rank].parts)), right)}
+            if len(set(values.values())) > 1:
+                rulings += self._rule(values, address, earlier, within if known else set())
+            elif known and not within:
+                named = ranks[0] if len(ranks) == 1 else None
+                suspects = () if named is not None else tuple(ranks)
+                rulings.append(self._ruling(named, PARTS, address, earlier, suspects=suspects, got=values))
+        if not rulings:
+            suspects = tuple(range(len(every)))
+            rulings.append(self._ruling(None, PARTS, address, earlier, suspects=suspects))
+        return tuple(rulings)
+
+    def _sharing(self, *, whole: bool) -> list[list[int]]:
+        """Ranks by position of a replica, where each takes the norm of the whole gradient; else each alone."""
+        if not whole:
+            return [[rank] for rank in range(self._dims.world_size)]
+        positions: dict[int, list[int]] = {}
+        for rank in range(self._dims.world_size):
+            positions.setdefault(self._dims.at(rank).first_replica_rank, []).append(rank)
+        return list(positions.values())
+
+    def _of_clipping(self, links: Links, earlier: Collection[int]) -> Settled:
+        """A factor that does not follow from the rank's own norm, or that most ranks have not."""
+        every: list[Links] = gather_objects(links, self._group)
+        address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "clip factor")
+        factors = {rank: _bits(*one.factors) for rank, one in enumerate(every)}
+        wrong = [rank for rank, one in enumerate(every) if one.factor_is_wrong]
+        if wrong:
+            rulings = tuple(self._ruling(rank, OWN_NORM, address, earlier, got=factors) for rank in wrong)
+        else:
+            rulings = self._rule(factors, address, earlier, set())
+        return Settled(CLIPPING, None, rulings, len(every))
+
+    def _of_state(self, links: Links, earlier: Collection[int]) -> Settled:
+        """State that changed between two steps: the memory of its rank."""
+        mine = None
+        if links.state is not None:
+            block, name = links.state
+            mine = self._address(links.step, UPDATE, block, name)
+        found = {rank: one for rank, one in enumerate(gather_objects(mine, self._group)) if one is not None}
+        rulings = tuple(self._ruling(rank, OWN_DIGEST, address, earlier) for rank, address in found.items())
+        return Settled(STATE, None, rulings, self._dims.world_size)
+
+    def of_copy(self, links: Links, earlier: Collection[int]) -> Settled:
+        """Parameters that are not the cast of their masters: gathered again, unless it is the masters that changed.
+
+        Collective: all ranks of the world.
+        """
+        step, mine, master = self._engine.step_number, None, False
+        if links.copy is not None:
+            mine = self._address(step, PARAMETER, links.copy, None)
+            now = finish_digests(start_digests(self._optimizer, [links.copy], self._algorithm))
+            master = (links.copy, MASTER) in differing(finish_digests(self._kept), now)
+        found = gather_objects((mine, master), self._group)
+        wrong = {rank: address for rank, (address, _) in enumerate(found) if address is not None}
+        if any(is_master for _, is_master in found):
+            rulings = [
+                self._ruling(rank, OWN_DIGEST, wrong[rank], earlier) for rank, (_, one) in enumerate(found) if one
+            ]
+            return Settled(STATE, None, tuple(rulings), self._dims.world_size)
+        self._optimizer.update_lp_params()
+        self.compare_copy()
+        again = gather_objects(any(bool(differs) for _, differs in self._unequal), self._group)
+        rulings = []
+        for rank, address in wrong.items():
+            verdict = PERSISTENT if again[rank] else INTERMITTENT if rank in earlier else NOT_REPRODUCED
+            rulings.append(Ruling(rank, verdict, MASTERS, address, int(again[rank]), 1))
+        return Settled(COPY, None, tuple(rulings), self._dims.world_size)
+
+    def _rule(
+        self, values: dict[int, int], address: Address, earlier: Collection[int], right: Collection[int]
+    ) -> tuple[Ruling, ...]:
+        """Rulings on ranks that must have equal values: by a strict majority, else by those known to be right."""
+        usual, most = Counter(values.values()).most_common(1)[0]
+        agreeing = {values[rank] for rank in right}
+        if 2 * most > len(values):
+            basis, expected = MAJORITY, usual
+        elif len(agreeing) == 1:
+            basis, expected = PARTS, agreeing.pop()
+        else:
+            return (self._ruling(None, MAJORITY, address, earlier, suspects=tuple(values), got=values),)
+        wrong = [rank for rank, value in values.items() if value != expected]
+        return tuple(self._ruling(rank, basis, address, earlier, expected=expected, got=values) for rank in wrong)
+
+    def _ruling(
+        self,
+        rank: int | None,
+        basis: str,
+        address: Address,
+        earlier: Collection[int],
+        **more: Any,
+    ) -> Ruling:
+        """A ruling on what cannot be repeated, since the step has used it."""
+        if rank is not None and "got" in more:
+            more["got"] = {rank: more["got"][rank]}
+        verdict = INTERMITTENT if rank in earlier else INCONCLUSIVE
+        return Ruling(rank, verdict, basis, address, **more)
+
+    def _address(self, step: int, phase: str, block: Block, name: str | None) -> Address:
+        """Of the first parameter in a block of this rank's shard, or of one of its states."""
+        for fragment in owned_fragments(self._optimizer):
+            if fragment.group == block.group and fragment.start + fragment.numel > block.start:
+                fqn, slot = self._names[id(fragment.parameter)]
+                return Address(step, None, phase, fqn, slot if name is None else f"{slot}.{name}")
+        return Address(step, None, phase, f"alignment of group {block.group}", name or "values")
+
+
+def _bits(*values: float) -> int:
+    """64 bits of numbers, the same for all NaN; of several a checksum."""
+    packed = b"".join(struct.pack("<d", math.nan if math.isnan(value) else value) for value in values)
+    return int.from_bytes(packed, "little") if len(values) == 1 else xxhash.xxh3_64_intdigest(packed)

@@ -1,0 +1,131 @@
+"""Is a fault between the reduced gradient and the parameters found and named, and is a healthy run left alone?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_distributed
+from whole_runs import (
+    events_of,
+    metrics_of,
+    prepare_text,
+    pretrain_rank,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_config,
+)
+
+pytestmark = pytest.mark.distributed
+
+CHECKED: dict[str, Any] = {
+    "determinism": {"enabled": True},
+    "deepspeed__gradient_clipping": 0.5,
+    "sdc": {"always_on": {"enabled": True, "coverage": "all", "finite": False}},
+}
+BF16 = {"deepspeed__bf16": {"enabled": True}}
+STEP = 3
+"""In which a fault is injected."""
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], **changes: Any) -> Path:
+    tensor, pipeline, replicas = layout
+    sizes = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas}
+    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **sizes, **changes})
+
+
+def _end(run_dir: Path) -> Any:
+    return state_of(run_dir / "checkpoints" / "step_00000006")
+
+
+def _fault(rank: int, step: int, phase: str, slot: str, **more: Any) -> dict[str, Any]:
+    """One element of what a rank has, by two per cent, once."""
+    scaled = {"kind": "scale", "factor": 1.02, "once": True}
+    return {"faults": [{"phase": phase, "slot": slot, "rank": rank, "steps": [step, step], **scaled, **more}]}
+
+
+PART = _fault(1, STEP, "norm", "part")
+STATE = _fault(2, STEP - 1, "state_at_rest", "weight.exp_avg_sq", submodule="*.linear_fc1")
+COPY = _fault(1, STEP - 1, "copy", "*", submodule="*.linear_fc2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "verdict"),
+    [
+        ((1, 1, 3), _fault(1, STEP, "norm", "total"), (STEP, "norm", 1, "inconclusive", "relative to the majority")),
+        ((1, 1, 2), _fault(0, STEP, "norm", "total"), (STEP, "norm", 0, "inconclusive", "parts of the norm")),
+        ((1, 1, 2), {**BF16, **PART}, (STEP, "norm", 1, "inconclusive", "parts of the norm")),
+        ((1, 2, 1), PART, (STEP, "norm", 1, "inconclusive", "parts of the norm")),
+        ((1, 1, 2), _fault(1, STEP, "norm", "factor"), (STEP, "clipping", 1, "inconclusive", "own norm")),
+        ((2, 1, 2), {**BF16, **STATE}, (STEP, "state", 2, "inconclusive", "own digest")),
+    ],
+    ids=["total_of_3", "total_of_2", "part_bf16", "part_pp2", "factor", "state_bf16_tp2"],
+)
+def test_a_fault_whose_step_is_lost_is_named_before_a_save(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any], verdict: tuple[Any, ...]
+) -> None:
+    """Of one rank, once; what is wrong then on all replicas alike too."""
+    config = _write(tmp_path, data, "run", layout, **changes)
+    results = train_run(config, math.prod(layout))
+    assert len(events_of(tmp_path / "run", "fault", "injected")) == 1, results
+    assert verdicts_of(tmp_path / "run") == [(*verdict, "halt")], results
+    assert {code for code, _ in results} == {73}, results
+    assert f"step {STEP} is the last, and is not saved" in results[0][1]
+    assert list((tmp_path / "run" / "reports").glob(f"incident_step_0000000{STEP}.html"))
+
+
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_wrong_copy_that_all_have_gathered_is_put_right(tmp_path: Path, data: Path, changes: dict[str, Any]) -> None:
+    """The owner alone can see it: its masters are gathered again, and the step is computed with them."""
+    layout = (1, 1, 2)
+    config = _write(tmp_path, data, "run", layout, **changes, **COPY)
+    results = train_run(config, 2)
+    verdict = (STEP, "copy", 1, "not_reproduced", "master shard", "repair")
+    assert verdicts_of(tmp_path / "run") == [verdict], results
+    assert {code for code, _ in results} == {0}, results
+    assert {code for code, _ in train_run(_write(tmp_path, data, "clean", layout, **changes), 2)} == {0}
+    assert _end(tmp_path / "clean") == _end(tmp_path / "run"), "what was wrong was put right"
+
+
+def _in_fp16(config: str) -> tuple[int, str | None]:
+    """Body of a rank that trains in fp16, which DeepSpeed does not say of a CPU, though PyTorch computes it."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return pretrain_rank(config, [])
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 2), {}),
+        ((2, 1, 2), {**BF16, "optimizer_hooks": [{"hook": "absolute", "theta": 1e-3}]}),
+        ((1, 2, 1), {"deepspeed__fp16": {"enabled": True, "initial_scale_power": 40}}),
+    ],
+    ids=["fp32", "bf16_tp2_bounds", "fp16_pp2"],
+)
+def test_a_healthy_run_is_the_run_without_checks(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
+) -> None:
+    """Same bits and no verdict; with fp16 the first steps overflow."""
+    for name, more in {"plain": {"sdc": {}}, "checked": {}}.items():
+        config = _write(tmp_path, data, name, layout, **{**changes, **more})
+        world = math.prod(layout)
+        if "deepspeed__fp16" in changes:
+            results = run_distributed(_in_fp16, world, str(config), init=False)
+        else:
+            results = train_run(config, world)
+        assert [code for code, _ in results if code] == [], results
+    assert _end(tmp_path / "plain") == _end(tmp_path / "checked")
+    assert metrics_of(tmp_path / "plain") == metrics_of(tmp_path / "checked")
+    assert verdicts_of(tmp_path / "checked") == []
+    assert events_of(tmp_path / "checked", "sdc", "finding") == []
