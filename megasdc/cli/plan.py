@@ -104,6 +104,7 @@ def coverage(
         tensor=layout.tensor,
         micro_batches=layout.accumulation_steps,
         covered=chosen,
+        pipeline=layout.pipeline,
         recomputes=bool(loaded.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
     )
     if as_json:

@@ -5,6 +5,7 @@ Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,12 +13,27 @@ from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_G
 from megasdc.config import MegasdcSection
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.detection import EXTRA
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
 
 NOTHING = "-"
 _NORM = "NaN and Inf (norm)"
+TOKENS, PLACE = "tokens", "place"
+"""Rows of what the model is given, and of the place in the data from which it is read."""
+NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
+"""Rows of the gradient's norm, what it is clipped by, masters and moments between steps, and what is gathered."""
 SETTINGS = "settings"
 """Row of what the optimizer steps with: hyperparameters and step counts."""
-_SLICES = {REDUCED_GRAD: "a slice added again", UPDATE: "a slice updated again"}
+_STEP = (NORM, CLIPPING, SETTINGS, STATE, UPDATE, COPY, PARAMETER)
+_SLICES = {
+    REDUCED_GRAD: "a slice added again",
+    CLIPPING: "a slice clipped again",
+    STATE: "a slice's own copy",
+    UPDATE: "a slice updated again",
+}
+_PARTLY = (REDUCED_GRAD, NORM, CLIPPING, UPDATE)
+"""Rows in which something may pass each time: smaller than rounding makes it, or not in the slice of the step."""
+_ONCE = (TOKENS, STATE, COPY)
+"""Rows of what a step that does not look at it uses up, so that no later look sees it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class Shape:
         covered: micro-batches that the always-on checks look at; None: as many as the budget allows.
         every: steps from one such look to the next.
         recomputes: whether activations are recomputed.
+        pipeline: stages.
         within: what is said, by phase, of slices that are compared within a tolerance since a step of the run.
     """
 
@@ -40,6 +57,7 @@ class Shape:
     covered: int | None
     recomputes: bool
     every: int = 1
+    pipeline: int = 1
     within: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -48,6 +66,22 @@ class Shape:
         if self.covered is None:
             return f"some of {self.micro_batches}"
         return f"{self.covered} of {self.micro_batches}" + (f" every {self.every} steps" if self.every > 1 else "")
+
+    @property
+    def blocks(self) -> str:
+        """The blocks of the optimizer's shards at which a step looks, as text."""
+        if self.covered is None:
+            return "some blocks"
+        looks = math.ceil(self.micro_batches / self.covered)
+        share = "all blocks" if looks == 1 else f"1 of {looks} blocks"
+        return share + (f" every {self.every} steps" if self.every > 1 else "")
+
+    @property
+    def looks(self) -> str:
+        """Which steps look at all, as text; empty: every step."""
+        if self.covered is None:
+            return ", in some steps"
+        return f", every {self.every} steps" if self.every > 1 else ""
 
     @property
     def is_whole(self) -> bool:
@@ -76,10 +110,8 @@ class Covered:
 
 def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
     """Checks of each phase of a step."""
-    rows = [_row(phase, sections, shape) for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)]
-    if not shape.recomputes:
-        del rows[1]
-    return [*rows, *(_row(phase, sections, shape) for phase in (REDUCED_GRAD, SETTINGS, UPDATE, PARAMETER))]
+    computed = (FORWARD, *([RECOMPUTE] if shape.recomputes else []), BACKWARD, WEIGHT_GRAD, REDUCED_GRAD)
+    return [_row(phase, sections, shape) for phase in (PLACE, TOKENS, *computed, *_STEP)]
 
 
 def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
@@ -95,7 +127,8 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         audit = "replicas"
     whole = shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole
     if any(exact for _, exact in every):
-        exact = "always" if whole and phase not in _SLICES else "sometimes"
+        partly = phase in _PARTLY or (phase == STATE and not sections.sdc.always_on.chain)
+        exact = "always" if whole and not partly else "sometimes"
     else:
         exact = "never" if (audit, golden) == (NOTHING, NOTHING) else "sometimes"
     return Covered(phase, "; ".join(text for text, _ in every) or NOTHING, audit, golden, exact)
@@ -115,7 +148,10 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
         found.append((f"NaN and Inf, {shape.share}", False))
     if section.enabled and section.rows and phase in (FORWARD, BACKWARD, WEIGHT_GRAD):
         found.append(("rows of a product summed", False))
-    if section.enabled and section.slice_elements and phase in _SLICES:
+    found += _of_chain(phase, sections, shape)
+    bounded = {LOCAL: REDUCED_GRAD, AFTER_NORM: CLIPPING}
+    unseen = [bounded.get(spec.where) for spec in sections.optimizer_hooks]
+    if section.enabled and section.slice_elements and phase in _SLICES and phase not in unseen:
         within = shape.within.get(phase)
         found.append((_SLICES[phase] + (f", {within}" if within else ""), within is None))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):
@@ -124,6 +160,25 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
         warns = {WEIGHT_GRAD: "features warn", REDUCED_GRAD: "sums warn", UPDATE: "a slice warns"}
         found += [(warns[phase], False)] if phase in warns else []
     return found
+
+
+def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[tuple[str, bool]]:
+    """Checks of tokens, and of the links from the reduced gradient to the parameters."""
+    section, ranks = sections.sdc.always_on, shape.replicas * shape.tensor * shape.pipeline
+    if not section.enabled:
+        return []
+    if phase == TOKENS and section.tokens:
+        return [(f"the file, {shape.share}", True)]
+    if not section.chain:
+        return []
+    others = [(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)] if ranks > 1 else []
+    checks = {
+        NORM: [*others, (f"blocks added again within rounding{shape.looks}", False)],
+        CLIPPING: [*others, ("the rank's norm within rounding", False)],
+        STATE: [(f"own digests, {shape.blocks}", True)],
+        COPY: [(f"the owner's masters, {shape.blocks}", True)],
+    }
+    return checks.get(phase, [])
 
 
 def table_head(sections: MegasdcSection) -> tuple[str, ...]:
@@ -149,6 +204,8 @@ def coverage_notes(rows: list[Covered]) -> list[str]:
     for exact, text in texts.items():
         phases = [row.phase for row in rows if row.exact == exact]
         notes += [f"{text}: {', '.join(phases)}."] * bool(phases)
+    if once := [row.phase for row in rows if row.phase in _ONCE and row.exact == "sometimes"]:
+        notes.append(f"A change that happens once is seen only if its step looks at its part: {', '.join(once)}.")
     if any("recompute" in row.every_step for row in rows):
         notes.append("A rank compared with its own recomputation hides a fault that repeats itself.")
     if any("elsewhere" in row.audit for row in rows):

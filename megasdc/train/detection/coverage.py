@@ -141,6 +141,7 @@ def coverage_table(
         covered=cadence.micro_batches,
         every=cadence.every,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        pipeline=engine.dims.pipeline,
         within=within or {},
     )
     return render_coverage(config.megasdc, shape)

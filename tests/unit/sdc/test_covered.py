@@ -18,7 +18,11 @@ from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_cov
 ROOT = Path(__file__).parents[3]
 SHAPE = Shape(replicas=3, tensor=1, micro_batches=4, covered=1, recomputes=True)
 ON = {"always_on": {"enabled": True}}
-STEP = ["forward", "recompute", "backward", "weight_grad", "reduced_grad", "settings", "update", "parameter"]
+COMPUTED = ["forward", "recompute", "backward", "weight_grad"]
+LINKS = ["norm", "clipping", "settings", "state", "update", "copy", "parameter"]
+STEP = ["place", "tokens", *COMPUTED, "reduced_grad", *LINKS]
+CHAIN = ["tokens", "norm", "clipping", "state", "copy"]
+BARE = {"enabled": True, "tokens": False, "chain": False}
 
 
 def sections(**changes: Any) -> MegasdcSection:
@@ -45,37 +49,45 @@ def test_by_default_nothing_is_compared() -> None:
     assert {row.exact for row in rows} == {"never"}
     assert {row.phase for row in rows if "NaN" in row.every_step} == {"weight_grad", "reduced_grad"}
     assert len(coverage_notes(rows)) == 1 and all(phase in coverage_notes(rows)[0] for phase in STEP)
-    assert [row.phase for row in coverage_rows(sections(), Shape(3, 1, 4, 1, False))] == [STEP[0], *STEP[2:]]
+    assert [row.phase for row in coverage_rows(sections(), Shape(3, 1, 4, 1, False))] == [
+        one for one in STEP if one != "recompute"
+    ]
 
 
 @pytest.mark.parametrize(
     ("changes", "shape", "always", "sometimes"),
     [
-        ({"audit": {"enabled": True}}, SHAPE, [], [*STEP[:4], "parameter"]),
+        ({"audit": {"enabled": True}}, SHAPE, [], [*COMPUTED, "parameter"]),
         ({"audit": {"enabled": True}}, Shape(1, 1, 4, 1, True), [], []),
-        ({"audit": {"enabled": True, "permuted": True}}, Shape(1, 1, 4, 1, True), [], STEP[:4]),
+        ({"audit": {"enabled": True, "permuted": True}}, Shape(1, 1, 4, 1, True), [], COMPUTED),
         (
-            {"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}},
-            Shape(1, 1, 4, 1, False),
+            {"sdc": {"always_on": {**BARE, "slice_elements": 9}}},
+            Shape(1, 1, 4, 4, False),
             [],
-            ["reduced_grad", "update"],
+            ["reduced_grad", "clipping", "state", "update"],
         ),
-        ({"sdc": ON}, SHAPE, ["settings", "parameter"], STEP[:2]),
-        ({"sdc": ON}, Shape(3, 1, 4, 4, True), ["settings", "parameter", *STEP[:2]], []),
-        ({"sdc": ON}, Shape(3, 1, 4, None, True), ["settings", "parameter"], STEP[:2]),
-        ({"sdc": ON}, Shape(3, 1, 4, 1, False), ["settings", "parameter"], []),
-        ({"sdc": ON}, Shape(1, 1, 4, 1, False), [], []),
-        ({"sdc": ON}, Shape(1, 2, 4, 1, False), [], ["parameter"]),
-        ({"sdc": {"always_on": {"enabled": True, "parameters": False, "recompute": False}}}, SHAPE, ["settings"], []),
+        ({"sdc": ON}, SHAPE, ["settings", "parameter"], [*COMPUTED[:2], *CHAIN]),
         (
-            {"sdc": {"always_on": {"enabled": True, "toleranced": True, "recompute": False}}},
+            {"sdc": ON},
+            Shape(3, 1, 4, 4, True),
+            ["settings", "parameter", *COMPUTED[:2], "tokens", "state", "copy"],
+            ["norm", "clipping"],
+        ),
+        ({"sdc": ON}, Shape(3, 1, 4, None, True), ["settings", "parameter"], [*COMPUTED[:2], *CHAIN]),
+        ({"sdc": ON}, Shape(3, 1, 4, 1, False), ["settings", "parameter"], CHAIN),
+        ({"sdc": ON}, Shape(1, 1, 4, 1, False), [], ["tokens", "state", "copy"]),
+        ({"sdc": ON}, Shape(1, 1, 4, 1, False, pipeline=2), [], CHAIN),
+        ({"sdc": ON}, Shape(1, 2, 4, 1, False), [], ["parameter", *CHAIN]),
+        ({"sdc": {"always_on": {**BARE, "parameters": False, "recompute": False}}}, SHAPE, ["settings"], []),
+        (
+            {"sdc": {"always_on": {**BARE, "toleranced": True, "recompute": False}}},
             SHAPE,
             ["settings", "parameter"],
             [],
         ),
-        ({"sdc": {"golden": "g"}}, SHAPE, [], STEP[:4]),
+        ({"sdc": {"golden": "g"}}, SHAPE, [], COMPUTED),
         ({"sdc": {"golden": "g", "golden_at_start": False}}, SHAPE, [], []),
-        ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], STEP[:4]),
+        ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], COMPUTED),
         ({"sdc": {"golden": "g"}, "determinism": {"enabled": False}}, SHAPE, [], []),
     ],
 )
@@ -95,6 +107,20 @@ def test_a_check_that_is_no_longer_exact_is_not_said_to_be() -> None:
     assert exact(**asked)["update"] == "sometimes" and exact(shape, **asked)["update"] == "never"
     (row,) = (one for one in coverage_rows(sections(**asked), shape) if one.phase == "update")
     assert row.every_step == "a slice updated again, within rounding since step 5"
+
+
+def test_what_escapes_between_two_looks_is_told() -> None:
+    """Rows whose steps do not all look; a bound that changes gradients in between leaves no slice to compare."""
+    for covered, said in ((1, True), (4, False)):
+        rows = coverage_rows(sections(sdc=ON), replace(SHAPE, covered=covered))
+        notes = [one for one in coverage_notes(rows) if one.startswith("A change that happens once")]
+        assert [one.endswith(": tokens, state, copy.") for one in notes] == [True] * said
+        assert {row.phase for row in rows if "blocks" in row.every_step} == {"norm", "state", "copy"}
+    hooks = {"optimizer_hooks": [{"hook": "absolute", "theta": 0.1, "where": "after_norm"}]}
+    asked = {"sdc": {"always_on": {**ON["always_on"], "slice_elements": 9}}}
+    for more, sliced in (({}, True), (hooks, False)):
+        (row,) = (one for one in coverage_rows(sections(**asked, **more), SHAPE) if one.phase == "clipping")
+        assert ("a slice clipped again" in row.every_step) is sliced
 
 
 def test_headings_say_when() -> None:
