@@ -49,7 +49,9 @@ def kind_of(tensors: Sequence[Tensor]) -> str | None:
     values = [value for one in tensors if checkable(one) for value in start_extremes(one)]
     if not values:
         return None
-    kinds = {kind_of_extremes(value, value) for value in torch.stack([one.double() for one in values]).tolist()}
+    devices = {one.device for one in values}  # of an optimizer that is offloaded, several
+    read = [torch.stack([one.double() for one in values if one.device == device]).tolist() for device in devices]
+    kinds = {kind_of_extremes(value, value) for found in read for value in found}
     return next((kind for kind in (NAN, INF) if kind in kinds), None)
 
 

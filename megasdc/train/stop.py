@@ -97,7 +97,7 @@ class SkipWatch(Hook):
 
         Collective: all ranks of the world.
         """
-        if self.for_values >= LAST_SKIPPED and run.stop_error is None:
+        if self.for_values >= min(LAST_SKIPPED, run.steps) and run.stop_error is None:
             run.stop_error = NonFiniteError(
                 f"the optimizer skipped the last {self.for_values} steps, up to step {run.step}: {self._reason}. "
                 f"{self._advice(run)}"

@@ -64,7 +64,9 @@ def test_a_harmed_reduction_breaks_the_linear_check(tmp_path: Path, data: Path, 
     """What goes into the sum or comes out of it wrong is warned of, in its step alone."""
     fault = {"submodule": "*.linear_fc1", "slot": "weight", "phase": phase, "kind": "scale", "factor": -1e3}
     fault |= {"elements": 64}  # a single one may have next to no gradient
-    options: dict[str, Any] = {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
+    # Alone: with BF16_Optimizer the exact comparison of the norm's parts sees the same, and ends the run.
+    options: dict[str, Any] = {"sdc__always_on__chain": False}
+    options |= {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
     folder = _run(tmp_path, data, 2, **options, faults=[{**fault, "rank": 1, "steps": [24, 24], "once": True}])
     assert (24, "reduction") in _warnings(folder)
     assert {step for step, check in _warnings(folder) if check in ("reduction", "update")} == {24}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -80,7 +81,8 @@ def test_a_host_whose_agent_and_rank_are_stopped_holds_nobody_up(tmp_path: Path,
         said, _ = launch.communicate(timeout=200)
         _, alive = psutil.wait_procs(own, timeout=30)
     assert len(own) >= 2 and not alive, said
-    assert "stopped by a signal: node2: process" in said and "health: nothing moved for" in said, said
+    assert "stopped by a signal: node2: process" in said, said
+    assert re.search(r"nothing moved for \d+ s: .*node2", said), said  # of the front, or of rank 0's agent before it
     assert "rank 1 on node2" in said and launch.returncode in (75, 78), said
 
 

@@ -155,7 +155,7 @@ class Detection(Hook):
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
         always_on = sdc.always_on
-        self.tokens = TokenCheck(batches) if always_on.enabled and always_on.tokens else None
+        self.tokens = TokenCheck(batches, run.events) if always_on.enabled and always_on.tokens else None
         self._save_interval = settings.save_interval
         self.referee = referee
         self._run, self._host_group = run, run.host_group

@@ -38,6 +38,7 @@ class UsedSettings:
         self._engine, self._group, self._events = run.engine, run.host_group, run.events
         self._numbers: Mapping[int, int] = {}
         self._used: dict[int, tuple[dict[str, Any], float]] = {}
+        self._of_clipping: dict[str, Any] = {}
         self._before: Mapping[str, Any] = {}
         self._step = 0
         """The last step that the optimizer took."""
@@ -62,6 +63,9 @@ class UsedSettings:
         if self._step != self._engine.step_number:
             self._before = self._named() if self._used else {}
             self._used, self._step, self._compared = {}, self._engine.step_number, False
+            self._of_clipping = {"clip_grad": self._engine.optimizer.clip_grad}
+            if self._engine.fp16_enabled():
+                self._of_clipping["loss_scale"] = self._engine.optimizer.loss_scale
         for group in inner.param_groups:
             kept = {name: one for name, one in group.items() if name != "params"}
             settings = {name: one.clone() if isinstance(one, Tensor) else one for name, one in kept.items()}
@@ -90,9 +94,7 @@ class UsedSettings:
 
     def _named(self) -> dict[str, Any]:
         """All settings by name, each with its group."""
-        found: dict[str, Any] = {"clip_grad": self._engine.optimizer.clip_grad}
-        if self._engine.fp16_enabled():
-            found["loss_scale"] = self._engine.optimizer.loss_scale
+        found: dict[str, Any] = dict(self._of_clipping)
         for number, (settings, count) in sorted(self._used.items()):
             label = settings.get("name") or f"group {number}"
             found |= {f"{label}.{name}": settings[name] for name in sorted(settings)} | {f"{label}.step": count}

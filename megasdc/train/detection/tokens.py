@@ -7,6 +7,7 @@ the loss, until all micro-batches have run, and read the same samples again from
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.errors import DataError
+from megasdc.events import EventLog
+
+logger = logging.getLogger(__name__)
 
 BATCH = "batch"
 """Stands for a submodule in addresses of what the model is given."""
@@ -32,7 +36,7 @@ class WrongTokens:
 
     Args:
         got: XXH3-64 of its bytes.
-        expected: the same of what the file holds; None: the file cannot be read, or is damaged.
+        expected: the same of what the file holds; None: the file is damaged.
         reason: a sentence for people.
     """
 
@@ -60,10 +64,11 @@ class TokenCheck(Hook):
 
     Args:
         batches: this replica's micro-batches.
+        events: told of a file that cannot be read, so that a step was not compared.
     """
 
-    def __init__(self, batches: StepBatches) -> None:
-        self._batches = batches
+    def __init__(self, batches: StepBatches, events: EventLog) -> None:
+        self._batches, self._events = batches, events
         self._due: Collection[int] = ()
         self._given: dict[int, dict[str, Tensor]] = {}
         self._handle: Any = None
@@ -103,7 +108,12 @@ class TokenCheck(Hook):
         positions = self._batches.positions(micro_batch)
         try:
             tokens, (labels, loss_mask) = self._batches.from_file(micro_batch)
-        except (DataError, OSError) as error:
+        except OSError as error:  # the file system's matter, such as a server that is away; not this rank's
+            told: dict[str, Any] = {"micro_batch": micro_batch, "problem": f"{type(error).__name__}: {error}"}
+            self._events.emit("warning", "tokens_not_compared", step=step, **told)
+            logger.warning("step %d: tokens were not compared with the file, which cannot be read: %s", step, error)
+            return None
+        except DataError as error:
             slot = next(iter(kept))
             address = Address(step, micro_batch, FORWARD, BATCH, slot)
             return WrongTokens(address, _checksum(kept[slot].cpu()), None, f"{type(error).__name__}: {error}")

@@ -16,14 +16,16 @@ from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.stop import LAST_SKIPPED, SkipWatch
 
 
-def _ended(folder: Path, skipped: list[float | None], *, fp16: bool = False, dynamic: bool = True) -> Exception | None:
-    """The error that a run of these steps ends with; losses of those that were skipped, None: it was taken."""
+def _ended(
+    folder: Path, skipped: list[float | None], *, fp16: bool = False, dynamic: bool = True, steps: int = 1000
+) -> Exception | None:
+    """The error that a run ends with; ``skipped``: losses of its steps that were skipped, None: it was taken."""
     engine = SimpleNamespace(fp16_enabled=lambda: fp16, dynamic_loss_scale=lambda: dynamic)
     events = SimpleNamespace(emit=lambda *_, **__: None)
     run: Any = SimpleNamespace(
         engine=engine, events=events, dims=SimpleNamespace(rank=0), skip_place=None, stream_end=0, step=len(skipped)
     )
-    run.stop_error, run.host_group = None, None
+    run.stop_error, run.host_group, run.steps = None, None, steps
     watch = SkipWatch(100, folder)
     for step, loss in enumerate(skipped, 1):
         reason = None if loss is None else "gradient norm is not finite"
@@ -61,3 +63,9 @@ def test_a_loss_scale_that_adapts_ends_no_run(tmp_path: Path) -> None:
     assert _ended(tmp_path, scaling) is not None
     lowest = Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
     assert isinstance(as_known_error(lowest), NonFiniteError)
+
+
+def test_a_short_run_that_took_no_step_ends_with_an_error(tmp_path: Path) -> None:
+    """It has fewer steps than the last ones that are looked at; one step that was taken makes it a run."""
+    assert isinstance(_ended(tmp_path, [math.nan] * 3, steps=3), NonFiniteError)
+    assert _ended(tmp_path, [None, math.nan, math.nan], steps=3) is None

@@ -131,6 +131,7 @@ class SliceChecks(Hook):
         self._sums: SumCheck | None = None
         self._wrong_sum: WrongSum | None = None
         self._tolerant = False
+        self._owners: set[int] = set()
         self._engine: Any = None
         self._host_group: dist.ProcessGroup | None = None
         self._names: dict[int, tuple[str, str]] = {}
@@ -255,8 +256,8 @@ class SliceChecks(Hook):
             return settled
 
         if self._act(step, find):
-            named = engine.dims.rank in {ruling.rank for ruling in rulings}
-            failed = named and not self._updates.put(checked)
+            named = {ruling.rank for ruling in rulings} & self._owners  # a checker's own slice is another
+            failed = engine.dims.rank in named and not self._updates.put(checked)
             failing = [rank for rank, one in enumerate(gather_objects(failed, self._host_group)) if one]
             if failing:
                 self._act(step, lambda earlier: self._not_held(step, failing, rulings))
@@ -348,6 +349,7 @@ class SliceChecks(Hook):
         claims: Mapping[int, Claim] = {
             checker: one for checker, one in enumerate(gather_objects(claim, self._host_group)) if one is not None
         }
+        self._owners = {one.owner for one in claims.values()}
         why = self._unrepaired
         rulings: list[Ruling] = []
         opinions: list[Opinion] = []
@@ -389,7 +391,7 @@ class SliceChecks(Hook):
         repeats = {pair for one in shown for pair in one.pairs}
         alone = len(shown) == 1  # has both values, one of them elsewhere
         steady = {(claim.got, claim.expected)} if alone else {(claim.got,) * 2, (claim.expected,) * 2}
-        same = claim.same_inputs and len({one.inputs for one in shown}) == 1
+        same = claim.same_inputs and len({(one.inputs, one.clipped) for one in shown}) == 1
         if not same or repeats != steady or not all(one.proved for one in shown):
             return False
         if not self._tolerant:
@@ -418,6 +420,7 @@ class _Shown:
         values: of the differing elements, as this rank got them first.
         proved: whether each of them, and where it checks itself what it got elsewhere, is within a bound.
         inputs: checksum of what this rank computed them from.
+        clipped: the same once this rank has clipped the gradient.
         whole: checksum of all rows, computed again.
     """
 
@@ -426,6 +429,7 @@ class _Shown:
     exact: Exact
     proved: bool
     inputs: int
+    clipped: int
     whole: int
 
 
@@ -439,7 +443,8 @@ def _evidence(update: Update, first: Tensor, claim: Claim, *, alone: bool = Fals
     found += [update.again(moved=True)] if alone else []
     proved = all(bool(_is_proved(one[claim.row], claim.elements, exact).all()) for one in found)
     values, whole = first[claim.row].cpu()[claim.elements], checksum(update.again())
-    return _Shown(tuple(pairs), values, exact, proved, update.seen, whole)
+    clipped = checksum(torch.cat([part.before for part in update.parts], 1))
+    return _Shown(tuple(pairs), values, exact, proved, update.seen, clipped, whole)
 
 
 def _is_proved(row: Tensor, elements: Tensor, exact: Exact) -> Tensor:
