@@ -92,7 +92,7 @@ def judge(
     if agreed := _agreed(causes):
         return _ranks_agreed(agreed, host_of_rank, failed, missing, notes)
     if causes:
-        return _ranks_failed(_first(causes, clocks), host_of_rank, failed, missing, notes)
+        return _ranks_failed(_explaining(_first(causes, clocks)), host_of_rank, failed, missing, notes)
     interrupted = [done.rank for done in failed if done.error_class == INTERRUPTED]
     if stopped_by is not None and (missing or interrupted or not failed):
         return _stopped(stopped_by, host_of_rank, missing, interrupted, notes)
@@ -164,6 +164,12 @@ def _first(records: Sequence[Record], clocks: Mapping[str, HostClock]) -> list[R
     if len({records[place].host for place in found}) == 1:
         found = found[:1]
     return [records[place] for place in found]
+
+
+def _explaining(first: list[DoneRecord]) -> list[DoneRecord]:
+    """Of ranks that may have been first those that waited for nobody, if there are any: they explain the others."""
+    found = [done for done in first if done.exit_code != HangError.exit_code] or first
+    return found[:1] if len({done.host for done in found}) == 1 else found
 
 
 def _ranks_agreed(

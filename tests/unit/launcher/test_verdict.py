@@ -224,6 +224,13 @@ def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s
     assert judge(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
 
 
+def test_a_rank_that_waited_for_another_is_explained_by_it() -> None:
+    """Its own time limit ended it; which was first is not known, and needs not be."""
+    verdict = judge(HOSTS, records_of({0: 75, 3: 71}), 75)
+    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
+    assert judge(HOSTS, records_of({0: 75, 3: 75}), 75).host is None
+
+
 def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
     """They have dates alone, which are not compared between hosts."""
     records = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0})

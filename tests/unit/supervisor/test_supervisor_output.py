@@ -71,6 +71,7 @@ def test_a_hangup_within_a_write_ends_nothing(tmp_path: Path) -> None:
 import os, signal, sys, threading, time
 from pathlib import Path
 from megasdc.supervisor.output import lasting_output
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what starts the tests may ignore it
 with lasting_output(Path(sys.argv[1])):
     hang_up = lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGHUP))
     threading.Thread(target=hang_up).start()
@@ -82,7 +83,8 @@ with lasting_output(Path(sys.argv[1])):
     with subprocess.Popen([sys.executable, "-c", program, str(log)], stderr=writing, env=env) as process:
         os.close(writing)
         time.sleep(1.5)
-        while not log.exists():
+        end = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < end:
             time.sleep(0.05)
         os.close(reading)
         assert process.wait(30) == 0
