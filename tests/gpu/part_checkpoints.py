@@ -13,41 +13,43 @@ from gpu.setting import precision
 STEADY = {"determinism__enabled": True, "checkpoint__interval": 3, "checkpoint__keep_last": 0}
 
 
+KILLED = [{"kind": "sigkill", "phase": "backward", "steps": [5, 5], "rank": 0}]
+LAST = "checkpoints/step_00000006"
+
+
 def checkpoints(recorder: Recorder, crew: Crew) -> None:
-    """Six steps against three and three more, in processes of their own; also after a kill without warning."""
+    """Six steps against three and three more, in processes of their own; also after a kill without warning.
+
+    One case after the other, the most important first, so that a part whose time is up has shown some.
+    """
     bench = Bench(recorder, crew)
-    kinds = ("fp32", "bf16", "fp16") if recorder.on_gpu else ()
-    cases: dict[str, tuple[dict[str, Any], int]] = {f"one rank {kind}": (precision(kind), 1) for kind in kinds}
-    layouts = ("tp2", "pp2", "dp2") if recorder.on_gpu else ("dp2",)
-    kind = "bf16"
-    cases |= {f"{layout} {kind}": ({**precision(kind), **LAYOUTS[layout]}, 2) for layout in layouts}
-    killed = [{"kind": "sigkill", "phase": "backward", "steps": [5, 5], "rank": 0}]
-    worlds, first = {}, {}
-    for name, (changes, ranks) in cases.items():
-        short = name.replace(" ", "_")
-        worlds[f"{name} whole"] = bench.ranks(bench.config(f"{short}_whole", **STEADY, **changes), ranks)
-        config = bench.config(f"{short}_parts", **STEADY, **changes)
-        worlds[f"{name} first part"] = bench.ranks(config, ranks, "megasdc.training.stop_step=3")
-        first[name] = (config, ranks)
-    bench.train(worlds)
-    seconds = {f"{name} second part": bench.ranks(config, ranks) for name, (config, ranks) in first.items()}
+    cases: list[tuple[str, dict[str, Any], int]] = [("dp2 bf16", {**precision("bf16"), **LAYOUTS["dp2"]}, 2)]
     if recorder.on_gpu:
+        ranks = [(f"one rank {kind}", precision(kind), 1) for kind in ("bf16", "fp32", "fp16")]
+        layouts = [(f"{name} bf16", {**precision("bf16"), **LAYOUTS[name]}, 2) for name in ("tp2", "pp2", "dp2")]
+        cases = [ranks[0], *layouts, *ranks[1:]]
+    for name, changes, count in cases:
+        with recorder.attempt(name):
+            _resume(bench, name, {**STEADY, **changes}, count)
+
+
+def _resume(bench: Bench, name: str, changes: dict[str, Any], ranks: int) -> None:
+    """One case; of one rank in bf16 also a run that is killed, and goes on."""
+    recorder, short = bench.recorder, name.replace(" ", "_")
+    whole, parts = (bench.config(f"{short}_{how}", **changes) for how in ("whole", "parts"))
+    first = bench.ranks(parts, ranks, "megasdc.training.stop_step=3")
+    worlds = {f"{name} whole": bench.ranks(whole, ranks), f"{name} first part": first}
+    again = {f"{name} second part": bench.ranks(parts, ranks)}
+    pairs = {f"{name}: same bits": (bench.folder / f"{short}_whole" / LAST, bench.folder / f"{short}_parts" / LAST)}
+    if name == "one rank bf16":
         # An injected kill comes once, so the second start of the same configuration goes on past it.
-        config = bench.config("killed", **STEADY, **precision(kind), process_faults=killed)
+        config = bench.config("killed", **changes, process_faults=KILLED)
         (ended,) = bench.crew.run(bench.ranks(config, 1), 100.0)
         recorder.check("a rank is killed in step 5", ended.code == -9, str(ended))
-        seconds["after the kill"] = bench.ranks(config, 1)
-    bench.train(seconds)
-    pairs = {}
-    for name in cases:
-        short = name.replace(" ", "_")
-        losses = bench.losses(f"{short}_whole"), bench.losses(f"{short}_parts")
-        recorder.check(f"{name}: same losses", len(losses[0]) == 6 and losses[0] == losses[1], f"{losses}")
-        pairs[f"{name}: same bits"] = tuple(
-            bench.folder / f"{short}_{how}" / "checkpoints" / "step_00000006" for how in ("whole", "parts")
-        )
-    if recorder.on_gpu:
-        pairs["after a kill: same bits"] = tuple(
-            bench.folder / name / "checkpoints" / "step_00000006" for name in (f"one_rank_{kind}_whole", "killed")
-        )
-    bench.compare(pairs)  # type: ignore[arg-type]
+        again["after the kill"] = bench.ranks(config, 1)
+        pairs["after a kill: same bits"] = (bench.folder / f"{short}_whole" / LAST, bench.folder / "killed" / LAST)
+    bench.train(worlds)
+    bench.train(again)
+    losses = bench.losses(f"{short}_whole"), bench.losses(f"{short}_parts")
+    recorder.check(f"{name}: same losses", len(losses[0]) == 6 and losses[0] == losses[1], f"{losses}")
+    bench.compare(pairs)

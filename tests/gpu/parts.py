@@ -46,6 +46,7 @@ PARTS = (
     Part("detection", "recompute check, audit, parameters", 4, "gpu.part_detection:detection"),
     Part("golden", "trace, golden record and verify", 3, "gpu.part_detection:golden", (*COMMAND, "pyarrow")),
     Part("exact", "slices, sums of rows, permuted audits: silent, no bit changes", 4, "gpu.part_exact:exact"),
+    Part("chain", "each link from the data to the parameters: faults are named", 3, "gpu.part_exact:chain", ahead=16),
     Part(
         "referee",
         "bounds of rounding against this device's libraries",
@@ -55,6 +56,7 @@ PARTS = (
         environment={"cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}},
     ),
     Part("cost", "cost of the checks at their defaults", 3, "gpu.part_exact:cost", COMMAND),
+    Part("speed", "whole runs: share of the peak, cost of protection", 4, "gpu.part_speed:speed"),
     Part("dropcompute", "DropCompute: decisions, events, device_lag", 3, "gpu.part_dropcompute:dropcompute"),
     Part("checkpoints", "saved, resumed bit for bit", 4, "gpu.part_checkpoints:checkpoints"),
     Part("stress", "the host's test", 2, "gpu.part_stress:stress", (*COMMAND, "pyarrow")),
