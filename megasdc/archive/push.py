@@ -274,6 +274,7 @@ class _Push:
             quantized=self.source.quantized,
             not_finite=manifest.not_finite,
             finite_step=manifest.finite_step,
+            wrong_place=manifest.wrong_place,
             files=sorted(files, key=lambda file: file.name),
         )
 

@@ -93,10 +93,12 @@ class KnownState(Record):
             they were saved; empty: none did; None: a version saved it that did not look.
         finite_step: last step up to this one that the optimizer took with a finite loss and gradient norm, 0: none;
             None: a version saved it that did not keep it.
+        wrong_place: what is wrong with its places in the data, a sentence; None: nothing was known to be.
     """
 
     not_finite: list[Inside] | None = None
     finite_step: Count | None = None
+    wrong_place: str | None = None
 
     @property
     def non_finite(self) -> str | None:
@@ -105,6 +107,11 @@ class KnownState(Record):
             return None
         more = f" and {len(self.not_finite) - 1} more files" if len(self.not_finite) > 1 else ""
         return f"its state is not finite: NaN or Inf in {self.not_finite[0]}{more} when it was saved"
+
+    @property
+    def problem(self) -> str | None:
+        """Why no run is to go on from it, in a sentence; None: nothing is known to be wrong."""
+        return self.non_finite or self.wrong_place
 
 
 class Manifest(KnownState):
@@ -262,20 +269,20 @@ def read_complete(folder: Path | str) -> dict[int, Manifest]:
     return found
 
 
-def list_finite(known: Mapping[int, KnownState]) -> list[int]:
-    """Steps of the checkpoints whose state was not found to hold NaN or Inf, in ascending order."""
-    return sorted(step for step, one in known.items() if one.non_finite is None)
+def list_sound(known: Mapping[int, KnownState]) -> list[int]:
+    """Steps of the checkpoints that held no NaN, Inf or wrong place in the data when saved, in ascending order."""
+    return sorted(step for step, one in known.items() if one.problem is None)
 
 
 def list_continued(known: Mapping[int, KnownState]) -> list[int]:
-    """Steps of the finite checkpoints from which a finite step was taken, in ascending order.
+    """Steps of the sound checkpoints from which a finite step was taken, in ascending order.
 
     Loss, gradient norm and update of that step were finite, the update since a finite checkpoint followed it: NaN in a
     state stays there. What was saved since is finite too where all steps are skipped, but leads nowhere.
     """
-    finite = list_finite(known)
-    reached = max((known[step].finite_step or 0 for step in finite), default=0)
-    return [step for step in finite if step < reached]
+    sound = list_sound(known)
+    reached = max((one.finite_step or 0 for one in known.values() if one.non_finite is None), default=0)
+    return [step for step in sound if step < reached]
 
 
 def sorted_records(records: Iterable[FileRecord]) -> list[FileRecord]:

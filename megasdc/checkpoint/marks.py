@@ -1,10 +1,10 @@
 """Marks on checkpoints: verified by an audit, and the corruption mark of a run that found corruption.
 
 A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; then
-it is verified, if its own state was found to be finite when it was saved: the ranks that saved it still computed the
-same. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new save
-of the same step is a candidate again. A run that ends because of corruption writes ``corruption.json`` beside the
-checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
+it is verified, if its own state was found to be finite when it was saved, and its place in the data to follow from its
+steps: the ranks that saved it still computed the same. The mark is a file in the checkpoint's folder with its
+``save_id``, so that a new save of the same step is a candidate again. A run that ends because of corruption writes
+``corruption.json`` beside the checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
         raise CheckpointError(f"{path} is of save {mark.save_id}, the checkpoint is of save {manifest.save_id}")
     if mark.step != manifest.step:
         raise CheckpointError(f"{path} is of step {mark.step}, the checkpoint is of step {manifest.step}")
-    if (problem := manifest.non_finite) is not None:
+    if (problem := manifest.problem) is not None:
         raise CheckpointError(f"{path} says that the checkpoint is verified, but {problem}")
     return mark
 
@@ -154,7 +154,7 @@ def mark_verified(
                 continue
             if manifest.not_finite is None:
                 raise CheckpointError("a version saved it that did not look whether its state is finite")
-            if (problem := manifest.non_finite) is not None:
+            if (problem := manifest.problem) is not None:
                 raise CheckpointError(problem)
             mark = VerifiedMark(
                 format_version=_VERSION,

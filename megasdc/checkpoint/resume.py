@@ -24,6 +24,7 @@ from megasdc.checkpoint.checks import (
     needed_files,
 )
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
+from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
@@ -284,6 +285,10 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -
         problems.append(f"{rank_state_file(place.rank)} is on another node: rank {place.rank} ran there when it saved")
     if place.leader:
         problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
+    if place.leader and manifest.wrong_place is not None:
+        problems.append(manifest.wrong_place)
+    elif place.leader and verify and (wrong := find_wrong_place(read_shared_state(folder))):
+        problems.append(wrong)
     loaded_by = {rank: set(needed_files(manifest, rank)) for rank in place.ranks} if same_size else {}
     own, loaded = loaded_by.get(place.rank, set()), set[str]().union(*loaded_by.values())
     for record in manifest.files:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.holds import delete_unheld
-from megasdc.checkpoint.manifest import KnownState, list_continued, list_finite, read_complete
+from megasdc.checkpoint.manifest import KnownState, list_continued, list_sound, read_complete
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Retention:
     """Rules by which checkpoints are kept.
 
     Attributes:
-        last: the newest, and of the finite ones the newest, the newest verified one, and the newest from which a finite
-            step was taken; 0: all.
+        last: the newest, and of those without NaN, Inf and wrong place in the data the newest, the newest verified one,
+            and the newest from which a finite step was taken; 0: all.
         every: those whose step is a multiple too; 0: none.
     """
 
@@ -57,9 +57,9 @@ def list_due(folder: Path, newest: int, keep: Retention, verified: Collection[in
 
 
 def worth_keeping(known: Mapping[int, KnownState], verified: Collection[int] = ()) -> tuple[Collection[int], ...]:
-    """Steps of which the newest is never deleted: finite and verified, finite, finite and a finite step followed."""
-    finite = list_finite(known)
-    return [step for step in finite if step in verified], finite, list_continued(known)
+    """Steps of which the newest is never deleted: sound and verified, sound, sound and a finite step followed."""
+    sound = list_sound(known)
+    return [step for step in sound if step in verified], sound, list_continued(known)
 
 
 def apply_retention(

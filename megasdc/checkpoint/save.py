@@ -26,7 +26,7 @@ from megasdc.checkpoint.files import (
     step_folder,
 )
 from megasdc.checkpoint.formats.allowlist import check_pickle
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
+from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, find_wrong_place
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
     FileRecord,
@@ -69,6 +69,11 @@ class SavedState:
     def finite_step(self) -> int | None:
         """Last step that was taken with a finite loss and gradient norm; None: not known."""
         return self.shared_state.get("finite_step")
+
+    @property
+    def wrong_place(self) -> str | None:
+        """What is wrong with the places in the data, a sentence; None: nothing is known to be."""
+        return find_wrong_place(self.shared_state)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def save_checkpoint(
     """
     started = time.monotonic()
     keep, place = keep or Retention(), find_place(ranks)
-    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine), state.finite_step)
+    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine), state.finite_step, state.wrong_place)
     try:
         written = _write(job, engine, state)
         _commit(job, written)
@@ -195,6 +200,10 @@ def finish_save(
         place.emit("warning", "checkpoint_not_finite", step=job.step, files=written.not_finite)
         if place.rank == 0:
             logger.warning("%s is saved, but %s", job.final, result.non_finite)
+    if job.wrong_place is not None:
+        place.emit("warning", "checkpoint_wrong_place", step=job.step, reason=job.wrong_place)
+        if place.rank == 0:
+            logger.error("%s is saved, but no resume takes it: %s", job.final, job.wrong_place)
     for gone in result.deleted:
         place.emit("delete", "checkpoint", step=gone, reason=f"keep_last {keep.last}, keep_every {keep.every}")
     for line in (line for _, lines in answers for line in lines):
@@ -209,7 +218,7 @@ class SaveJob:
     Attributes:
         folder: the checkpoint folder.
         engine: what ``describe_engine`` says of it.
-        finite_step: see ``Manifest``.
+        finite_step, wrong_place: see ``Manifest``.
     """
 
     folder: Path
@@ -218,6 +227,7 @@ class SaveJob:
     place: Place
     engine: dict[str, Any]
     finite_step: int | None = None
+    wrong_place: str | None = None
 
     @property
     def node_local(self) -> bool:
@@ -268,6 +278,7 @@ class SaveJob:
             files=[record for record in written.records if record.rank in mine],
             not_finite=written.not_finite,
             finite_step=self.finite_step,
+            wrong_place=self.wrong_place,
         )
 
     def verified(self) -> set[int]:

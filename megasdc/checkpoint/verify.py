@@ -118,6 +118,7 @@ def verify_checkpoint(
             standing, non_finite = find_standing(folder), manifest.non_finite
             problems = check_identity(folder, manifest) + find_unexpected(folder, manifest)
             problems += find_incomplete(manifest)
+            problems += [] if manifest.wrong_place is None else [manifest.wrong_place]
             if not has_marker(folder, manifest):
                 problems.append("the marker is missing: not every node finished the save")
     except CheckpointError as error:

@@ -218,6 +218,28 @@ def stream_end(merged: Mapping[str, Any]) -> int:
     return max(order.start, max(last, default=-1) + 1)
 
 
+def num_passed(merged: Mapping[str, Any], skip: Sequence[range] = ()) -> int:
+    """Samples of the stream that all replicas are past, without those that are to be used again.
+
+    Args:
+        merged: from `merge_positions`, of all replicas.
+        skip: positions of the stream that are never taken, and not counted.
+    """
+    order, size, consumed = Order.from_json(merged["order"]), merged["dp_size"], merged["consumed"]
+    left_over, end = {position: index for index, position in enumerate(order.left_over)}, stream_end(merged)
+
+    def is_passed(position: int) -> bool:
+        if position < order.start and position not in left_over:
+            return True
+        index = left_over.get(position, position - order.start + len(left_over))
+        replica, sample = order.sample(index, size)
+        return bool(sample < consumed[str(replica)])
+
+    never = sum(is_passed(one) for ranges in skip for one in range(ranges.start, min(ranges.stop, end)))
+    again = sum(not _in(skip, one) for positions in merged["again"].values() for one in positions)
+    return order.before + sum(consumed.values()) - never - again
+
+
 def _rest(order: Order, consumed: Sequence[int]) -> Order:
     """The unconsumed rest of an order when replica r has consumed ``consumed[r]`` samples."""
     size = len(consumed)

@@ -31,6 +31,8 @@ class Run:
         step: last finished step.
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
+        uncounted_samples: samples of the stream that replicas are past, besides ``samples``: those that were given up;
+            negative where a run has begun the stream again.
         skipped_steps: steps that the optimizer skipped so far.
         finite_step: last step that it took with a finite loss and gradient norm; 0: none.
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
@@ -55,6 +57,7 @@ class Run:
     step: int = 0
     tokens: int = 0
     samples: int = 0
+    uncounted_samples: int = 0
     skipped_steps: int = 0
     finite_step: int = 0
     skip_place: str | None = None

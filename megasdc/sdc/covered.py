@@ -125,7 +125,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         golden = "its own workload" if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
-    whole = shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole
+    whole = phase == PLACE or (shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole)
     if any(exact for _, exact in every):
         partly = phase in _PARTLY or (phase == STATE and not sections.sdc.always_on.chain)
         exact = "always" if whole and not partly else "sometimes"
@@ -140,6 +140,8 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tupl
     found = []
     if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
         found.append((f"forward = recompute, {shape.share}", True))
+    if phase == PLACE and section.enabled:
+        found.append(("what follows from step and decisions", True))
     if phase == SETTINGS and section.enabled and shape.replicas > 1:
         found.append(("replicas, hyperparameters and step counts", True))
     if phase == PARAMETER and section.enabled and section.parameters:

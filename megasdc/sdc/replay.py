@@ -40,8 +40,9 @@ from megasdc.sdc.trace import Trace
 PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
 """Verdicts, named as in `sdc.policy`."""
 MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
-ELSEWHERE, FILE = "own results elsewhere", "file of the data"
-"""Bases of a ruling; elsewhere: computed again with elements in other places on the same device."""
+ELSEWHERE, FILE, FOLLOWS = "own results elsewhere", "file of the data", "step and decisions"
+"""Bases of a ruling; elsewhere: computed again with elements in other places on the same device; step and decisions:
+from which it follows."""
 
 
 @dataclass(frozen=True)

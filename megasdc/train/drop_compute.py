@@ -203,6 +203,8 @@ class DropCompute(Hook):
             self._log.add(run.step, step)
         if section.samples == DISCARD and engine.completed < step.planned:
             run.loader.pass_over(step.planned - engine.completed, again=section.compensation == RESAMPLE)
+        if section.samples == DISCARD and section.compensation != RESAMPLE:
+            run.uncounted_samples += step.dropped * engine.micro_batch_size
         self._count(run, step)
         if self._replayed is None:
             self._watch(run, step)

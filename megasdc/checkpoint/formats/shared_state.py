@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megasdc.config import ModelSection
+from megasdc.data.position import num_passed
 from megasdc.errors import CheckpointError
 
 SHARED_STATE_FILE = "megasdc.json"
@@ -34,6 +35,41 @@ def read_shared_state(folder: Path) -> dict[str, Any]:
 def counters_of(state: dict[str, Any]) -> dict[str, Any]:
     """The part of a shared state that tells how far training has come; the rest is configuration and hooks."""
     return {key: state[key] for key in _COUNTERS if key in state}
+
+
+def uncounted_samples(state: dict[str, Any]) -> int:
+    """How many samples the places in the data of a shared state are past, beyond the samples that its steps counted.
+
+    Raises:
+        CheckpointError: it does not hold the places of all replicas, or something that is no such state.
+    """
+    try:
+        skip = [range(first, end) for first, end in state["config"]["megasdc"]["data"].get("skip", [])]
+        return num_passed(state["loader"], skip) - int(state["samples"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{SHARED_STATE_FILE} does not hold the places in the data: {error!r}") from error
+
+
+def find_wrong_place(state: dict[str, Any]) -> str | None:
+    """What is wrong with the places in the data that a shared state holds, as a sentence; None: nothing is known to be.
+
+    Steps count what they take: whole batches, without micro-batches that were dropped, and one that replicas share
+    once. So their count, and the samples that were given up, say how far all replicas together are in the stream.
+    Nothing is known of a state that an earlier version saved, which does not say what was given up.
+    """
+    if state.get("uncounted_samples") is None:
+        return None
+    try:
+        wrong = uncounted_samples(state) - state["uncounted_samples"]
+    except CheckpointError as error:
+        return str(error)
+    if not wrong:
+        return None
+    right = state["samples"] + state["uncounted_samples"]
+    return (
+        f"{SHARED_STATE_FILE}: replicas have consumed {right + wrong} samples of the stream, {right} follow from its "
+        "steps and decisions"
+    )
 
 
 def model_of(state: dict[str, Any], folder: Path) -> ModelSection:

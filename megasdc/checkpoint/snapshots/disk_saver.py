@@ -136,7 +136,7 @@ class DiskSaver:
         refuse_decoupled(engine)
         started = time.monotonic()
         self._begun += 1
-        job = self._job(engine, step, self._begun, state.finite_step)
+        job = self._job(engine, step, self._begun, state)
         texts = {SHARED_STATE_FILE: shared_state_text(state)} if job.place.leader else {}
         save = self._save = _Save(job, started, texts, self._stages(job))
         save.problem = job.prepare() if job.place.leader else None
@@ -150,9 +150,10 @@ class DiskSaver:
                 save.problem = describe_error(error, "allocate memory for the snapshot")
         save.stalled_s = time.monotonic() - started
 
-    def _job(self, engine: Any, step: int, number: int, finite_step: int | None) -> SaveJob:
+    def _job(self, engine: Any, step: int, number: int, state: SavedState) -> SaveJob:
         place = replace(self._place, save_id=uuid.uuid5(uuid.UUID(self._place.save_id), str(number)).hex)
-        return SaveJob(self.folder, step, self._dims, place, describe_engine(engine), finite_step)
+        known = state.finite_step, state.wrong_place
+        return SaveJob(self.folder, step, self._dims, place, describe_engine(engine), *known)
 
     def _stages(self, job: SaveJob) -> list[Callable[[_Save], None]]:
         mark = [self._mark] if job.node_local else []

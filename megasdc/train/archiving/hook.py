@@ -143,8 +143,8 @@ class Archiver(Hook):
             from_archive = manifest.quantized_moments_bits is not None
             if from_archive or not (step % self._every == 0 or run.is_last_step):
                 continue
-            if manifest.non_finite is not None:
-                self._skip(run, step, manifest.non_finite)
+            if manifest.problem is not None:
+                self._skip(run, step, manifest.problem)
                 continue
             self._waiting.append(step)
 

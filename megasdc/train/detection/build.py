@@ -73,6 +73,7 @@ def build_detection(
             sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
             clips=not any(spec.where == AFTER_NORM for spec in sections.optimizer_hooks),
         ),
+        drops=sections.drop_compute,
     )
     budget = Budget(plan, run.engine, writer)
     detection = Detection(settings, run, batches, disputes, parameters, signals, budget, referee)

@@ -308,7 +308,7 @@ class Chain(Hook):
     def found(self, agreed: Agreed) -> bool:
         """Whether anything was found in a step that is committed; the same on all ranks."""
         flags = any(agreed.raised[name] for name in (NORM, CLIPPING, STATE))
-        return flags or not all(agreed.world.values()) or bool(agreed.differing[PART])
+        return flags or not (agreed.world[NORM] and agreed.world[CLIPPING]) or bool(agreed.differing[PART])
 
     def settle(self, links: Links, agreed: Agreed) -> None:
         """Settle what all ranks agree was found in a step that is committed.

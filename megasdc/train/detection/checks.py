@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
-from megasdc.config import AuditSection, SdcSection, TraceSection
+from megasdc.config import AuditSection, DropComputeSection, SdcSection, TraceSection
 from megasdc.config.sections.detection import EXTRA
+from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
@@ -37,16 +38,18 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.chain import Chain, Links
-from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.disputes import Disputes, is_of_place
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
     COPY,
+    ELSEWHERE,
     LOSS,
     NOT_FINITE,
     PARAMETERS,
     PART,
     PLACE,
+    PLACES,
     REPEATS,
     ROWS,
     TOKENS,
@@ -56,6 +59,7 @@ from megasdc.train.detection.evidence import (
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay
+from megasdc.train.detection.place import PlaceCheck
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.settings import NONE, SETTINGS
 from megasdc.train.detection.slices.hook import Checkable, SliceChecks
@@ -89,6 +93,7 @@ class CheckSettings:
     recomputes: bool
     save_interval: int
     checkable: Checkable
+    drops: DropComputeSection
 
     @property
     def checks_recompute(self) -> bool:
@@ -118,6 +123,7 @@ class Detection(Hook):
         chain: the hook that checks norm, clipping, state between steps and the copy; None: there is none.
         rows: the hook that checks rows of products; None: there is none.
         tokens: the hook that compares micro-batches with the file; None: nothing does.
+        place: compares this rank's place in the data with what follows; None: nothing does.
         permuted: computes audited micro-batches with elements in other places; None: nothing does.
         table: what is covered, as lines, with a cadence and with what is no longer exact, by phase.
     """
@@ -156,6 +162,11 @@ class Detection(Hook):
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
         always_on = sdc.always_on
         self.tokens = TokenCheck(batches, run.events) if always_on.enabled and always_on.tokens else None
+        drops = settings.drops
+        self.place: PlaceCheck | None = None
+        if always_on.enabled:
+            given_up, again = drops.samples == DISCARD, drops.compensation == RESAMPLE
+            self.place = PlaceCheck(run, given_up=drops.enabled and given_up, again=drops.enabled and again)
         self._save_interval = settings.save_interval
         self.referee = referee
         self._run, self._host_group = run, run.host_group
@@ -176,7 +187,9 @@ class Detection(Hook):
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
         self._request = Field(lambda: float(signals.take_audit_request()))
-        self.fields = (*((self._request,) if self._audit.enabled else ()), *self.budget.fields)
+        asked = (self._request,) if self._audit.enabled else ()
+        followed = () if self.place is None else (self.place.completed,)
+        self.fields = (*asked, *followed, *self.budget.fields)
 
     # --- what is listened to ------------------------------------------------------------------------------------
 
@@ -242,6 +255,8 @@ class Detection(Hook):
         self._disputes.on_start(run)
         if self._always_on.enabled:
             self._disputes.settings.start()
+        if self.place is not None:
+            self.place.start()
         if run.dims.rank == 0:
             for line in self.budget.lines:
                 logger.info("%s", line)
@@ -268,16 +283,23 @@ class Detection(Hook):
             self.rows.choose(turn, run.engine.micro_batches, looks=bool(self._covered))
         if self.tokens is not None:
             self.tokens.choose(self._covered)
+        shared = self._begin_batches(run, step)
+        if shared is not None and self.permuted is not None:
+            self.permuted.begin(run.engine)
+        if self._auditing or (self._always_on.enabled and self._always_on.parameters):
+            with self.budget.fixed:
+                self._parameters.start()
+
+    def _begin_batches(self, run: Run, step: int) -> Shared | None:
+        """Begin to read a step's micro-batches; returns the one of them that all replicas share."""
         with self.budget.waits:
             audited = self._share(run, step) if self._auditing else None
         shared, self._extra = (None, audited) if self._is_extra(step) else (audited, None)
         run.engine.shared_source = None if shared is None else shared.source
-        if shared is not None and self.permuted is not None:
-            self.permuted.begin(run.engine)
+        if self.place is not None:
+            self.place.begin(run.engine.shared_source)
         self._batches.begin(shared, self._extra)
-        if self._auditing or (self._always_on.enabled and self._always_on.parameters):
-            with self.budget.fixed:
-                self._parameters.start()
+        return shared
 
     def _share(self, run: Run, step: int) -> Shared:
         """The replica whose samples all replicas use, and their positions."""
@@ -311,11 +333,15 @@ class Detection(Hook):
             links, of_copy = self._links()
             settings = self._disputes.settings.take() if self._always_on.enabled else NONE
             rows, given = self._found_in_rows(engine), self._found_in_tokens(engine)
-            evidence = Evidence(parameters, audited, checked, moved, rows, given, settings, of_copy)
+            evidence = Evidence(
+                *(parameters, audited, checked, moved, rows, given, settings, of_copy),
+                wrong_place=None if self.place is None else self.place.in_step(engine.completed),
+                places=NONE if self.place is None else self.place.digest,
+            )
             with budget.fixed:
                 wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
                 wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
-                found = {REPEATS: bool(checked.unrepeated), PLACE: evidence.place_matters}
+                found = {REPEATS: bool(checked.unrepeated), ELSEWHERE: evidence.place_matters}
                 found |= {ROWS: wrong_row, TOKENS: wrong_tokens}
                 found |= {NOT_FINITE: seen is not None, LOSS: not loss_is_finite(engine)}
             agreed = self._agree(evidence, links, found | links.flags)
@@ -326,17 +352,23 @@ class Detection(Hook):
                 self.search.explain(engine, seen, repeat=not overflow)
             audit_differs = self._disputes.can_compare(agreed.differing[AUDITED])
             of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
-            of_step = any(agreed.raised[name] for name in (REPEATS, PLACE, ROWS, TOKENS))
+            of_step = is_of_place(agreed) or any(agreed.raised[name] for name in (REPEATS, ELSEWHERE, ROWS, TOKENS))
             if not (of_state or audit_differs or of_step):
                 return
             budget.ignore_step()
-            if not self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired):
+            again = self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired)
+            if is_of_place(agreed) and self.place is not None and not again:
+                self.place.accept()
+            if not again:
                 return
             if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
                 self._parameters.start()
             if self.chain is not None:
                 self.chain.compare_copy()
-            if engine.is_first_stage() or engine.is_last_stage():
+            if is_of_place(agreed) and self.place is not None:
+                self.place.put_right()
+                self._begin_batches(self._run, engine.step_number)
+            elif engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind()
             engine.compute_again()
             repaired = True
@@ -366,12 +398,13 @@ class Detection(Hook):
                 SETTINGS: evidence.settings,
             }
             copies = {COPIES: digest(self._parameters.copies(evidence.parameters))}
-            alike = {}
+            alike = {PLACES: evidence.places}
             if chain is not None:
                 digests[PART] = chain.position_value(links)
-                alike = chain.world_values(links)
+                alike |= chain.world_values(links)
+        flags = {**raised, PLACE: evidence.wrong_place is not None}
         with self.budget.waits:
-            agreed = compare_replicas(digests, raised, self._run.dims, self._host_group, copies, alike)
+            agreed = compare_replicas(digests, flags, self._run.dims, self._host_group, copies, alike)
         if agreed.differing[SETTINGS]:
             self.budget.ignore_step()
             step, used = self._run.engine.step_number, self._disputes.settings
@@ -465,6 +498,8 @@ class Detection(Hook):
             if self._extra is None:
                 run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
             self._disputes.after_audit(run, result, extra=self._extra is not None)
+        if self.place is not None:
+            self.place.finish()
         self._requested = bool(self._request.value)
         if self._requested:
             run.events.emit("audit", "requested", step=run.step + 1)
@@ -475,7 +510,7 @@ class Detection(Hook):
         self._disputes.after_save()
 
     def before_save(self, run: Run) -> None:
-        """Compare what is about to be saved, and the settings of its step, since the next step would do so too late.
+        """Compare state and places about to be saved, and the step's settings: the next step would do so too late.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt; nothing is saved then.
@@ -492,11 +527,23 @@ class Detection(Hook):
                 self.chain.before_save()
             links, of_copy = self._links()
             settings = self._disputes.settings.take()
-            evidence = Evidence(self._parameters.take(), Trace(), Repeats(0, 0, ()), settings=settings, copy=of_copy)
+            evidence = Evidence(
+                *(self._parameters.take(), Trace(), Repeats(0, 0, ())),
+                settings=settings,
+                copy=of_copy,
+                wrong_place=None if self.place is None else self.place.between_steps(),
+                places=NONE if self.place is None else self.place.digest,
+            )
             agreed = self._agree(evidence, links, links.flags)
-            if not (agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]):
+            of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
+            if not (of_state or is_of_place(agreed)):
                 return
-            if not self._disputes.settle_kept(run.engine, evidence, agreed, repaired=repaired):
+            again = self._disputes.settle_kept(run.engine, evidence, agreed, repaired=repaired)
+            if (
+                is_of_place(agreed) and self.place is not None
+            ):  # also where it is accepted: no resume would take the save
+                self.place.put_right()
+            if not again:
                 return
             repaired = True
 

@@ -31,8 +31,10 @@ from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
     COPY,
+    ELSEWHERE,
     PARAMETERS,
     PLACE,
+    PLACES,
     REPEATS,
     ROWS,
     TOKENS,
@@ -154,6 +156,10 @@ class Disputes:
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed.differing[AUDITED])
+        if is_of_place(agreed):  # first: the whole step reads other samples
+            found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
+            if self._act(step, found, repaired):
+                return True
         if agreed.differing[PARAMETERS]:
             again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired)
             if audit_differs and not again:  # ranks with wrong parameters computed other results
@@ -171,7 +177,7 @@ class Disputes:
             again = self._act(step, found, repaired)
         if agreed.raised[ROWS] and not again and evidence.rows is not None:
             again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
-        if agreed.raised[PLACE] and not again and evidence.moved is not None:
+        if agreed.raised[ELSEWHERE] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, rehearse, earlier)
             again = self._act(step, found, repaired)
         if audit_differs and not again:
@@ -182,9 +188,9 @@ class Disputes:
         return again
 
     def settle_kept(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, *, repaired: bool) -> bool:
-        """Name the ranks whose parameters are wrong before they are saved, and act by policy.
+        """Name the ranks whose parameters, or place in the data, are wrong before they are saved, and act by policy.
 
-        Returns whether they were gathered again and are to be compared again; ``repaired``: they were gathered already.
+        Returns whether they are put right and are to be compared again; ``repaired``: they were already.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -192,12 +198,15 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            if agreed.differing[PARAMETERS] or agreed.stages[COPIES] or evidence.copy is None:
+            again, step = False, engine.step_number
+            if is_of_place(agreed):
+                found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
+                again = self._act(step, found, repaired)
+            if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
                 differ = self._findings.of_parameters if agreed.differing[PARAMETERS] else self._findings.of_copies
-                found = differ(engine, evidence.parameters)
-            else:
-                found = evidence.copy(self._suspects.ranks)
-            again = self._act(engine.step_number, found, repaired)
+                again = self._act(step, differ(engine, evidence.parameters), repaired) or again
+            elif agreed.raised[COPY] and evidence.copy is not None:
+                again = self._act(step, evidence.copy(self._suspects.ranks), repaired) or again
         return self._commit(engine.step_number, again)
 
     def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:
@@ -356,6 +365,11 @@ class Disputes:
                 "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
                 unknown,
             )
+
+
+def is_of_place(agreed: Agreed) -> bool:
+    """Whether ranks of a step agree that a place in the data is wrong, or differ in what they have followed."""
+    return agreed.raised[PLACE] or not agreed.world[PLACES]
 
 
 def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[tuple[int, int]]:

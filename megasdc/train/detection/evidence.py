@@ -10,6 +10,7 @@ from megasdc.sdc.audits.findings import Moved
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
+from megasdc.train.detection.place import WrongPlace
 from megasdc.train.detection.rows import Rows
 from megasdc.train.detection.settings import NONE
 from megasdc.train.detection.tokens import Given
@@ -21,8 +22,10 @@ PARAMETERS, AUDITED, PART = "parameters", "audited", "part of the norm"
 """Names of values that replicas are to have alike, in the agreement of a step; besides ``settings.SETTINGS``."""
 COPIES = "copies"
 """Name of the value that the ranks of a stage are to have alike."""
-REPEATS, PLACE, ROWS, TOKENS = "repeats", "place", "rows", "tokens"
+REPEATS, ELSEWHERE, ROWS, TOKENS, PLACE = "repeats", "elsewhere", "rows", "tokens", "place"
 """Names of flags of what a rank finds alone, of this step."""
+PLACES = "places"
+"""Name of the value of places in the data that all ranks are to have alike."""
 NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
 """Names of flags of what a rank finds alone, of the step before; the first two also of values of all ranks."""
 NOT_FINITE, LOSS = "not finite", "loss"
@@ -43,6 +46,8 @@ class Evidence:
         settings: digest of those that the last step used.
         copy: gathers parameters that are not the cast of their masters again, and rules on them, from the devices found
             wrong before; None: that is not compared.
+        wrong_place: this rank's place in the data, where it does not follow.
+        places: digest of those of all replicas, as this rank has followed them.
     """
 
     parameters: Trace
@@ -53,6 +58,8 @@ class Evidence:
     given: Given | None = None
     settings: int = NONE
     copy: Callable[[Collection[int]], Settled] | None = None
+    wrong_place: WrongPlace | None = None
+    places: int = NONE
 
     @property
     def place_matters(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megasdc.addresses import FORWARD, PARAMETER
+from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
@@ -23,18 +23,21 @@ from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
 from megasdc.sdc.replay import (
     FILE,
+    FOLLOWS,
     INCONCLUSIVE,
     INTERMITTENT,
+    MAJORITY,
     NOT_REPRODUCED,
     REFEREE,
     Ruling,
 )
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
-from megasdc.train.detection.evidence import Rehearse
+from megasdc.train.detection.evidence import PLACE, Rehearse
 from megasdc.train.detection.parameters import ParameterReader
+from megasdc.train.detection.place import SLOT, WrongPlace
 from megasdc.train.detection.rows import Rows, named
-from megasdc.train.detection.tokens import Given
+from megasdc.train.detection.tokens import BATCH, Given
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +164,36 @@ class Findings:
             counts.append(count_by_submodule(FORWARD, [one.address.fqn], rank))
         first_of_all = min(one.address.micro_batch or 0 for one in flagged.values())
         return Settled("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
+
+    def of_place(self, step: int, wrong: WrongPlace | None, places: int) -> Settled:
+        """Rule on places in the data that do not follow; without one, on ranks that followed others than most.
+
+        Args:
+            wrong: this rank's; None: it follows.
+            places: digest of those that this rank has followed.
+        """
+        found = gather_objects((wrong, places), self._group)
+        rulings: list[Ruling] = []
+        for rank, (one, _) in enumerate(found):
+            if one is not None:
+                said = {"rank": rank, "address": str(one.address), "reason": one.reason}
+                self.tell("finding", step=step, tier=PLACE, **said)
+                logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
+                verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
+                rulings.append(Ruling(rank, verdict, FOLLOWS, one.address, expected=one.expected, got={rank: one.got}))
+        if not rulings:
+            digests = {rank: one for rank, (_, one) in enumerate(found)}
+            usual, most = Counter(digests.values()).most_common(1)[0]
+            address = Address(step, None, FORWARD, BATCH, SLOT)
+            others = [rank for rank, one in digests.items() if one != usual]
+            self.tell("finding", step=step, tier=PLACE, ranks=others, address=str(address))
+            if 2 * most > len(digests):
+                for rank in others:
+                    got = {rank: digests[rank]}
+                    rulings.append(Ruling(rank, INCONCLUSIVE, MAJORITY, address, expected=usual, got=got))
+            else:
+                rulings = [Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
+        return Settled(PLACE, None, tuple(rulings), self._dims.world_size)
 
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from megasdc.checkpoint.formats.shared_state import uncounted_samples
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.config import RunConfig
 from megasdc.data.position import stream_end
@@ -17,8 +18,20 @@ logger = logging.getLogger(__name__)
 def restore_counters(run: Run, state: dict[str, Any]) -> None:
     """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
     run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
+    run.uncounted_samples = _uncounted(run, state)
     run.skipped_steps = state["skipped_steps"]
     run.finite_step = state.get("finite_step", run.step)  # a checkpoint of an earlier version has none
+
+
+def _uncounted(run: Run, state: dict[str, Any]) -> int:
+    """Samples that were given up; where an earlier version saved, which does not say it, the places are believed."""
+    known = state.get("uncounted_samples")
+    if known is None:
+        known = uncounted_samples(state)
+        if run.dims.rank == 0:
+            run.events.emit("resume", "place_not_known", step=state["step"], samples=state["samples"], uncounted=known)
+            logger.info("an earlier version saved step %d: its place in the data cannot be compared", state["step"])
+    return int(known)
 
 
 def prolong_stream(run: Run) -> None:

@@ -125,7 +125,14 @@ class MemoryCheckpoints(Hook):
             return
         run.enter("SAVE")
         self._before_save(run)
-        taken = self._saver.begin(run.engine, run.step, self._state.of(run))
+        state = self._state.of(run)
+        if (wrong := state.wrong_place) is not None:  # of all ranks alike: it leads nowhere
+            run.enter("BETWEEN")
+            if run.dims.rank == 0:
+                logger.warning("memory: step %d is not kept: %s", run.step, wrong)
+                run.events.emit("warning", "memory_not_kept", step=run.step, message=wrong)
+            return
+        taken = self._saver.begin(run.engine, run.step, state)
         run.paused_s += self._saver.stalled_s if taken else 0.0
         self._taken = run.step if taken else self._taken
         run.enter("BETWEEN")

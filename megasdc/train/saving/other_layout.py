@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.formats.shared_state import read_shared_state
+from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
@@ -121,6 +121,8 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
     raise_together(problem, source.place, f"{source.path} cannot be used, nothing was changed")
     try:
         if "loader" not in without:
+            if wrong := find_wrong_place(state):
+                raise CheckpointError(wrong)
             run.loader.move_to(state["loader"])
             check_skipped_samples(state, config)
     except CheckpointError as error:
@@ -134,7 +136,8 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
     what = f"{source.path} cannot continue with this data, nothing was changed"
     raise_together(problem, source.place, what)
     source.load()
-    restore_counters(run, state)
+    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
+    restore_counters(run, {**state, **begun_again})
     prolong_stream(run)
     seed_generators(config.megasdc.training.seed, run.step, dims.rank)
     changed.apply(run)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasdc.checkpoint.aside import leave_behind
+from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.places import Ranks
@@ -19,6 +20,7 @@ from megasdc.engine.run import Run
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.optim.zero1 import grouped_parameters
+from megasdc.parallel.collectives import gather_objects
 from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.carried import (
     check_skipped_samples,
@@ -136,12 +138,24 @@ def _put_together(run: Run, held: Found) -> Chosen | None:
     try:
         groups = grouped_parameters(run.engine.optimizer)
         totals = [sum(parameter.numel() for parameter in group) for group in groups]
-        return restore(held, memory_folder(run.events.origin.run), run.dims, local, totals)
-    except StorageError as error:
+        chosen = restore(held, memory_folder(run.events.origin.run), run.dims, local, totals)
+        _refuse_wrong_place(run, chosen)
+        return chosen
+    except (StorageError, CheckpointError) as error:
         if run.dims.rank == 0:
             logger.warning("%s; the checkpoint on the disk is taken", error)
             run.events.emit("skip", "memory", step=held.step, reason=str(error))
         return None
+
+
+def _refuse_wrong_place(run: Run, chosen: Chosen) -> None:
+    """Raise a CheckpointError on all ranks where some host holds places in the data that do not follow."""
+    try:
+        wrong = find_wrong_place(read_shared_state(chosen.path))
+    except CheckpointError as error:
+        wrong = str(error)
+    if problem := next((one for one in gather_objects(wrong, run.host_group) if one is not None), None):
+        raise CheckpointError(problem)
 
 
 def _resume_from_memory(

@@ -21,7 +21,7 @@ from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, is_stateful
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError, NonFiniteError
+from megasdc.errors import ConfigError, CorruptionError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
@@ -76,6 +76,7 @@ class RunState:
             "step": run.step,
             "tokens": run.tokens,
             "samples": run.samples,
+            "uncounted_samples": run.uncounted_samples,
             "skipped_steps": run.skipped_steps,
             "finite_step": run.finite_step,
             "loader": merge_positions([state for state in states if state is not None]),
@@ -215,6 +216,9 @@ class Saver(Hook):
             if run.is_last_step and saved.non_finite is not None and run.stop_error is None:
                 way = where_to_go_on(run, self.folder)
                 run.stop_error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
+            elif run.step >= run.steps and state.wrong_place is not None and run.stop_error is None:
+                way = where_to_go_on(run, self.folder)
+                run.stop_error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
         else:
             self._background.begin(run.engine, run.step, self.state.of(run))
         run.paused_s += time.monotonic() - started

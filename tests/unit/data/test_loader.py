@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megasdc.checkpoint.formats.shared_state import find_wrong_place
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.position import Position, merge_positions, position_for, stream_end
+from megasdc.data.position import Position, merge_positions, num_passed, position_for, stream_end
 from megasdc.errors import CheckpointError, DataError
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1)]
@@ -282,3 +284,43 @@ def test_the_end_of_what_was_consumed():
     assert stream_end(merged_of(loaders)) == 11
     resumed = go_on(merged_of(loaders), 2)
     assert stream_end(merged_of(resumed)) == resumed[0].stream_end == 11
+
+
+def test_what_replicas_took_is_counted_from_their_positions() -> None:
+    """Without samples that are never taken, or taken again later, also after the number of replicas has changed."""
+    skip, taken = [range(5, 9), range(20, 21)], 0
+    merged: Any = None
+    for dp_size, steps in ((3, 4), (2, 5), (4, 3)):
+        loaders = [
+            MicroBatchLoader(Numbers(), 2, rank, dp_size, samples_per_epoch=24, skip=skip) for rank in range(dp_size)
+        ]
+        for rank, loader in enumerate(loaders):
+            if merged is not None:
+                loader.move_to(merged)
+            for step in range(steps + rank % 2):
+                if step == 1 and rank == 0:
+                    loader.pass_over(1, again=True)
+                else:
+                    taken += len(next(loader)[0])
+        merged = json.loads(json.dumps(merge_positions([loader.state_dict() for loader in loaders])))
+        assert num_passed(merged, skip) == taken
+
+
+def test_a_place_that_does_not_follow_is_told() -> None:
+    """From what a checkpoint holds; nothing is known of one without the samples that were given up."""
+    loader = {
+        "dp_size": 2,
+        "order": Position().order.to_json(),
+        "consumed": {"0": 8, "1": 6},
+        "again": {"0": [], "1": []},
+    }
+    state: dict[str, Any] = {
+        "samples": 12,
+        "uncounted_samples": 2,
+        "loader": loader,
+        "config": {"megasdc": {"data": {}}},
+    }
+    assert find_wrong_place(state) is None
+    assert "consumed 14 samples of the stream, 12 follow" in str(find_wrong_place({**state, "uncounted_samples": 0}))
+    assert find_wrong_place({**state, "uncounted_samples": None}) is None
+    assert "does not hold the places" in str(find_wrong_place({**state, "loader": {}}))

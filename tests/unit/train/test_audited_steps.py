@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.config import AuditSection, SdcSection
+from megasdc.config import AuditSection, DropComputeSection, SdcSection
 from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
@@ -34,6 +34,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         recomputes=False,
         save_interval=save_interval,
         checkable=Checkable(),
+        drops=DropComputeSection(),
     )
     return Detection(settings, run, nothing, nothing, nothing, nothing, budget, nothing)
 

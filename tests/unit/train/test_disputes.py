@@ -32,8 +32,10 @@ from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
     COPY,
+    ELSEWHERE,
     PARAMETERS,
     PLACE,
+    PLACES,
     REPEATS,
     ROWS,
     TOKENS,
@@ -42,7 +44,7 @@ from megasdc.train.detection.evidence import (
 from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
-DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {})
+DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {PLACE: False}, {PLACES: True})
 
 
 class Parameters:
@@ -239,8 +241,8 @@ def test_an_audit_is_settled_with_what_was_found_before(
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence = Evidence(Trace(), seen, Repeats(0, 0, ()))
-    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, PLACE), False)
-    agreed = Agreed({PARAMETERS: (), AUDITED: ((0, 0),)}, {COPIES: ()}, raised)
+    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, ELSEWHERE, PLACE), False)
+    agreed = Agreed({PARAMETERS: (), AUDITED: ((0, 0),)}, {COPIES: ()}, raised, {PLACES: True})
     for known in (set(), {0}):
         with pytest.raises(Asked) as asked:
             disputes.settle(run.engine, evidence, agreed, lambda *_: (seen, None), repaired=False)
