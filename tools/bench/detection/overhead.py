@@ -17,11 +17,13 @@ from tools.bench.detection.overhead_model import (
     AMORTISED,
     AUDIT,
     BETWEEN,
+    CHAIN,
     OFF,
     PERMUTED,
     ROWS,
     SLICES,
     STEPS,
+    TOKENS,
     TOLERANCED,
     amortised,
     predict,
@@ -39,7 +41,7 @@ BUDGET = SdcSection().budget_of(replicas=2)
 """That of all checks at their defaults, on each model."""
 SLACK = 0.5
 """Largest distance of the interval's upper end above a bar, as a share of it."""
-BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, TOLERANCED)
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, CHAIN, TOKENS, TOLERANCED)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
 """Smallest share that is worth a row."""

@@ -48,11 +48,13 @@ from tools.bench.detection.overhead_model import (
     ALWAYS_ON_ALL,
     AUDIT,
     BETWEEN,
+    CHAIN,
     KEPT,
     PERMUTED,
     ROWS,
     SLICES,
     STEPS,
+    TOKENS,
     TOLERANCED,
 )
 from tools.bench.rank import Messages, join_ranks
@@ -65,26 +67,25 @@ INTERVAL = 50
 """Steps between audits, where the run keeps all checks within its budget."""
 NEVER = 1 << 40
 """Interval of audits that is never reached."""
+NOTHING = {
+    "enabled": True,
+    "coverage": "one",
+    **dict.fromkeys(("recompute", "parameters", "finite", "rows", "chain", "tokens"), False),
+}
+"""Checks of every step, each switched off."""
+APART = {"enabled": True, "chain": False, "tokens": False}
+"""Those at their defaults, but for two that are measured alone."""
 SECTIONS: dict[str, dict[str, Any]] = {
-    ALWAYS_ON: {"sdc": {"always_on": {"enabled": True, "coverage": "one"}}},
-    ALWAYS_ON_ALL: {"sdc": {"always_on": {"enabled": True, "coverage": "all"}}},
+    ALWAYS_ON: {"sdc": {"always_on": {**APART, "coverage": "one"}}},
+    ALWAYS_ON_ALL: {"sdc": {"always_on": {**APART, "coverage": "all"}}},
     AUDIT: {"audit": {"enabled": True, "interval": 1}},
     BETWEEN: {"audit": {"enabled": True, "interval": NEVER}},
-    ROWS: {
-        "sdc": {
-            "always_on": {
-                "enabled": True,
-                "coverage": "one",
-                "recompute": False,
-                "parameters": False,
-                "finite": False,
-                "rows": True,
-            }
-        }
-    },
+    ROWS: {"sdc": {"always_on": {**NOTHING, "rows": True}}},
+    CHAIN: {"sdc": {"always_on": {**NOTHING, "chain": True, "coverage": "all"}}},
+    TOKENS: {"sdc": {"always_on": {**NOTHING, "tokens": True, "coverage": "all"}}},
     PERMUTED: {"audit": {"enabled": True, "interval": 1, "permuted": True}},
-    SLICES: {"sdc": {"always_on": {"enabled": True, "slice_elements": SLICE}}},
-    TOLERANCED: {"sdc": {"always_on": {"enabled": True, "toleranced": True}}},
+    SLICES: {"sdc": {"always_on": {**APART, "slice_elements": SLICE}}},
+    TOLERANCED: {"sdc": {"always_on": {**APART, "toleranced": True}}},
     KEPT: {
         "sdc": {"always_on": {"enabled": True, "rows": True, "slice_elements": SLICE}},
         "audit": {"enabled": True, "interval": INTERVAL},
@@ -161,7 +162,7 @@ class OverheadRank:
             self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
         )
         self._submodules = list_submodules(self.engine.module)
-        steps = (options.blocks + 1) * len(STEPS) + kept
+        steps = (options.blocks + 1) * (len(STEPS) + 1) + kept  # one kind takes two
         stream = MemoryStream(
             options.vocab, options.sequence, DISTINCT_STEPS * layout.train_batch_size, steps * layout.train_batch_size
         )
@@ -171,7 +172,7 @@ class OverheadRank:
         events = EventLog(folder, self.dims.rank)
         group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
         self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
-        alone = [name for name in SECTIONS if name not in (TOLERANCED, KEPT)]
+        alone = [name for name in SECTIONS if name not in (CHAIN, TOLERANCED, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
         toleranced = build_toleranced(self._changed(TOLERANCED).megasdc, self._run, self._signals)
         assert toleranced is not None, "the section asks for it"
@@ -213,10 +214,12 @@ class OverheadRank:
         elif name == SLICES:
             with self._slicing(clock) as slices:
                 wall_s = self._wall(slices)
+        elif name == CHAIN:
+            wall_s = self._linking_step(clock)
         elif name in self._detections:
             wall_s = self._detecting_step(name, clock)
         else:
-            wall_s = self._wall(None)
+            wall_s = self._wall()
         found = gather_objects((wall_s, clock.parts))
         wall_s, parts = max(found, key=lambda one: sum(one[1].values()) / one[0])
         return {"wall_s": wall_s, "parts": parts}
@@ -237,7 +240,10 @@ class OverheadRank:
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
         slices = detection.slices
         assert slices is not None and detection.rows is not None, "the section asks for it"
-        hooks = [Meeting(), detection, slices, detection.rows, observation, slices.found, slices.unclipped]
+        chain, tokens = detection.chain, detection.tokens
+        assert chain is not None and tokens is not None, "they are on by default"
+        reading: list[Hook] = [slices.found, chain, slices.unclipped, chain.sums]
+        hooks = [Meeting(), detection, slices, detection.rows, tokens, observation, *reading]
         engine.hooks, engine.agreement = list(hooks), StepAgreement(run.host_group)
         for hook in hooks:
             hook.on_start(run)
@@ -256,13 +262,30 @@ class OverheadRank:
         share = json.loads(writer.path.read_text(encoding="utf-8").splitlines()[-1])["sdc/cost_share"]
         return {"cadence": detection.budget.cadence, "share": share}
 
+    def _linking_step(self, clock: Clock) -> float:
+        """The second of two steps in a row: what the first leaves is what it compares."""
+        detection = self._build(self._changed(CHAIN))  # anew, since steps without it have changed the state
+        chain = detection.chain
+        assert chain is not None, "the section asks for it"
+        chain.on_start(self._run)
+        self.engine.step_control.take()  # what steps without it have used
+        wall_s = 0.0
+        for one in (Clock(), clock):
+            hooks: list[Any] = [Timed(hook, one) for hook in (detection, chain, chain.sums)]
+            self.engine.hooks = [Meeting(), *hooks]
+            self._batches.begin(None)
+            self.engine.agreement = TimedAgreement(one, self._run.host_group)
+            wall_s = self._wall(*hooks)
+        return wall_s
+
     def _detecting_step(self, name: str, clock: Clock) -> float:
         detection = self._detections[name]
         hook: Any = Timed(detection, clock)
         self.engine.hooks += [hook, TimedReplays(clock)]
-        if detection.rows is not None:
-            rows: Any = Timed(detection.rows, clock)
-            self.engine.hooks.append(rows)
+        for more in (detection.rows, detection.tokens):
+            if more is not None:
+                timed: Any = Timed(more, clock)
+                self.engine.hooks.append(timed)
         attaching = Clock()
         observer = attaching.timed("attach", self._observe, detection)
         wall_s = self._wall(hook)
@@ -274,16 +297,16 @@ class OverheadRank:
         clock.parts |= attaching.parts
         return wall_s + attaching.parts["attach"]
 
-    def _wall(self, hook: Any) -> float:
+    def _wall(self, *hooks: Any) -> float:
         """Seconds of a step, from before it is decided what is checked until it is judged."""
         dist.barrier()
         wait_for_device()
         began = time.perf_counter()
-        if hook is not None:
+        for hook in hooks:
             hook.before_step(self._run)
         result = self.engine.train_step(self._batches)
         self._run.step = result.step
-        if hook is not None:
+        for hook in hooks:
             hook.after_step(self._run, result)
         wait_for_device()
         return time.perf_counter() - began
