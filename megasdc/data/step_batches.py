@@ -37,6 +37,8 @@ class StepBatches:
         self._batches = batches
         self._kept: list[MicroBatch] = []
         self._positions: list[list[int]] = []
+        self._given: list[MicroBatch] | None = None
+        """What was kept before ``renew``."""
         self._next = 0
         self._shared: Shared | None = None
         self._extra_positions: Sequence[int] | None = None
@@ -55,6 +57,7 @@ class StepBatches:
         """
         self._kept.clear()
         self._positions.clear()
+        self._given = None
         self._next = 0
         self._shared = shared
         self._extra_is_next = False
@@ -76,8 +79,20 @@ class StepBatches:
         self._extra_is_next = True
 
     def renew(self) -> None:
-        """Replace what is kept of the step by what the loader reads at the same positions now; errors as its own."""
-        self._kept[:] = [self._loader.read(positions) for positions in self._positions]
+        """Replace what is kept of the step by what the loader reads there now, until ``settle_renewed``.
+
+        Raises:
+            DataError, OSError: as the loader; what was kept stays.
+        """
+        renewed = [self._loader.read(positions) for positions in self._positions]
+        self._given = self._given or list(self._kept)
+        self._kept[:] = renewed
+
+    def settle_renewed(self, *, stays: bool) -> None:
+        """Keep what ``renew`` has read; else what the step was computed with is kept again."""
+        if self._given is not None and not stays:
+            self._kept[:] = self._given
+        self._given = None
 
     def positions(self, micro_batch: int) -> Sequence[int]:
         """Positions in the stream of the samples of a micro-batch of the step that was read, [b]."""

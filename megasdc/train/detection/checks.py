@@ -24,6 +24,7 @@ from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.errors import DataError
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
@@ -63,7 +64,7 @@ from megasdc.train.detection.place import PlaceCheck
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.settings import NONE, SETTINGS
 from megasdc.train.detection.slices.hook import Checkable, SliceChecks
-from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens
+from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens, unreadable
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -444,13 +445,18 @@ class Detection(Hook):
             return None
 
         def again(micro_batch: int) -> WrongTokens | None:
-            if engine.is_first_stage() or engine.is_last_stage():
-                self._batches.renew()
+            failed: DataError | OSError | None = None
+            try:
+                if engine.is_first_stage() or engine.is_last_stage():
+                    self._batches.renew()
+            except (DataError, OSError) as error:  # others compute it too, and wait for this rank
+                failed = error
             self.rehearse(engine, micro_batch)
-            return tokens.take(engine)
+            found = tokens.take(engine)
+            return found if failed is None else unreadable(engine.step_number, micro_batch, failed)
 
         with self.budget.looks:
-            return Given(tokens.take(engine), again)
+            return Given(tokens.take(engine), again, lambda stays: self._batches.settle_renewed(stays=stays))
 
     def _compute_extra(self, engine: TrainingEngine, extra: Shared) -> None:
         if engine.is_first_stage() or engine.is_last_stage():

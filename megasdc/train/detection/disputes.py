@@ -17,7 +17,7 @@ from megasdc.config.sections.detection import EXTRA, TRAINING
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
-from megasdc.errors import CorruptionError
+from megasdc.errors import CorruptionError, DataError, StorageError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -144,7 +144,7 @@ class Disputes:
         """If settling raises an exception, the finding is inconclusive; if that halts, mark it for the next start."""
         try:
             yield
-        except CorruptionError:
+        except (CorruptionError, DataError, StorageError):  # the latter: a file is wrong, and no rank
             raise
         except Exception:
             if self._section.policy.inconclusive == "halt":
@@ -171,7 +171,12 @@ class Disputes:
             return self._act(step, evidence.copy(earlier), repaired)
         again = False
         if agreed.raised[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
-            again = self._act(step, self._findings.of_tokens(engine, evidence.given, earlier), repaired)
+            found = self._findings.of_tokens(engine, evidence.given, earlier)
+            again = self._act(step, found, repaired)
+            evidence.given.finish(again)
+            if audit_differs and not again and found.micro_batch == 0 and engine.shared_source is not None:
+                self._findings.tell("audit_void", step=step, reason="the micro-batch was not read alike")
+                audit_differs = False
         if agreed.raised[REPEATS] and not again:
             found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
             again = self._act(step, found, repaired)

@@ -6,6 +6,7 @@ Every method here is called by all ranks at the same point.
 from __future__ import annotations
 
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -37,7 +38,7 @@ from megasdc.train.detection.evidence import PLACE, Rehearse
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.place import SLOT, WrongPlace
 from megasdc.train.detection.rows import Rows, named
-from megasdc.train.detection.tokens import BATCH, Given
+from megasdc.train.detection.tokens import BATCH, Given, WrongTokens
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +143,11 @@ class Findings:
         """Rule on micro-batches that the model was given otherwise than the file has them; each is read again anew.
 
         ``earlier``: ranks that were wrong in an earlier event of the run. Call in ``after_micro_batches``.
+
+        Raises:
+            DataError, StorageError: a rank cannot read the file any more; on all ranks.
         """
-        found = gather_objects(given.wrong, self._group)
+        found = self._from_files(given.wrong)
         flagged = {rank: one for rank, one in enumerate(found) if one is not None}
         for rank, one in flagged.items():
             said = {"rank": rank, "address": str(one.address), "reason": one.reason}
@@ -152,7 +156,7 @@ class Findings:
         again: dict[int, list[tuple[int, int]]] = {rank: [] for rank in flagged}
         for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
             for _ in range(self._repeats):
-                for rank, now in enumerate(gather_objects(given.again(micro_batch), self._group)):
+                for rank, now in enumerate(self._from_files(given.again(micro_batch))):
                     if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
                         right = flagged[rank].expected or RIGHT
                         again[rank].append((right, right) if now is None else (now.got, now.expected or RIGHT))
@@ -164,6 +168,14 @@ class Findings:
             counts.append(count_by_submodule(FORWARD, [one.address.fqn], rank))
         first_of_all = min(one.address.micro_batch or 0 for one in flagged.values())
         return Settled("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
+
+    def _from_files(self, own: WrongTokens | None) -> list[WrongTokens | None]:
+        """What all ranks found in what they were given; raises on all of them what a file that is wrong ends with."""
+        every = gather_objects((socket.gethostname(), own), self._group)
+        for rank, (host, one) in enumerate(every):
+            if one is not None and one.ends_with is not None:
+                raise one.ends_with(f"{one.address}: on rank {rank} on {host} {one.reason}")
+        return [one for _, one in every]
 
     def of_place(self, step: int, wrong: WrongPlace | None, places: int) -> Settled:
         """Rule on places in the data that do not follow; without one, on ranks that followed others than most.

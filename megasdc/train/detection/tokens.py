@@ -17,10 +17,11 @@ import xxhash
 from torch import Tensor
 
 from megasdc.addresses import FORWARD, Address
+from megasdc.data.loader import MicroBatch
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
-from megasdc.errors import DataError
+from megasdc.errors import DataError, MegasdcError, StorageError
 from megasdc.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,16 @@ class WrongTokens:
 
     Args:
         got: XXH3-64 of its bytes.
-        expected: the same of what the file holds; None: the file is damaged.
+        expected: the same of what the file holds; None: it cannot be read.
         reason: a sentence for people.
+        ends_with: error with which all ranks end, since the file is wrong and no rank; None: the rank is.
     """
 
     address: Address
     got: int
     expected: int | None
     reason: str
+    ends_with: type[MegasdcError] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,15 @@ class Given:
 
     Args:
         wrong: None: nothing.
-        again: reads a micro-batch of the step anew as training does, computes it once more; what is wrong then.
+        again: reads a micro-batch of the step anew as training does, computes it once more; what is wrong then. It does
+            not raise on one rank alone.
+        finish: gets whether the step is computed again with what was read anew; else other checks of the step go on
+            with what the model was given.
     """
 
     wrong: WrongTokens | None
     again: Callable[[int], WrongTokens | None]
+    finish: Callable[[bool], None]
 
 
 class TokenCheck(Hook):
@@ -107,21 +114,38 @@ class TokenCheck(Hook):
     def _compare(self, step: int, micro_batch: int, kept: dict[str, Tensor]) -> WrongTokens | None:
         positions = self._batches.positions(micro_batch)
         try:
-            tokens, (labels, loss_mask) = self._batches.from_file(micro_batch)
+            tokens, (labels, loss_mask) = self._read(step, micro_batch)
         except OSError as error:  # the file system's matter, such as a server that is away; not this rank's
             told: dict[str, Any] = {"micro_batch": micro_batch, "problem": f"{type(error).__name__}: {error}"}
             self._events.emit("warning", "tokens_not_compared", step=step, **told)
             logger.warning("step %d: tokens were not compared with the file, which cannot be read: %s", step, error)
             return None
         except DataError as error:
-            slot = next(iter(kept))
-            address = Address(step, micro_batch, FORWARD, BATCH, slot)
-            return WrongTokens(address, _checksum(kept[slot].cpu()), None, f"{type(error).__name__}: {error}")
+            return unreadable(step, micro_batch, error)
         for slot, right in zip(SLOTS, (tokens, labels, loss_mask), strict=True):
             if slot in kept and not torch.equal(own := kept[slot].cpu(), right):
                 address = Address(step, micro_batch, FORWARD, BATCH, slot)
                 return WrongTokens(address, _checksum(own), _checksum(right), _difference(slot, own, right, positions))
         return None
+
+    def _read(self, step: int, micro_batch: int) -> MicroBatch:
+        """A micro-batch from the file; again where a block has another checksum, which may come from the reading."""
+        try:
+            return self._batches.from_file(micro_batch)
+        except DataError as error:
+            found = self._batches.from_file(micro_batch)
+            self._events.emit("warning", "tokens_read_again", step=step, micro_batch=micro_batch, problem=str(error))
+            logger.warning("step %d: read a second time a block had its checksum: %s", step, error)
+            return found
+
+
+def unreadable(step: int, micro_batch: int, error: DataError | OSError) -> WrongTokens:
+    """What is found where a micro-batch of the step can no longer be read: the file is damaged, or its system away."""
+    address = Address(step, micro_batch, FORWARD, BATCH, SLOTS[0])
+    if isinstance(error, DataError):
+        return WrongTokens(address, 0, None, str(error), DataError)
+    text = f"{type(error).__name__}: {error}; see that the file system is there, and start again"
+    return WrongTokens(address, 0, None, text, StorageError)
 
 
 def _difference(slot: str, own: Tensor, right: Tensor, positions: Sequence[int]) -> str:

@@ -93,3 +93,24 @@ def test_an_extra_micro_batch_moves_no_position():
         assert positions(next(stream)) == [1, 3]
     assert positions(next(second)) == [1, 3] and positions(next(first)) == [8, 10]
     assert [loader.position.consumed for loader in loaders] == [6, 2]
+
+
+def test_what_was_read_anew_stays_or_goes():
+    """Where it does not stay, a step goes on with what it was computed with, however often it was read anew."""
+    (loader,), (stream,) = replicas(1)
+    for stays in (True, False):
+        stream.begin(None)
+        first = next(stream)
+        first[0][0, 0] = 999
+        for _ in range(2):
+            stream.renew()
+            stream.rewind()
+            assert positions(next(stream))[0] != 999
+        stream.settle_renewed(stays=stays)
+        stream.rewind()
+        assert (positions(next(stream))[0] == 999) == (not stays)
+    loader.read = lambda _: (_ for _ in ()).throw(OSError("away"))
+    with pytest.raises(OSError, match="away"):
+        stream.renew()
+    stream.rewind()
+    assert positions(next(stream))[0] == 999

@@ -37,7 +37,7 @@ def look(folder: Path, from_file: Any) -> Any:
 
 
 def test_a_file_system_that_is_away_is_no_finding(tmp_path: Path) -> None:
-    """It is told, once for the micro-batch; a block that is damaged is a finding."""
+    """It is told, once for the micro-batch; a block that is damaged ends the run."""
 
     def away(_: int) -> Any:
         raise OSError(5, "Input/output error")
@@ -48,7 +48,21 @@ def test_a_file_system_that_is_away_is_no_finding(tmp_path: Path) -> None:
     assert look(tmp_path, away) is None
     (told,) = read_events(tmp_path, kind="warning", name="tokens_not_compared")
     assert told.step == 3 and "Input/output error" in told.fields["problem"]
-    assert look(tmp_path, damaged).expected is None
+    assert look(tmp_path, damaged).ends_with is DataError
+
+
+def test_a_block_is_damaged_if_it_is_so_twice(tmp_path: Path) -> None:
+    """What the second reading finds is compared, and told."""
+    reads: list[Any] = [DataError("block 3 is damaged"), (TOKENS, (TOKENS, TOKENS))]
+
+    def once(_: int) -> Any:
+        if isinstance(found := reads.pop(0), DataError):
+            raise found
+        return found
+
+    assert look(tmp_path, once) is None and not reads
+    (told,) = read_events(tmp_path, kind="warning", name="tokens_read_again")
+    assert told.fields["problem"] == "block 3 is damaged"
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
