@@ -161,7 +161,7 @@ class Chain(Hook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Divide the shard into blocks, and keep what each step uses from now on.
+        """Divide the shard into blocks, and keep what each step uses, and digests, from now on.
 
         Collective: all ranks of the world.
         """
@@ -176,6 +176,13 @@ class Chain(Hook):
         elements = min(terms, 64 + 4 * math.sqrt(terms)) if is_bf16_optimizer(self._optimizer) else 0
         self._rounding = HALF_ULP * (elements + parts + self._dims.world_size + 8)
         run.engine.step_control.record()
+        self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
+
+    def _keep(self, following: int) -> None:
+        """Start digests of the blocks of the state at which the following step looks."""
+        with self._budget.looks:
+            self._kept = start_digests(self._optimizer, self._due(following), self._algorithm)
+        self._now = {}
 
     def _due(self, step: int) -> list[Block]:
         """Blocks that a step looks at; the same places in all shards of equal sizes."""
@@ -231,9 +238,7 @@ class Chain(Hook):
         """Keep what the step used, and digests of the blocks at which the next step looks."""
         self._step, self._used = engine.step_number, engine.step_control.take()
         self._pairs.append((self._kept, self._now))
-        with self._budget.looks:
-            self._kept = start_digests(self._optimizer, self._due(self._step + 1), self._algorithm)
-        self._now = {}
+        self._keep(self._step + 1)
 
     def before_save(self) -> None:
         """Compare what is about to be saved, since the next step would do so only after the save; no sync on a GPU."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class UsedSettings:
         self._used: dict[int, tuple[dict[str, Any], float]] = {}
         self._of_clipping: dict[str, Any] = {}
         self._before: Mapping[str, Any] = {}
+        self._scheduled: int | None = None
+        """Position in the schedule of learning rates; None: there is no such schedule."""
         self._step = 0
         """The last step that the optimizer took."""
         self._compared = True
@@ -64,6 +67,9 @@ class UsedSettings:
             self._before = self._named() if self._used else {}
             self._used, self._step, self._compared = {}, self._engine.step_number, False
             self._of_clipping = {"clip_grad": self._engine.optimizer.clip_grad}
+            self._scheduled = _position_of(self._engine.lr_scheduler)
+            if self._scheduled is not None:
+                self._of_clipping["schedule.step"] = self._scheduled
             if self._engine.fp16_enabled():
                 self._of_clipping["loss_scale"] = self._engine.optimizer.loss_scale
         for group in inner.param_groups:
@@ -96,7 +102,7 @@ class UsedSettings:
         """All settings by name, each with its group."""
         found: dict[str, Any] = dict(self._of_clipping)
         for number, (settings, count) in sorted(self._used.items()):
-            label = settings.get("name") or f"group {number}"
+            label = self._label(number)
             found |= {f"{label}.{name}": settings[name] for name in sorted(settings)} | {f"{label}.step": count}
         return found
 
@@ -110,7 +116,7 @@ class UsedSettings:
         own = Own(
             {name: _bits(one).hex() for name, one in named.items()},
             {name: _shown(one) for name, one in named.items()},
-            frozenset(name for name, one in named.items() if name in self._before and self._turned(name, one)),
+            frozenset(name for name, one in named.items() if self._turned(name, one)),
         )
         sent = gather_objects(own, self._group)
         places: dict[int, dict[int, Own]] = {}
@@ -133,9 +139,30 @@ class UsedSettings:
         return Settled(SETTINGS, None, tuple(rulings), dims.world_size * len(named))
 
     def _turned(self, name: str, now: Any) -> bool:
-        """Whether a setting is another than in the step before; a count is expected to be one higher."""
+        """Whether a setting is another than in the step before, one higher if a count, or than its schedule says."""
+        if name in (rates := self._rates()):
+            return _bits(float(now)) != _bits(float(rates[name]))
+        if name not in self._before:
+            return False
         before = self._before[name]
         return _bits(now) != _bits(before + 1 if name.endswith(".step") else before)
+
+    def _rates(self) -> dict[str, float]:
+        """Learning rates that the schedule has at the step's position, by name of the setting."""
+        if self._scheduled is None or self._scheduled < 0:
+            return {}
+        schedule = copy(self._engine.lr_scheduler)  # the one of the run may be a step further
+        schedule.last_batch_iteration = self._scheduled
+        numbers = sorted(self._used)
+        return {f"{self._label(number)}.lr": rate for number, rate in zip(numbers, schedule.get_lr(), strict=True)}
+
+    def _label(self, number: int) -> str:
+        return self._used[number][0].get("name") or f"group {number}"
+
+
+def _position_of(schedule: Any) -> int | None:
+    """How far one of DeepSpeed's schedules is, -1 before its first step; None: it is none of them."""
+    return getattr(schedule, "last_batch_iteration", None)
 
 
 @dataclass(frozen=True)
@@ -145,7 +172,7 @@ class Own:
     Args:
         bits: each exactly.
         values: each as people read it.
-        turned: names of those that are other than in the step before.
+        turned: names of those that are other than in the step before, or than their schedule says.
     """
 
     bits: Mapping[str, str]

@@ -137,7 +137,7 @@ class SliceChecks(Hook):
         self._names: dict[int, tuple[str, str]] = {}
         self._turn = 0
         """Looks so far that looked at all there is to it, and so the slice that is due."""
-        self._looks = self._is_whole = False
+        self._looks = self._is_whole = self._missed = False
 
     def on_start(self, run: Run) -> None:
         """Find out which slices there are, and tell after how many steps all have been looked at."""
@@ -152,6 +152,7 @@ class SliceChecks(Hook):
             for submodule in list_submodules(run.engine.module)
             for slot, parameter in submodule.parameters.items()
         }
+        self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
         if run.dims.rank == 0:
             told = {"elements": self._size, "period": self._slices.period, "sums": sums, "clipping": clips}
             every = self._budget.cadence.every
@@ -217,7 +218,10 @@ class SliceChecks(Hook):
         """
         if self._looks:
             self._finish(engine)
-        following = engine.step_number + 1
+        self._keep(engine.step_number + 1)
+
+    def _keep(self, following: int) -> None:
+        """Keep the slice at which the following step looks."""
         with self._budget.slices:
             self._updates.keep(self._turn if self._budget.cadence.slices(following) else None)
 
@@ -230,7 +234,8 @@ class SliceChecks(Hook):
             found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped}
             agreed = compare_replicas({SETTINGS: self._used.take()}, found, engine.dims, self._host_group)
         sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
-        self._turn += not agreed.raised[MISSED]  # what was not looked at in full is due again
+        self._missed = agreed.raised[MISSED]
+        self._turn += not self._missed  # what was not looked at in full is due again
         if sums or states or updates or agreed.differing[SETTINGS]:
             self._budget.ignore_step()
         if sums:
@@ -290,9 +295,14 @@ class SliceChecks(Hook):
 
     @property
     def _unrepaired(self) -> str:
-        """Why a slice that is put right is no repair; empty: it is the whole shard."""
+        """Why a slice that is put right is no repair; empty: it is the whole shard, and was looked at in full."""
         if self._slices.period == 1:
-            return ""
+            return (
+                "what the step before left was not kept on all ranks, so that whether the state changed before the "
+                "update is not known"
+                if self._missed
+                else ""
+            )
         return (
             f"a slice is {self._size} elements of the optimizer's state on a rank, one of {self._slices.period}, and "
             "whether others changed too is not known; megasdc.sdc.always_on.slice_elements as large as a shard lets "

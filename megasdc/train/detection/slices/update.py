@@ -313,10 +313,10 @@ class UpdateSlices:
         return Update(tuple(parts), after, taken, checksum(inputs))
 
     def keep(self, turn: int | None) -> None:
-        """Copy the slice that is due at the next step; None: none is."""
+        """Copy the slice that is due at the next step; None: none is. Before the first update moments are zeros."""
         self._turn = self._kept = None
         due = None if turn is None else self._due(turn)
-        if due is not None and all(self._inner.state.get(self._flats[part.group]) for part in due.parts):
+        if due is not None:
             state = self._state_of(due)
             self._kept = Kept(due, state, checksum(state))
 
