@@ -38,7 +38,9 @@ RUN = "run"
 def _keep(run: Run, saver: MemorySaver) -> str:
     """Keep the state in memory, on all ranks; returns its digest."""
     step, digest = run.engine.global_steps, run.digest()
-    state = SavedState({"positions": [run.consumed]}, {"rng": capture_rng(), "consumed": run.consumed})
+    state = SavedState(
+        {"positions": [run.consumed], "finite_step": step}, {"rng": capture_rng(), "consumed": run.consumed}
+    )
     assert saver.begin(run.engine, step, state)
     saver.wait_for_copy()
     agreement = StepAgreement(None)
@@ -98,6 +100,7 @@ def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str,
     assert found is not None
     chosen = restore(found, folder, again.dims, ranks, [])
     assert len([*chosen.path.glob("*optim_states.pt")]) == 1, "no other rank's is sent here"
+    assert (chosen.manifest.not_finite, chosen.manifest.finite_step) == ([], found.step)
     loaded = load_checkpoint(again.engine, chosen, again.dims, ranks)
     restore_rng(loaded.rank_state["rng"])
     again.consumed = loaded.rank_state["consumed"]
@@ -141,7 +144,7 @@ def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
     run.train(1)
     told = None
     agreement = StepAgreement(None)
-    state = SavedState({"positions": [run.consumed]}, {"rng": capture_rng()})
+    state = SavedState({"positions": [run.consumed], "finite_step": 2}, {"rng": capture_rng()})
     assert saver.begin(run.engine, 2, state)
     saver.wait_for_copy()
     while saver.whole < 2 and told is None:

@@ -172,7 +172,7 @@ def test_what_may_be_more_than_a_slice_is_not_called_repaired(
     verdicts = verdicts_of(tmp_path / "run")
     assert [(one[1], one[2], one[-1]) for one in verdicts] == [(tier, 1, "halt")]
     assert "the step cannot be repaired, since a slice is 5000 elements" in results[0][1]
-    assert "goes back to the newest verified save" in results[0][1]
+    assert "Nothing is saved that is verified: the next start begins at step 1" in results[0][1]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

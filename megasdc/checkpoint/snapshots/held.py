@@ -62,6 +62,7 @@ class HeldRecord(Record):
         engine: see ``megasdc.checkpoint.save.describe_engine``.
         versions: see ``megasdc.checkpoint.manifest.installed_versions``.
         files: in order of name.
+        finite_step: see ``megasdc.checkpoint.manifest.KnownState``.
     """
 
     format_version: int
@@ -75,6 +76,7 @@ class HeldRecord(Record):
     engine: dict[str, Any]
     versions: dict[str, str]
     files: list[HeldFile]
+    finite_step: Count | None = None
 
 
 class Line(Record):

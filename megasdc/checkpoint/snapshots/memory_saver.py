@@ -35,10 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Slot:
-    """Shared memory for one step; ``step``: that it holds or will hold, 0: none."""
+    """Shared memory for one step.
+
+    Attributes:
+        step: that it holds or will hold, 0: none.
+        is_whole: whether this start has made it whole.
+    """
 
     def __init__(self, folder: Path, device: torch.device, step: int = 0) -> None:
-        self.folder, self.step = folder, step
+        self.folder, self.step, self.is_whole = folder, step, False
         self.snapshot = Snapshot(device)
 
     def empty(self) -> None:
@@ -47,6 +52,7 @@ class _Slot:
         Raises:
             OSError: the folder cannot be made.
         """
+        self.is_whole = False
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / HELD_FILE).unlink(missing_ok=True)
 
@@ -85,10 +91,11 @@ class MemorySaver:
         self._writer = WriterProcess(describes=False)
         self._making: _Slot | None = None
         self._texts: dict[str, str] = {}
+        self._finite_step: int | None = None
         self._engine: dict[str, Any] = {}
         self._taken_at = 0.0
         self._sent: deque[_Slot] = deque()
-        self._newest = 0
+        self._newest = self._adopted = 0
         self._non_finite = 0
         self._problem: Problem | None = None
         self.skipped = self.failed = 0
@@ -116,6 +123,7 @@ class MemorySaver:
         for slot in self._slots:
             if (self._dims.rank, slot.folder.name) in names:
                 slot.step = step
+        self._adopted = step if names else 0
         return bool(names)
 
     def join_partners(self, address: str) -> str | None:
@@ -173,6 +181,7 @@ class MemorySaver:
         self._making, self._problem = free, self._problem or problem
         self._texts = {SHARED_STATE_FILE: shared_state_text(state)} if self._place.leader else {}
         self._engine, self._taken_at = describe_engine(engine), time.time()
+        self._finite_step = state.finite_step
         self.stalled_s = time.monotonic() - started
         return True
 
@@ -212,6 +221,7 @@ class MemorySaver:
             "layout": [dims.tensor, dims.pipeline, dims.data],
             "engine": self._engine,
             "versions": installed_versions(),
+            "finite_step": self._finite_step,
         }
 
     def _own_newest(self) -> float:
@@ -220,7 +230,7 @@ class MemorySaver:
             if answer.problem:
                 self._problem = Problem(answer.problem, answer.is_storage)
             else:
-                self._newest = slot.step
+                self._newest, slot.is_whole = slot.step, True
         return float(self._newest)
 
     def finish(self) -> None:
@@ -257,7 +267,7 @@ class MemorySaver:
             slot.empty()
             slot.step = 0
         self._non_finite = 0
-        self._newest = max((one.step for one in self._slots if one not in self._sent), default=0)
+        self._newest = max((one.step for one in self._slots if one.is_whole), default=0)
         return f"the state of step {step} is not finite"
 
     def _give_up(self) -> str:
@@ -271,7 +281,7 @@ class MemorySaver:
         self._writer.close()
         self._sent.clear()
         for slot in self._slots:
-            if slot.step > self.whole:
+            if slot.step > max(self.whole, self._adopted):  # not what the run went on from
                 slot.snapshot.close()
                 slot.empty()
                 slot.step = 0

@@ -386,6 +386,8 @@ def _manifest(found: Found, plan: _Plan, nodes: dict[str, list[int]], node: str 
         engine=record.engine,
         versions=record.versions,
         files=sorted_records(files),
+        not_finite=[],  # no rank keeps a step that holds NaN or Inf on any
+        finite_step=record.finite_step,
     )
 
 

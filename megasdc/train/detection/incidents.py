@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.manifest import installed_versions
+from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
-from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
 from megasdc.config import RunConfig
 from megasdc.engine.run import Run
 from megasdc.errors import StorageError
@@ -78,12 +78,30 @@ class Incidents:
 
     @property
     def way_back(self) -> str:
-        """Where a run that is halted goes on, as a sentence without its full stop."""
-        text = "The next start goes back to the newest verified save, in memory or on disk"
-        if self._agreed is None:
-            return f"{text}; no audit of this start has verified one"
-        last, audit_step = self._agreed
-        return f"{text}, of step {last} or before, which the audit of step {audit_step} verified"
+        """Where a run that is halted goes on, as a sentence without its full stop; by what this host holds."""
+        if self._config.megasdc.checkpoint.require_verified == "never":
+            return "The next start goes on from the newest save, since megasdc.checkpoint.require_verified is never"
+        try:
+            saves = read_complete(self._checkpoints).keys() - self._run.passed_over
+            verified = saves & set(list_verified(self._checkpoints))
+            in_memory = self._verified_in_memory()
+        except OSError as error:
+            return f"Where the next start goes back to is not known, since the checkpoints cannot be listed: {error}"
+        if newest := max(verified | in_memory, default=0):
+            where = "in memory" if newest in in_memory else f"in {self._checkpoints / step_folder(newest)}"
+            return f"The next start goes back to the newest verified save, of step {newest}, {where}"
+        if saves:
+            return "No save is verified: the next start ends with exit code 72, and says which candidates there are"
+        return "Nothing is saved that is verified: the next start begins at step 1"
+
+    def _verified_in_memory(self) -> set[int]:
+        """Steps in this host's memory after which an audit has agreed."""
+        if not self._config.megasdc.checkpoint.memory.interval:
+            return set()
+        run = self._run.events.origin.run
+        folder = memory_folder(run)
+        line, held = read_line(folder), find_held(folder, run)[0]
+        return {one.record.step for one in held if one.record.step <= line.verified and line.has(one.record)}
 
     def report(self, step: int, found: Settled, action: str) -> str | None:
         """Write the reports; before a halt, name the page in the mark for the next start.

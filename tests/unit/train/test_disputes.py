@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,26 @@ def test_what_cannot_be_read_is_told_in_the_report(group: None, tmp_path: Path, 
     assert [one.step for one in incident.earlier][:1] == [3]
     assert "rank_00001.jsonl:1 is not an event" in incident.not_read[0] and len(incident.not_read) <= 6
     assert report.with_suffix(".html").name in str(find_corruption(tmp_path / "checkpoints"))
+
+
+def test_a_run_that_halts_names_a_save_that_is_there(group: None, tmp_path: Path) -> None:
+    """The newest verified one; else what the next start does without. What an audit verified may be deleted by then."""
+    disputes, run = started(tmp_path, not_reproduced="halt")
+    saves = tmp_path / "checkpoints"
+
+    def way() -> str:
+        with pytest.raises(CorruptionError) as error:
+            settle(disputes, run)
+        return str(error.value)
+
+    assert "Nothing is saved that is verified: the next start begins at step 1" in way()
+    for step in (2, 4):
+        write_checkpoint(saves, step, not_finite=[])
+    assert "No save is verified: the next start ends with exit code 72" in way()
+    assert audited(disputes, run, 5) == [2, 4]
+    assert f"goes back to the newest verified save, of step 4, in {saves / 'step_00000004'}. " in way()
+    shutil.rmtree(saves / "step_00000004")
+    assert "of step 2, in " in way()
 
 
 def test_checkpoints_that_cannot_be_listed_are_told(
