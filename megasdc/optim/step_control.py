@@ -23,7 +23,7 @@ from megasdc.optim.zero1 import counts_here, is_bf16_optimizer
 NormListener = Callable[[str, Tensor], Tensor | None]
 """Called with ``part``, this rank's part of the squared norm before the sum over ranks (in ``DeepSpeedZeroOptimizer``
 one of each group), ``total``, the norm by which it clips, or ``factor``, by which it multiplies its shard, and the
-number, [1]; returns None, or the number to use instead."""
+number, [1]; or what a check says that it adds up beside them, ``blocks``, [n]. Returns None, or what to use instead."""
 
 
 @dataclass
@@ -76,6 +76,11 @@ class StepControl:
         """
         self._listener = listener
         self._follow()
+
+    def hear(self, slot: str, numbers: Tensor) -> Tensor:
+        """What a check has computed beside the norm, or what the listener has used instead; it is not recorded."""
+        answer = None if self._listener is None or not numbers.numel() else self._listener(slot, numbers.detach())
+        return numbers if answer is None else answer
 
     def record(self) -> None:
         """From now on keep the numbers of each step's norm for ``take``; no bit of a step changes."""

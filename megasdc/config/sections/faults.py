@@ -32,8 +32,9 @@ as the inner optimizer reads it. hyperparameter: numbers of the optimizer's grou
 steps, which stays wrong. state_at_rest: masters and moments in place, after a step. copy: what this rank gives to the
 all-gather, so that all replicas get it alike. place: how many samples this rank has consumed, before a step.
 """
-NORM_SLOTS = ("part", "total", "factor")
-"""This rank's part of the squared norm before the sum over ranks, the norm, and the factor applied to its shard."""
+NORM_SLOTS = ("part", "total", "factor", "blocks")
+"""This rank's part of the squared norm before the sum over ranks, the norm, the factor applied to its shard, and the
+sums of blocks with which checks compare the norm."""
 HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
 """Those of Adam; the slot has the number of the group before the name, such as ``0.lr``."""
 PLACE_SLOT = "consumed"
@@ -90,8 +91,8 @@ class FaultSpec(FaultPlace):
     slot: str | None = setting(
         None,
         "Pattern of the tensor of the submodule, such as `output`, `query`, `weight`, `weight.exp_avg`; with phase "
-        "tokens `tokens` or `labels`, norm `part`, `total` or `factor`, hyperparameter `0.lr` (group 0), `*.step`; "
-        "null: any.",
+        "tokens `tokens` or `labels`, norm `part`, `total`, `factor` or `blocks`, hyperparameter `0.lr` (group 0), "
+        "`*.step`; null: any.",
     )
     file: str | None = setting(None, "Phase checkpoint: pattern of file names; null: any file of the rank.")
     kind: Literal["bit_flip", "stuck_at_0", "stuck_at_1", "value", "scale", "noise"] = setting(

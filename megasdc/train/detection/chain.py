@@ -25,10 +25,9 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.clip_factors import clip_factor
-from megasdc.optim.state_blocks import BLOCK, MASTER, Block, blocks_of, differing, finish_digests, start_digests
+from megasdc.optim.state_blocks import MASTER, Block, blocks_of, differing, finish_digests, start_digests
 from megasdc.optim.step_control import Used
 from megasdc.optim.zero1 import (
-    counts_here,
     grouped_parameters,
     is_bf16_optimizer,
     master_partitions,
@@ -38,11 +37,12 @@ from megasdc.optim.zero1 import (
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, Ruling
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.evidence import CLIPPING, COPY, NORM, PART, STATE
+from megasdc.train.detection.slices.squares import BlockSums, Claim, wrong_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Links:
         parts: its parts of the squared norm.
         sum: the squared norm that all ranks' blocks add up to; None: they were not added in that step.
         own: this rank's blocks, added up.
+        block: of the rank before, which this one added up to something else; None: none is.
         norm_is_wrong: whether ``norm`` is not what that sum allows.
         factor_is_wrong: whether a factor does not follow from ``norm``.
         state: block and state that changed between two steps; None: none did.
@@ -86,6 +87,7 @@ class Links:
     parts: tuple[float, ...] = ()
     sum: float | None = None
     own: float = 0.0
+    block: Claim | None = None
     norm_is_wrong: bool = False
     factor_is_wrong: bool = False
     state: tuple[Block, str] | None = None
@@ -94,7 +96,7 @@ class Links:
     @property
     def flags(self) -> dict[str, bool]:
         """What any rank can find alone, by the tier of the finding."""
-        own = {NORM: self.norm_is_wrong, CLIPPING: self.factor_is_wrong}
+        own = {NORM: self.norm_is_wrong or self.block is not None, CLIPPING: self.factor_is_wrong}
         return own | {STATE: self.state is not None, COPY: self.copy is not None}
 
 
@@ -138,6 +140,7 @@ class Chain(Hook):
         self._rounding = 0.0
         self._scale = 1.0
         self._own = 0.0
+        self._squares: BlockSums | None = None
         self._sum: Tensor | None = None
         self._exchange: Any = None
         self._step = self._last_step = 0
@@ -176,6 +179,8 @@ class Chain(Hook):
         elements = min(terms, 64 + 4 * math.sqrt(terms)) if is_bf16_optimizer(self._optimizer) else 0
         self._rounding = HALF_ULP * (elements + parts + self._dims.world_size + 8)
         run.engine.step_control.record()
+        if not getattr(self._optimizer, "cpu_offload", False):
+            self._squares = BlockSums(run.engine)
         self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
 
     def _keep(self, following: int) -> None:
@@ -219,18 +224,14 @@ class Chain(Hook):
     def add_up(self, engine: TrainingEngine) -> None:
         """Add up the squares of each block of the gradient that this rank owns and counts, in fp64.
 
-        Collective: all ranks of the world, in steps that look; one number, which the optimizer's step hides.
+        Collective: all ranks of the world, in steps that look; one number, which the optimizer's step hides; and the
+        replicas, or where there is one the ranks of the model, for blocks that are added up again.
         """
         self._sum = None
-        if not self._budget.looked_at(engine.step_number) or getattr(self._optimizer, "cpu_offload", False):
+        if not self._budget.looked_at(engine.step_number) or self._squares is None:
             return
         with self._budget.looks:
-            total = torch.zeros((), dtype=torch.float64, device=engine.device)
-            for fragment in owned_fragments(self._optimizer):
-                if fragment.gradient is not None and counts_here(fragment.parameter, self._dims.tp_rank):
-                    for block in fragment.gradient.split(BLOCK):
-                        total += torch.linalg.vector_norm(block, dtype=torch.float64).square()
-            self._own = float(total)
+            self._own = self._squares.add_up(self._budget.cadence.turn(engine.step_number))
             self._sum = torch.tensor(self._own, dtype=torch.float64)
         self._exchange = dist.all_reduce(self._sum, group=self._group, async_op=True)
 
@@ -270,6 +271,7 @@ class Chain(Hook):
             tuple(float(one) for one in used.parts),
             total,
             self._own,
+            None if total is None or self._squares is None else self._squares.compare(),
             norm_is_wrong=total is not None and not used.skip and not self._is_within(norm * self._scale, total),
             factor_is_wrong=bool(used.factors) and not self._follow(norm, used),
             state=state,
@@ -334,6 +336,8 @@ class Chain(Hook):
     def _of_norm(self, links: Links, earlier: Collection[int]) -> Settled:
         """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
         every: list[Links] = gather_objects(links, self._group)
+        if any(one.block is not None for one in every):
+            return Settled(NORM, None, self._of_blocks(links.step, every, earlier), len(every))
         address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "norm")
         norms = {rank: _bits(one.norm) for rank, one in enumerate(every)}
         within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
@@ -342,6 +346,30 @@ class Chain(Hook):
         else:
             rulings = self._of_parts(every, address, earlier)
         return Settled(NORM, None, rulings, len(every))
+
+    def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[Ruling, ...]:
+        """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""
+        squares, rank = self._squares, self._dims.rank
+        assert squares is not None, "blocks were added up"
+        rulings: list[Ruling] = []
+        for checker, claim in ((rank, one.block) for rank, one in enumerate(every) if one.block is not None):
+            told: Any = None
+            has: Any = None
+            if rank == claim.owner:
+                fqn, slot = self._names[id(squares.parameter_of(claim))]
+                address = Address(step, None, REDUCED_GRAD, fqn, f"{slot}, sum of squares")
+                told = squares.tell(claim, as_owner=True), address
+            if rank == checker:
+                has = squares.tell(claim, as_owner=False)
+            sent = gather_objects((told, has), self._group)
+            (owns, address), received = sent[claim.owner][0], sent[checker][1]
+            wrong = wrong_of(claim, checker, owns, received)
+            got = {claim.owner: _bits(claim.got), checker: _bits(claim.again)}
+            suspects = () if wrong is not None else tuple(got)
+            basis = REFEREE if wrong is not None else MAJORITY
+            more = {"expected": _bits(owns.exact)} if wrong is not None else {}
+            rulings.append(self._ruling(wrong, basis, address, earlier, suspects=suspects, got=got, **more))
+        return tuple(rulings)
 
     def _of_parts(self, every: Sequence[Links], address: Address, earlier: Collection[int]) -> tuple[Ruling, ...]:
         """Ranks whose part of the norm is not what their blocks add up to, or not what other replicas have."""
