@@ -123,6 +123,7 @@ def mark_verified(
     *,
     passed_over: Collection[int] = (),
     events: EventLog | None = None,
+    told: dict[int, str] | None = None,
 ) -> list[int]:
     """Mark a run's checkpoints as verified after an audit in which all ranks agreed.
 
@@ -133,13 +134,16 @@ def mark_verified(
         place: of this rank; the leader of each folder writes, the others do nothing.
         passed_over: steps whose checkpoints the resume passed over; they are not part of this run's history.
         events: log of the rank that writes.
+        told: of each step, why its checkpoint stays a candidate, as it was told before and is not told again; kept up
+            to date here.
 
     Returns:
         The steps marked by this call; empty on ranks that do not write.
     """
     if not place.leader:
         return []
-    marked = []
+    marked: list[int] = []
+    told = {} if told is None else told
     try:
         steps = list_steps(folder)
     except OSError as error:
@@ -166,6 +170,9 @@ def mark_verified(
             write_record(path / VERIFIED_FILE, mark)
             marked.append(step)
         except (CheckpointError, OSError) as error:
+            if told.get(step) == str(error):
+                continue
+            told[step] = str(error)
             logger.warning("the checkpoint of step %d stays a candidate: %s", step, error)
             if events is not None:
                 events.emit("warning", "checkpoint_not_marked", step=step, message=str(error))

@@ -93,10 +93,14 @@ class SkipWatch(Hook):
             )
 
     def on_end(self, run: Run) -> None:
-        """Let a run end with an error that has taken none of its last steps.
+        """Let a run end with an error that has taken none of its last steps; one that was asked to stop is not over.
+
+        Its checkpoint holds the count, so that the start that goes on from it ends with the error.
 
         Collective: all ranks of the world.
         """
+        if run.stop_reason is not None and run.step < run.steps:
+            return
         if self.for_values >= min(LAST_SKIPPED, run.steps) and run.stop_error is None:
             run.stop_error = NonFiniteError(
                 f"the optimizer skipped the last {self.for_values} steps, up to step {run.step}: {self._reason}. "

@@ -47,6 +47,7 @@ class Incidents:
         self._checkpoints = checkpoint_folder(config)
         self._ranks: list[RankPlace] = []
         self._place: Place | None = None
+        self._unmarked: dict[int, str] = {}  # steps whose checkpoints stay candidates, and why, as it was told
         self._agreed: tuple[int, int] | None = None  # newest step that an audit has agreed on, and that audit's
 
     def on_start(self) -> None:
@@ -148,7 +149,12 @@ class Incidents:
         assert self._place is not None, "on_start comes first"
         if self._agreed is not None:
             passed_over, events = self._run.passed_over, self._run.events
-            mark_verified(self._checkpoints, *self._agreed, self._place, passed_over=passed_over, events=events)
+            mark_verified(
+                *(self._checkpoints, *self._agreed, self._place),
+                passed_over=passed_over,
+                events=events,
+                told=self._unmarked,
+            )
 
     def _describe(self, step: int, found: Settled, action: str) -> Incident:
         sections, engine = self._config.megasdc, self._run.engine

@@ -13,7 +13,7 @@ from megasdc.config import FaultSpec, parse_config
 from megasdc.config.problems.fault_specs import spec_problems
 from megasdc.config.sections.detection import AlwaysOnSection
 from megasdc.events import EventLog
-from megasdc.sdc.covered import Shape, render_coverage
+from megasdc.sdc.covered import Shape, coverage_rows, render_coverage
 from tools.bench.detection.live_chain import (
     ACCUSED,
     ALARM,
@@ -81,13 +81,13 @@ def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:
     ).megasdc
     checks = AlwaysOnSection(enabled=True, slice_elements=64)
     sections = sections.model_copy(update={"sdc": sections.sdc.model_copy(update={"always_on": checks})})
-    events = EventLog(tmp_path, 0)
-    events.emit("start", "coverage", step=0, table=render_coverage(sections, Shape(3, 1, 2, 2, False)))
+    events, shape = EventLog(tmp_path, 0), Shape(3, 1, 2, 2, False)
+    events.emit("start", "coverage", step=0, table=render_coverage(sections, shape))
     events.close()
     assert [_is_told(tmp_path, ROWS["update"], one) for one in (ONCE, SOMETIMES, ALWAYS)] == [True, True, False]
     assert not _is_told(tmp_path, ROWS["parameter"], ONCE), "compared in every step"
     assert not _is_told(tmp_path, "no such row", ONCE)
-    assert set(ROWS) == set(KINDS)
+    assert set(ROWS) == set(KINDS) and set(ROWS.values()) <= {row.phase for row in coverage_rows(sections, shape)}
 
 
 def test_kinds_are_those_of_the_command_and_can_be_injected() -> None:

@@ -234,3 +234,17 @@ def test_the_summary_of_a_failed_run_tells_the_newest_verified(tmp_path: Path) -
     assert found.failure is not None and len(found.checkpoints) == 3
     assert found.failure.verified_checkpoint == str(checkpoints / "step_00000010")
     assert f"last verified     {checkpoints / 'step_00000010'}" in render(found)
+
+
+def test_a_checkpoint_that_stays_a_candidate_is_told_once(tmp_path: Path) -> None:
+    """Not anew at each audit; another reason is told, and a checkpoint that has become good is marked."""
+    path, events, told = write_checkpoint(tmp_path, 2), EventLog(tmp_path, 0), dict[int, str]()
+    for audit_step in (3, 5, 7):
+        assert mark_verified(tmp_path, 2, audit_step, LEADER, events=events, told=told) == []
+    assert [event.step for event in read_events(tmp_path, name="checkpoint_not_marked")] == [2]
+    manifest = read_manifest(path).model_dump()
+    write_manifest(path, Manifest.model_validate({**manifest, "not_finite": ["a.pt"]}))
+    mark_verified(tmp_path, 2, 9, LEADER, events=events, told=told)
+    assert [event.step for event in read_events(tmp_path, name="checkpoint_not_marked")] == [2, 2]
+    write_manifest(path, Manifest.model_validate({**manifest, "not_finite": []}))
+    assert mark_verified(tmp_path, 2, 11, LEADER, events=events, told=told) == [2]

@@ -17,7 +17,13 @@ from megasdc.train.stop import LAST_SKIPPED, SkipWatch
 
 
 def _ended(
-    folder: Path, skipped: list[float | None], *, fp16: bool = False, dynamic: bool = True, steps: int = 1000
+    folder: Path,
+    skipped: list[float | None],
+    *,
+    fp16: bool = False,
+    dynamic: bool = True,
+    steps: int = 1000,
+    stop: str | None = None,
 ) -> Exception | None:
     """The error that a run ends with; ``skipped``: losses of its steps that were skipped, None: it was taken."""
     engine = SimpleNamespace(fp16_enabled=lambda: fp16, dynamic_loss_scale=lambda: dynamic)
@@ -25,7 +31,7 @@ def _ended(
     run: Any = SimpleNamespace(
         engine=engine, events=events, dims=SimpleNamespace(rank=0), skip_place=None, stream_end=0, step=len(skipped)
     )
-    run.stop_error, run.host_group, run.steps = None, None, steps
+    run.stop_error, run.stop_reason, run.host_group, run.steps = None, stop, None, steps
     watch = SkipWatch(100, folder)
     for step, loss in enumerate(skipped, 1):
         reason = None if loss is None else "gradient norm is not finite"
@@ -69,3 +75,11 @@ def test_a_short_run_that_took_no_step_ends_with_an_error(tmp_path: Path) -> Non
     """It has fewer steps than the last ones that are looked at; one step that was taken makes it a run."""
     assert isinstance(_ended(tmp_path, [math.nan] * 3, steps=3), NonFiniteError)
     assert _ended(tmp_path, [None, math.nan, math.nan], steps=3) is None
+
+
+def test_a_run_that_is_asked_to_stop_is_not_over(tmp_path: Path) -> None:
+    """The start that goes on counts on; a stop that is asked for at the last step ends with the error all the same."""
+    nan = [math.nan] * LAST_SKIPPED
+    assert _ended(tmp_path, nan, stop="signal SIGTERM") is None
+    assert isinstance(_ended(tmp_path, nan), NonFiniteError)
+    assert isinstance(_ended(tmp_path, nan, steps=LAST_SKIPPED, stop="signal SIGTERM"), NonFiniteError)
