@@ -13,8 +13,8 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -189,3 +189,65 @@ def _parse(line: bytes) -> Event:
     if not isinstance(event.fields, dict):
         raise TypeError(f"fields must be an object, got {event.fields!r}")
     return event
+
+
+def in_order(files: Iterable[Sequence[Event]]) -> list[Event]:
+    """Events of a run in the order in which they were, whatever the dates on its hosts are.
+
+    By the number of the start; of an event that has none, by that of its launch, else by that of the event before it in
+    its file. Within a start by the monotonic clock of each host, and these clocks side by side as they were when each
+    host had begun the run (``start/run``, once all ranks had met). What has no monotonic clock, of an earlier version,
+    is put by its date.
+
+    Args:
+        files: of each file of events, in the order of its lines.
+
+    Returns:
+        All of them, each with the number of its start as far as that is known.
+    """
+    rows = [list(one) for one in files]
+    numbers = starts_of(event for one in rows for event in one)
+    found: list[Event] = []
+    for one in rows:
+        last = None
+        for event in one:
+            number = event.attempt if event.attempt is not None else numbers.get(event.launch or "", last)
+            last = number
+            found.append(event if number == event.attempt else replace(event, attempt=number))
+    return sorted(found, key=_place_in(found))
+
+
+def starts_of(events: Iterable[Event]) -> dict[str, int]:
+    """Number of the last start that each launch made, by the launch's id; those that made none are absent."""
+    found: dict[str, int] = {}
+    for event in events:
+        if event.launch is not None and event.attempt is not None:
+            found[event.launch] = max(event.attempt, found.get(event.launch, 0))
+    return found
+
+
+def _place_in(events: Sequence[Event]) -> Callable[[Event], tuple[int, float]]:
+    """A key by which events are in order: number of the start, and seconds on the clock of the host of rank 0."""
+    met: dict[tuple[int | None, str | None, str], tuple[float, float]] = {}
+    first: dict[tuple[int | None, str | None, str], tuple[float, float]] = {}
+    origin: dict[int | None, float] = {}
+    for event in events:
+        if event.monotonic is not None:
+            is_start = (event.kind, event.name) == ("start", "run")
+            if is_start and event.rank == 0:
+                origin.setdefault(event.attempt, event.time)
+            (met if is_start else first).setdefault(_clock_of(event), (event.time, event.monotonic))
+
+    def place(event: Event) -> tuple[int, float]:
+        clock = _clock_of(event)
+        if event.monotonic is None or (clock not in met and clock not in first):
+            return event.attempt or 0, event.time
+        date, monotonic = met.get(clock) or first[clock]
+        base = origin.get(event.attempt, date) if clock in met else date
+        return event.attempt or 0, base + event.monotonic - monotonic
+
+    return place
+
+
+def _clock_of(event: Event) -> tuple[int | None, str | None, str]:
+    return event.attempt, event.boot, event.host

@@ -2,7 +2,8 @@
 
 The clock that tells the date is set by people and services, and differs between hosts. So moments of one host are
 ordered by its monotonic clock, which all its processes share from boot to boot; moments of several hosts only as far as
-the distances between these clocks are known, which agents measure (``megasdc.health.front.clocks``).
+the distances between these clocks are known, which agents measure (``megasdc.health.front.clocks``). A host is known by
+the id of its kernel since that was booted: names of one host may be several, as a hostfile's and its own.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ class Moment:
         """Whether this was certainly before another one; False: it was not, or that is not known.
 
         Args:
-            clocks: of hosts, by name, as far as they were measured.
+            clocks: of hosts, by the id of their kernel since it was booted, as far as they were measured.
         """
-        if self.host == other.host:
-            if self.boot_id is None or other.boot_id is None or self.monotonic is None or other.monotonic is None:
-                return self.time < other.time
-            return self.boot_id == other.boot_id and self.monotonic < other.monotonic
+        if self.boot_id is None or other.boot_id is None or self.monotonic is None or other.monotonic is None:
+            return self.host == other.host and self.time < other.time
+        if self.boot_id == other.boot_id:
+            return self.monotonic < other.monotonic
         own, others = self._span(clocks), other._span(clocks)
         return own is not None and others is not None and own[1] < others[0]
 
     def _span(self, clocks: Mapping[str, HostClock]) -> tuple[float, float] | None:
         """First and last second in which it may have been, on the front's monotonic clock; None: not known."""
-        clock = clocks.get(self.host)
-        if clock is None or self.monotonic is None or self.boot_id != clock.boot_id:
+        clock = clocks.get(self.boot_id or "")
+        if clock is None or self.monotonic is None:
             return None
         there = self.monotonic - clock.monotonic_s
         within_s = clock.uncertainty_s + DRIFT * abs(there - clock.at)
@@ -93,6 +94,6 @@ def first_of(moments: Mapping[Key, Moment], clocks: Mapping[str, HostClock]) -> 
     """Those that no other one was before: one where it is known which was first, else all that may have been.
 
     Args:
-        clocks: of hosts, by name, as far as they were measured.
+        clocks: of hosts, by the id of their kernel since it was booted, as far as they were measured.
     """
     return [key for key, one in moments.items() if not any(other.was_before(one, clocks) for other in moments.values())]

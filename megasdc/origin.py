@@ -30,10 +30,14 @@ class Launch:
     Args:
         id: that all its processes write.
         planned_at: seconds since the epoch, by the clock of the host that planned it.
+        monotonic: when that was on the monotonic clock of that host; None: not known.
+        boot: id of its kernel since it was booted; None: likewise.
     """
 
     id: str
     planned_at: float
+    monotonic: float | None = None
+    boot: str | None = None
 
     def wrote(self, launch: str | None, time: float) -> bool:
         """Whether something was written by this launch.

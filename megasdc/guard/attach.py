@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,13 +33,18 @@ from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.guard.training import Part, Training
 from megasdc.guard.verdicts import Verdicts
 from megasdc.health.program_health import current_health
+from megasdc.origin import Origin
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.devices import device_uuid
+from megasdc.run_identity import count_start
 from megasdc.sdc.suspects import Suspects
 from megasdc.versions.private_names import GUARD, check_private_names
 
 logger = logging.getLogger(__name__)
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+_starts: dict[Path, Origin] = {}
+"""Starts that this process has counted, by run folder."""
 P = TypeVar("P", bound=Part)
 
 
@@ -153,20 +159,23 @@ class Guard:
         """Make groups, open the event log, and choose submodules; errors of a rank are raised on all."""
         folder, error = Path(settings.logging.run_dir), None
         world, copies = self._groups()
+        origin = Origin()
         try:
             events = EventLog(folder, self.dims.rank)
             self._undo.callback(events.close)
-        except OSError as caught:
+            origin = _start_of(folder) if self.dims.rank == 0 else origin
+        except (OSError, StorageError) as caught:
             error = caught
         model, patterns = engine.module, settings.audit.submodules
         own = {fqn for fqn, _ in model.named_modules() if fqn}, {name for name, _ in model.named_parameters()}
-        texts, *names = zip(*gather_objects((error and str(error), *own), world), strict=True)
+        texts, origins, *names = zip(*gather_objects((error and str(error), origin, *own), world), strict=True)
         if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise StorageError(f"logging.run_dir: {folder} cannot be written: {failed[0]}") from error
         submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names)
         check_patterns("audit.submodules", "submodule", patterns or (), submodules)
         for place, spec in enumerate(settings.optimizer_hooks):
             check_patterns(f"optimizer_hooks.{place}.parameters", "parameter", spec.parameters, parameters)
+        events.origin = replace(origins[0], device=device_uuid())
         suspects = Suspects()
         suspects.on_start(engine.device, world)
         watched, tell = tuple(choose_watched(model, patterns)), partial(_tell, events, self.dims.rank)
@@ -210,6 +219,14 @@ class Guard:
             atexit.register(_end_groups)
             raise
         return result
+
+
+def _start_of(folder: Path) -> Origin:
+    """Run and number of this start in a run folder; counted once, however many guards a process attaches there."""
+    if folder not in _starts:
+        identity = count_start(folder)
+        _starts[folder] = Origin(identity.run, identity.attempt)
+    return _starts[folder]
 
 
 def _tell(events: EventLog, rank: int, kind: str, name: str, /, *, step: int | None = None, **fields: Any) -> None:

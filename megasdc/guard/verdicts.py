@@ -86,6 +86,7 @@ class Verdicts:
                 verified_checkpoint=_text(self._saves.verified),
                 newest_candidate=_text(self._saves.candidate),
                 script=Script(_command(sys.argv), self._agreed),
+                attempt=training.origin.attempt,
             )
             return str(write_incident(incident)[1])
         except StorageError as error:

@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
 from megasdc.health.board import FolderBoard, OwnState, node_name
 from megasdc.health.devices.telemetry import Telemetry
+from megasdc.health.front.clocks import has_changed
 from megasdc.health.front.link import FrontLink
 from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.incident import Conclusion, conclude
@@ -47,7 +49,7 @@ PAUSE_S = 10.0
 """An agent that has not run for so long was stopped with its host: what ranks did not do meanwhile does not count."""
 LAST_WORK_S = 10.0 + LIMIT_S
 """Seconds that disk, network and the user's command have at an agent's end."""
-DURATIONS_FILE, AGENT_FILE = "durations.json", "agent.json"
+DURATIONS_FILE, AGENT_FILE, CLOCK_FILE = "durations.json", "agent.json", "clock.json"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Agent:
         self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
         self._own: Conclusion | None = None
+        self._clock: dict[str, Any] | None = None
 
     @property
     def first_steps(self) -> dict[int, int]:
@@ -137,6 +140,7 @@ class Agent:
                 self._keep_durations()
                 keep_at = looked_at + KEEP_S
             self._watch_for_standstill()
+            self._leave_clock()
             self._note()
             if (conclusion := self._conclusion()) is not None:
                 self._ranks.end(conclusion, self._note)
@@ -159,6 +163,15 @@ class Agent:
             self._report = None
             self._note("moved again")
         self._tell(OwnState(self._report, problem=self._problem()))
+
+    def _leave_clock(self) -> None:
+        """Leave for the host's first rank how its clocks differ from those of the front, where that has changed."""
+        clock = None if self._link is None else self._link.clock
+        if clock is None or (self._clock is not None and not has_changed(self._clock, clock)):
+            return
+        self._clock = clock
+        with suppress(OSError), replacing(self._options.folder / CLOCK_FILE) as file:
+            json.dump(clock, file)
 
     def _ask(self, limits: Limits) -> dict[str, Any] | None:
         """What is known of the ranks and this host; None: a rank has just moved."""

@@ -11,8 +11,9 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict
+from typing import Any
 
-from megasdc.health.agent import AGENT_FILE, AgentOptions
+from megasdc.health.agent import AGENT_FILE, CLOCK_FILE, AgentOptions
 from megasdc.health.board import FolderBoard, OwnState
 from megasdc.health.front.link import FrontLink
 from megasdc.health.front.wire import FrontAddress, Hello
@@ -22,7 +23,7 @@ from megasdc.origin import LAUNCH_ID_VARIABLE
 
 START_S = 60.0
 LOOK_S = 2.0
-MAX_RESTARTS = 3
+MAX_RESTARTS, MAX_CLOCKS = 3, 16
 STOPPED_S = 3.0
 """With two looks less than the time after which an agent leaves out what ranks did not do while it stood still."""
 
@@ -45,8 +46,11 @@ class AgentProcess:
         self._restarts = 0
         self._waker = Waker(STOPPED_S)
         self._ended = False
+        self._clock = ""
         self.news: deque[tuple[str, str]] = deque()
         """What the run has to be told, as name of an event and text; the run takes it out."""
+        self.clocks: deque[dict[str, Any]] = deque(maxlen=MAX_CLOCKS)
+        """Likewise, how the clocks of this host differ from those of the front, each time that it has changed."""
 
     def start(self) -> bool:
         """Start it; returns whether that was possible, else ``news`` says why not."""
@@ -75,11 +79,20 @@ class AgentProcess:
             self.news.append(("unwatched", problem))
         return not problem
 
+    def _look_at_clock(self) -> None:
+        """Take how the clocks of this host differ from those of the front, as its agent has left it."""
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._options.folder / CLOCK_FILE).read_text(encoding="utf-8")
+            if text != self._clock:
+                self.clocks.append(json.loads(text))
+                self._clock = text
+
     def look(self) -> None:
         """Start it again if it has ended, at most three times; wake it where a signal has stopped it."""
         if self._ended or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
+        self._look_at_clock()
         if self._lives():
             return
         if self._restarts == MAX_RESTARTS:

@@ -81,7 +81,7 @@ def judge(
         unreachable: why a host's records could not be read, by host.
         stopped_by: number of the signal that the front received; None means none.
         outlived: whether processes of the launch still ran when DeepSpeed's launcher had ended.
-        clocks: of hosts by name, as far as the front has measured them.
+        clocks: of hosts by their boot, as far as the front has measured them.
     """
     expected = range(len(host_of_rank))
     failed = sorted((done for done in records.done.values() if done.exit_code != 0), key=lambda done: done.rank)
@@ -265,7 +265,10 @@ def _ranks_missing(
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
     if len(hosts_of_first) > 1:
-        return Verdict(own_code, None, None, [*lines, *notes])
+        # One code of all: their hosts were not told apart, what has ended them is.
+        codes = {records.ended[rank].exit_code if rank in records.ended else 0 for rank in first}
+        ended_by = -codes.pop() if len(codes) == 1 and min(codes) < 0 else None
+        return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes], ended_by=ended_by)

@@ -133,7 +133,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
     run = load_run(folder)
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
-    failed = status_of(run, 0.0).state == "failed"
+    failed = status_of(run).state == "failed"
     if not (failed or (run.config and trained) or (run.ending is not None and not run.config)):
         raise DataError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = None
@@ -170,27 +170,27 @@ def summarize(run_dir: Path | str) -> RunSummary:
 
 
 def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
-    since = run.started_at or 0.0
     verdict, suspects, page, repeats, injected = None, [], None, None, []
-    if ending.exit_code == CorruptionError.exit_code and run.incidents:
-        path, incident = max(run.incidents, key=lambda one: (one[1].time, one[1].step))
-        if datetime.fromisoformat(incident.time).timestamp() >= int(since):  # incident times are whole seconds
-            verdict, page = incident.verdict, str(path)
-            suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
-            injected = list(incident.injected)
-            worst = next((one for one in incident.flagged if one.verdict == verdict), None)
-            often = "" if worst is None else how_often(worst.verdict, worst.wrong_repeats, worst.repeats)
-            repeats = often or None
+    # Times of incidents are whole seconds.
+    recent = [
+        pair for pair in run.incidents if run.is_of_last_start(pair[1].attempt, pair[1].launch, pair[1].found_at + 1)
+    ]
+    recent.sort(key=lambda pair: pair[1].place)
+    if ending.exit_code == CorruptionError.exit_code and recent:
+        path, incident = recent[-1]
+        verdict, page = incident.verdict, str(path)
+        suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
+        injected = list(incident.injected)
+        worst = next((one for one in incident.flagged if one.verdict == verdict), None)
+        often = "" if worst is None else how_often(worst.verdict, worst.wrong_repeats, worst.repeats)
+        repeats = often or None
     if ending.exit_code == NonFiniteError.exit_code:
-        places = [
-            one for one in run.of("nonfinite", "first") if one.time >= since and one.fields.get("rank") is not None
-        ]
-        suspects = [_place(one) for one in places[-1:]]
-    if page is None and not suspects and (hang := _hang_of_failure(run, ending, since)) is not None:
+        found = run.since_last_start(run.of("nonfinite", "first"))
+        suspects = [_place(one) for one in found if one.fields.get("rank") is not None][-1:]
+    if page is None and not suspects and (hang := _hang_of_failure(run, ending)) is not None:
         page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
     verified, way = None, None
-    recent = [one for _, one in run.incidents if datetime.fromisoformat(one.time).timestamp() >= int(since)]
-    of_guard = next((one.verified_checkpoint for one in reversed(recent) if one.script is not None), None)
+    of_guard = next((one.verified_checkpoint for _, one in reversed(recent) if one.script is not None), None)
     if any(checkpoints.glob("step_*/verified.json")):
         from megasdc.checkpoint.marks import list_verified  # imports torch
 
@@ -214,10 +214,11 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     )
 
 
-def _hang_of_failure(run: RunRecord, ending: Ending, since: float) -> HangIncident | None:
+def _hang_of_failure(run: RunRecord, ending: Ending) -> HangIncident | None:
     """The standstill that a launch ended with: the one that its message names, else the last since its start."""
     named = [one for one in run.hangs if one.path.name in ending.text]
-    return next(reversed(named or [one for one in run.hangs if one.time >= since]), None)
+    recent = [one for one in run.hangs if run.is_of_last_start(one.attempt, one.launch, one.time)]
+    return next(reversed(named or recent), None)
 
 
 def _hang(one: HangIncident) -> Hang:
@@ -242,12 +243,9 @@ def _change_text(event: Event) -> str:
 
 def _stragglers(run: RunRecord) -> list[str]:
     """Ranks named as slow since the last start, and when they recovered, as text."""
-    since = run.started_at or 0.0
     found: dict[tuple[Any, Any], str] = {}
-    for event in run.of("health", "straggler", "recovered"):
+    for event in run.since_last_start(run.of("health", "straggler", "recovered")):
         place = event.fields.get("replica"), event.fields.get("stage")
-        if event.time < since:
-            continue
         if event.name == "straggler":
             again = f"{found[place]}; " if place in found else ""
             found[place] = f"{again}{event.fields.get('message')}; since step {event.step}"

@@ -21,6 +21,7 @@ from megasdc.errors import MegasdcError
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.launcher.supervision import say
+from megasdc.moment import boot_id
 
 MODULE = "megasdc.supervisor.front"
 
@@ -31,6 +32,8 @@ class FrontResult:
 
     Args:
         ended_at: when it did, seconds since the epoch.
+        monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
+        boot: id of its kernel since it was booted; None: likewise.
     """
 
     exit_code: int
@@ -40,6 +43,8 @@ class FrontResult:
     ended_at: float = field(default_factory=time.time)
     stopped_by: int | None = None
     ended_by: int | None = None
+    monotonic: float | None = field(default_factory=time.monotonic)
+    boot: str | None = field(default_factory=boot_id)
 
 
 def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
@@ -50,7 +55,8 @@ def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
 def load_result(path: Path) -> FrontResult | None:
     """The result that a front left; None: it was killed and left none, or the file is damaged."""
     try:
-        return FrontResult(**json.loads(path.read_text(encoding="utf-8")))
+        raw = {"monotonic": None, "boot": None, **json.loads(path.read_text(encoding="utf-8"))}
+        return FrontResult(**raw)
     except (FileNotFoundError, ValueError, TypeError):
         return None
 

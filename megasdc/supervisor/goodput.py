@@ -28,14 +28,15 @@ that runs it is productive so far, as long as it is not silent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megasdc.moment import Moment
 from megasdc.origin import Launch
 from megasdc.supervisor.front import file_of, load_result
 from megasdc.supervisor.history import TAKEN_OVER
-from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from megasdc.supervisor.journal import FOLDER, Entry, read_journal, without_steps
 from megasdc.supervisor.trained import Trained, trained_in
 
 PARTS = (
@@ -135,7 +136,8 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
     """That of a run from its folder, also while it runs; None: it was not supervised.
 
     Args:
-        now: seconds since the epoch.
+        now: seconds since the epoch; counts only where the journal's last entry was written on another host, or by an
+            earlier version.
 
     Raises:
         StorageError: the journal was changed, or cannot be read.
@@ -149,8 +151,13 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
     for one in planned:
         path = file_of(folder, one.fields["attempt"], one.fields["launch_id"], "json")
         if (result := load_result(path)) is not None:
-            fronts[one.fields["attempt"]] = result.ended_at
-    return goodput(entries, now, trained_in(run_dir, Launch(planned[-1].fields["launch_id"], planned[-1].time)), fronts)
+            own = Moment("", result.ended_at, result.boot, result.monotonic)
+            is_known = one.boot is not None and one.boot == result.boot
+            fronts[one.fields["attempt"]] = one.time + one.seconds_to(own) if is_known else result.ended_at
+    last, plan = entries[-1], planned[-1]
+    now = last.time + last.seconds_to(replace(Moment.now(), time=now))
+    launch = Launch(plan.fields["launch_id"], plan.time, plan.monotonic, plan.boot)
+    return goodput(entries, now, trained_in(run_dir, launch), fronts)
 
 
 def goodput(
@@ -163,9 +170,9 @@ def goodput(
 
     Args:
         entries: of its journal, oldest first.
-        now: seconds since the epoch, where the run is not finished.
+        now: seconds since the epoch, where the run is not finished; as the date of the last entry is.
         running: what the last attempt has reported, if it has not ended.
-        fronts: when the front of an attempt ended, by number; of those that were not killed.
+        fronts: when the front of an attempt ended, by number, as the date of its plan is; of those not killed.
 
     Returns:
         None: no attempt was planned.
@@ -174,7 +181,8 @@ def goodput(
     if not turns:
         return None
     last = turns[-1]
-    end = now if last.finished_at is None or last.is_reopened else last.finished_at
+    since_s = 0.0 if not entries else without_steps(entries)[-1].time - entries[-1].time
+    end = now + since_s if last.finished_at is None or last.is_reopened else last.finished_at
     ends = [one.plan.time for one in turns[1:]] + [max(last.plan.time, end)]
     found = []
     for number, (turn, until) in enumerate(zip(turns, ends, strict=True)):
@@ -193,6 +201,7 @@ class _Turn:
         idle: spans in which there was no supervisor.
         left_at: when the job that the attempt ran in was left for another.
         is_reopened: the run was finished, and begun anew.
+        by_s: by how many seconds its times are later than the date of its plan, which was set before.
     """
 
     plan: Entry
@@ -204,13 +213,20 @@ class _Turn:
     idle: list[tuple[float, float]] = field(default_factory=list)
     left_at: float | None = None
     is_reopened: bool = False
+    by_s: float = 0.0
+
+    def take(self, trained: Trained | None) -> None:
+        """Take what the attempt has reported, whose times are as the date of its plan was."""
+        if trained is not None:
+            began_at, last_at = trained.began_at + self.by_s, trained.last_at + self.by_s
+            self.trained = replace(trained, began_at=began_at, last_at=last_at)
 
     def add(self, entry: Entry, before: Entry) -> None:
         """Take one more entry, and the one before it."""
         match entry.kind:
             case "ended":
                 self.ended, said = entry, entry.fields["trained"]
-                self.trained = None if said is None else Trained(**said)
+                self.take(None if said is None else Trained(**said))
             case "decided":
                 self.decided = entry
             case "left":
@@ -225,14 +241,18 @@ class _Turn:
 
 
 def _turns(entries: Sequence[Entry], running: Trained | None, fronts: Mapping[int, float]) -> list[_Turn]:
+    """By the times of a clock that nobody sets; what the date of a plan was has to be known for what was reported."""
     found: list[_Turn] = []
-    for number, entry in enumerate(entries):
+    steady = without_steps(entries)
+    for number, entry in enumerate(steady):
         if entry.kind == "planned":
-            found.append(_Turn(entry, fronts.get(entry.fields["attempt"])))
+            found.append(_Turn(entry, None, by_s=entry.time - entries[number].time))
+            if (front_at := fronts.get(entry.fields["attempt"])) is not None:
+                found[-1].front_at = front_at + found[-1].by_s
         elif found:
-            found[-1].add(entry, entries[number - 1])
+            found[-1].add(entry, steady[number - 1])
     if found and found[-1].ended is None:
-        found[-1].trained = running
+        found[-1].take(running)
     return found
 
 

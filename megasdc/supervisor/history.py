@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megasdc.moment import Moment
 from megasdc.origin import Launch
 from megasdc.supervisor.diagnosis import Back, Diagnosis
 from megasdc.supervisor.host_tests import HostTest
@@ -39,7 +40,9 @@ class Attempt:
         number: the first is 1.
         slots: ranks of each host that it uses, in order of ranks.
         launch_id: of the launch, which its processes can be found by.
-        planned_at: seconds since the epoch.
+        planned_at: seconds since the epoch, as the journal has it.
+        monotonic: when that was on the monotonic clock of the supervisor's host; None: not known.
+        boot: id of its kernel since it was booted; None: likewise.
         job: of a scheduler, that its hosts belong to; empty: none.
         process: None: not known to be started.
         at_most: newest step to go on from; None: the newest of all.
@@ -60,11 +63,13 @@ class Attempt:
     skips_snapshots: bool = False
     grows: bool = False
     ended: tuple[str, ...] = ()
+    monotonic: float | None = None
+    boot: str | None = None
 
     @property
     def launch(self) -> Launch:
         """By which what it has written is found."""
-        return Launch(self.launch_id, self.planned_at)
+        return Launch(self.launch_id, self.planned_at, self.monotonic, self.boot)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -103,6 +108,7 @@ class History:
         given_back: how often a host was, after a test.
         passed_at: when a spare has last passed a test, seconds since the epoch.
         attempt: the last one that was planned.
+        attempt_at: when that was.
         failures: attempts that have ended, oldest first, the last one too where it is no failure.
         decision: the last one, and when it was made.
         left: the last job that was left for another allocation; empty: none was.
@@ -111,6 +117,8 @@ class History:
         at_most: newest step to go on from, until an attempt has done so; None: the newest of all.
         skip: samples that are not trained on from now on.
         skips_snapshots: attempts go on without snapshots in memory where they have no room.
+
+    Times, but for that of a plan, are those of a clock that nobody sets (``journal.without_steps``); so is ``now``.
     """
 
     stage: str = ""
@@ -122,6 +130,7 @@ class History:
     given_back: dict[str, int] = field(default_factory=dict)
     passed_at: dict[str, float] = field(default_factory=dict)
     attempt: Attempt | None = None
+    attempt_at: float = 0.0
     failures: list[Failure] = field(default_factory=list)
     decision: Decision | None = None
     decided_at: float = 0.0
@@ -131,6 +140,8 @@ class History:
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
     skips_snapshots: bool = False
+    _last: Entry | None = field(default=None, compare=False)
+    _last_at: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> History:
@@ -139,6 +150,11 @@ class History:
         for entry in entries:
             found.add(entry)
         return found
+
+    @property
+    def now(self) -> float:
+        """Seconds since the epoch, by the clock of its times."""
+        return self._last_at + (0.0 if self._last is None else self._last.seconds_to(Moment.now()))
 
     @property
     def usable(self) -> list[str]:
@@ -177,7 +193,13 @@ class History:
 
     def add(self, entry: Entry) -> None:
         """Take one more entry."""
-        CHANGES[entry.kind](self, entry)
+        self._last_at = entry.time if self._last is None else self._last_at + self._last.seconds_to(entry)
+        self._last = entry
+        if entry.kind == "planned":
+            self.attempt_at = self._last_at
+            CHANGES[entry.kind](self, entry)  # its launch has this date
+        else:
+            CHANGES[entry.kind](self, replace(entry, time=self._last_at))
         if entry.kind not in NO_TURNS:
             self.stage = entry.kind
 
@@ -200,6 +222,7 @@ def _planned(history: History, entry: Entry) -> None:
     attempt = Attempt(said["attempt"], said["slots"], said["launch_id"], entry.time, said.get("job", ""))
     skips_snapshots = said.get("skips_snapshots", False)
     attempt = replace(attempt, at_most=said.get("at_most"), skip=skip, ended=ended)
+    attempt = replace(attempt, monotonic=entry.monotonic, boot=entry.boot)
     history.attempt = replace(attempt, skips_snapshots=skips_snapshots)
 
 

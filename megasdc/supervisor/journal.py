@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ import xxhash
 
 from megasdc.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.errors import LaunchError, StorageError
+from megasdc.moment import Moment
 
 FOLDER, JOURNAL_FILE = "supervise", "journal.jsonl"
 """In the run folder, and in that one."""
@@ -42,12 +43,28 @@ class Entry:
         time: seconds since the epoch.
         kind: of ``megasdc.supervisor.history``.
         fields: plain values.
+        monotonic: seconds on the monotonic clock of the supervisor's host; None: of an earlier version.
+        boot: id of its kernel since it was booted; None: likewise.
     """
 
     number: int
     time: float
     kind: str
     fields: dict[str, Any]
+    monotonic: float | None = None
+    boot: str | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What its line holds."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def seconds_to(self, other: Entry | Moment) -> float:
+        """Seconds from this to a later moment: by the monotonic clock of one boot, else by dates; at least 0."""
+        boot = other.boot if isinstance(other, Entry) else other.boot_id
+        if boot is not None and boot == self.boot and self.monotonic is not None and other.monotonic is not None:
+            return max(0.0, other.monotonic - self.monotonic)
+        return max(0.0, other.time - self.time)
 
 
 Rebuild = Callable[[Sequence[Entry]], Sequence[Entry]]
@@ -112,7 +129,10 @@ class Journal:
         """
         self._check_owned()
         number = len(self.entries) + 1
-        content = {"number": number, "time": time.time(), "kind": kind, "fields": fields}
+        now = Moment.now()
+        # Of more digits than a float has the last one may change, and nothing would show it.
+        content = {"number": number, "time": round(now.time, 6), "kind": kind, "fields": fields}
+        content |= {"monotonic": None if now.monotonic is None else round(now.monotonic, 6), "boot": now.boot_id}
         line, checksum = _line(self._checksum, content)
         try:
             self._file.write(line.encode())
@@ -166,10 +186,10 @@ class Journal:
         lost = len(lines.splitlines()) - len(kept)
         fields = {"aside": aside.name, "problem": problem, "lost": lost}
         entries = [*rebuild(kept), Entry(0, time.time(), DAMAGED, fields)]
-        entries = [Entry(at, one.time, one.kind, one.fields) for at, one in enumerate(entries, 1)]
+        entries = [replace(one, number=at) for at, one in enumerate(entries, 1)]
         checksum, text = "", b""
         for entry in entries:
-            line, checksum = _line(checksum, asdict(entry))
+            line, checksum = _line(checksum, entry.content)
             text += line.encode()
         temporary = self.path.with_name(f"{TEMPORARY_PREFIX}{JOURNAL_FILE}")
         temporary.unlink(missing_ok=True)
@@ -211,7 +231,7 @@ def whole_lines(lines: bytes) -> list[Entry]:
     unsure: tuple[Entry | None, str] = None, ""
     for line in lines.splitlines():
         entry, claimed = _entry_of(line), next((match.decode() for match in _CHECKSUM.findall(line)[-1:]), "")
-        follows = {} if entry is None else {_chained(one, asdict(entry)): one for one in before}
+        follows = {} if entry is None else {_chained(one, entry.content): one for one in before}
         if entry is not None and claimed in follows:
             if unsure[0] is not None and follows[claimed] != unsure[1]:
                 found.append(unsure[0])
@@ -219,6 +239,14 @@ def whole_lines(lines: bytes) -> list[Entry]:
             unsure, before = (None, ""), {claimed}
         else:
             unsure, before = (entry, claimed), {claimed, *follows}
+    return found
+
+
+def without_steps(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries with the times of a clock that nobody sets: that of the first, and what has passed since then."""
+    found: list[Entry] = []
+    for before, entry in zip([None, *entries], entries, strict=False):
+        found.append(entry if before is None else replace(entry, time=found[-1].time + before.seconds_to(entry)))
     return found
 
 

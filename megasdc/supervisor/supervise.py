@@ -185,7 +185,7 @@ class Supervisor:
         diagnosis = diagnose(evidence)
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
-        hours = (time.time() - attempt.planned_at) / HOUR_S
+        hours = (self._history.now - self._history.attempt_at) / HOUR_S
         is_mendable = diagnosis.kind in ("unfit", "no_room")  # what a host lacks says nothing of its hardware
         failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 and not is_mendable else None
         self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
@@ -234,7 +234,7 @@ class Supervisor:
         if decision.action in (Action.FINISH, Action.STOP):
             self._finish(code, decision.text)
             return
-        passed_s = max(0.0, time.time() - history.decided_at)  # also that of an earlier supervisor
+        passed_s = history.now - history.decided_at  # also that of an earlier supervisor
         end = time.monotonic() + decision.pause_s - passed_s
         while not self._allocation.is_ending:
             if self._stop.is_set():
@@ -269,14 +269,13 @@ class Supervisor:
         for test in ended:
             self._note(test)
         for host, one in history.replaced.items():
-            since_s = time.time() - one.tested_at  # negative where the clock was set back
-            is_due = one.test is None or (not one.test.is_conclusive and not 0 <= since_s < limits.retest_s)
+            is_due = one.test is None or (not one.test.is_conclusive and history.now - one.tested_at >= limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
             to_come |= worth and (one.test is None or not one.test.is_conclusive)
             if is_due and worth and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host], run)
         for host in history.waiting if limits.spare_test_s else ():
-            is_due = not 0 <= time.time() - history.passed_at.get(host, 0.0) < limits.spare_test_s
+            is_due = history.now - history.passed_at.get(host, 0.0) >= limits.spare_test_s
             if is_due and not self._tests.runs(host):
                 self._tests.start(host, history.slots[host], run)
         return bool(ended) or to_come

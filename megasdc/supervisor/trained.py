@@ -7,7 +7,7 @@ that are taken again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,9 @@ from statistics import median
 from typing import Any
 
 from megasdc.events import Event, read_events
+from megasdc.health.front.clocks import clocks_of
 from megasdc.metrics.writer import read_metrics
+from megasdc.moment import HostClock
 from megasdc.origin import Launch
 
 SLOW = 1.5
@@ -30,7 +32,7 @@ class Trained:
 
     Args:
         resumed: step that it went on from; 0: it began.
-        began_at: when its first step began, seconds since the epoch.
+        began_at: when its first step began, seconds since the epoch, as the date of its launch's plan was.
         last: last step that was reported as done.
         last_at: when that was.
         loading_s: seconds before the first step in which a checkpoint was looked for, checked and loaded, and those in
@@ -59,6 +61,7 @@ def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
     """
     rows = read_metrics(run_dir) if run_dir.is_dir() else []
     events = list(read_events(run_dir, rank=0, launch=launch, broken=[]))
+    clock = _Clock(launch, events, clocks_of(run_dir / "health"))
     starts = [one for one in events if (one.kind, one.name) == ("start", "phases")]
     start = starts[0] if starts else None
     first = events if start is None else events[: events.index(start)]
@@ -67,17 +70,17 @@ def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
     lines = [row for row in new if any(name in row for name in _SIGNS)]
     usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
     if start is not None and start.step is not None:
-        began_at = start.time - start.fields.get("step_s", 0.0)
+        began_at = clock.at(start.time, start.monotonic) - start.fields.get("step_s", 0.0)
         loading_s = start.fields["phases"].get("resume", 0.0)
         # Of later ones, which have left replicas out in the same processes, all but their first step stands still.
         loading_s += sum(sum(one.fields["phases"].values()) - one.fields.get("step_s", 0.0) for one in starts[1:])
-        reported = (start.step, start.time)
+        reported = (start.step, clock.at(start.time, start.monotonic))
     elif lines:
-        began_at = lines[0]["time"] - (lines[0]["step"] - resumed) * usual_s
+        began_at = clock.of(lines[0]) - (lines[0]["step"] - resumed) * usual_s
         loading_s, reported = 0.0, (resumed, began_at)
     else:
         return None
-    last, last_at = (lines[-1]["step"], lines[-1]["time"]) if lines else reported
+    last, last_at = (lines[-1]["step"], clock.of(lines[-1])) if lines else reported
     timed = [row for row in new if "speed/step_s" in row]
     between = [later - earlier for earlier, later in pairwise([resumed, *(row["step"] for row in timed)])]
     return Trained(
@@ -91,6 +94,39 @@ def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
         stalled_s=_stalled_s(timed, usual_s, _known_slow(events)),
         line_s=median(between) * usual_s if between else 0.0,
     )
+
+
+class _Clock:
+    """The date of a launch's plan, and what has passed since then, at moments on rank 0's host.
+
+    By the monotonic clocks of both hosts where these are one, or agents have measured how they differ; else by that of
+    rank 0's host since its first event, whose date is believed.
+
+    Args:
+        events: of rank 0.
+        clocks: of hosts, by boot, against the front, which runs on the host that planned the launch.
+    """
+
+    def __init__(self, launch: Launch, events: Sequence[Event], clocks: Mapping[str, HostClock]) -> None:
+        first = next((one for one in events if one.monotonic is not None and one.boot is not None), None)
+        self._base: float | None = None
+        if first is None or first.monotonic is None or first.boot is None:
+            return
+        self._base = first.time - first.monotonic
+        if launch.boot is not None and launch.monotonic is not None:
+            planned = launch.planned_at - launch.monotonic
+            if first.boot == launch.boot:
+                self._base = planned
+            elif (found := clocks.get(first.boot)) is not None:
+                self._base = planned - found.monotonic_s
+
+    def at(self, time: float, monotonic: float | None) -> float:
+        """Of something with both times of rank 0's host."""
+        return time if self._base is None or monotonic is None else self._base + monotonic
+
+    def of(self, row: Mapping[str, Any]) -> float:
+        """Of a line of metrics."""
+        return self.at(row["time"], row.get("monotonic"))
 
 
 def rows_of(rows: Sequence[dict[str, Any]], events: Sequence[Event], launch: Launch) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from torch import nn
 import megasdc
 from megasdc.errors import ConfigError, StorageError
 from megasdc.events import read_events
+from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.campaign import bench_guard
@@ -87,6 +88,10 @@ def test_a_wrong_rank_is_named_and_ends_the_training(tmp_path: Path, zero: int, 
     (flagged,) = incident.flagged
     assert (flagged.rank, flagged.first.fqn, flagged.first.phase) == (planted.rank, planted.submodule, planted.phase)
     assert (incident.step, incident.verdict, incident.done) == (1, "persistent", "halted")
+    starts = {(one.run, one.attempt) for one in read_events(tmp_path)}
+    assert starts == {(read_identity(tmp_path).run, 1)} and incident.attempt == 1, (
+        "by which reports know the last start"
+    )
     text = page.read_text()
     assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "launch/pretrain_gpt" not in text
 

@@ -18,6 +18,9 @@ import pytest
 from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
+from megasdc.events import Event, read_events
+from megasdc.report.summary import summarize
+from tools.bench.supervised.target import clock_library
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -84,6 +87,47 @@ def test_a_host_whose_agent_and_rank_are_stopped_holds_nobody_up(tmp_path: Path,
     assert "stopped by a signal: node2: process" in said, said
     assert re.search(r"nothing moved for \d+ s: .*node2", said), said  # of the front, or of rank 0's agent before it
     assert "rank 1 on node2" in said and launch.returncode in (75, 78), said
+
+
+def test_dates_of_hosts_that_differ_and_jump_blame_nobody(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+    """Rank 0's host is two hours ahead, the other's date jumps in mid-run, and a rank there is killed: it is named."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["parallel"] |= {"timeout_s": 60.0}
+    raw["megasdc"]["health"] = {"enabled": True, "hang_floor_s": 8.0, "slow_floor_s": 8.0}
+    raw["megasdc"]["training"]["steps"] = 100_000
+    raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 0}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    run, ranks = folder / "run", []
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(clock_library(tmp_path))}
+    with Cluster(tmp_path / "cluster", 2, env=env) as hosts:
+        hosts.run("node1", ["sh", "-ec", "echo 7200 >/run/clock_off"])
+        argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(hosts.hostfile())]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launch = hosts.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder), **pipes)
+        wait_until(lambda: any(read_events(run, kind="clock", broken=[])), launch)
+        hosts.run("node2", ["sh", "-ec", "echo 259200 >/run/clock_off"])
+        wait_until(lambda: any(one.fields["ahead_s"] > 0 for one in differing_dates(run, "node2")), launch)
+        for one in psutil.process_iter(["cmdline", "environ"]):
+            words, rank = one.info["cmdline"] or [], (one.info["environ"] or {}).get("RANK")
+            if rank == "1" and str(folder / "config.json") in words:
+                ranks.append(one)
+        for one in ranks:
+            one.kill()
+        said, _ = launch.communicate(timeout=120)
+    assert ranks and launch.returncode not in (0, 143), said
+    found = [round(one.fields["ahead_s"]) for one in differing_dates(run, "node2")]
+    assert (found[0], found[-1]) == (-7200, 259200 - 7200), found
+    assert all(one.fields["uncertainty_s"] < 5 for one in differing_dates(run, "node2"))
+    assert not differing_dates(run, "node1"), "the front is on it"
+    assert "clocks: the date of node2 is 7,200." in said and "clocks: the date of node2 was set by +2" in said, said
+    failure = summarize(run).failure
+    assert failure is not None and (failure.rank, failure.host) == (1, "node2"), said
+    assert any("the date of node2 is 252,00" in one for one in summarize(run).clocks)
+
+
+def differing_dates(run: Path, host: str) -> list[Event]:
+    """What a host has told of its date, where that differs from the front's."""
+    return [one for one in read_events(run, kind="clock", name="differs", broken=[]) if one.host == host]
 
 
 CUTS: dict[str, tuple[Sequence[tuple[str, str]], str, list[str]]] = {

@@ -75,7 +75,7 @@ class HostClocks:
     """The front's side: the clocks of all hosts, what people are told of them, and ``health/clocks.json``.
 
     Args:
-        path: of the file; that of an earlier launch is removed, and none is written where no date differs.
+        path: of the file; that of an earlier launch is removed.
         say: tells people.
     """
 
@@ -102,9 +102,10 @@ class HostClocks:
         if clock is None:
             return
         self.of_host[host] = clock
-        before, text = self._told.get(host), _text(clock)
+        before, text = self._told.get(host), clock_text(clock)
         if before is None and abs(clock.ahead_s) <= TOLD_S + clock.uncertainty_s:
             self._told[host] = clock.ahead_s
+            self._write()
             return
         if before is None:
             self._say(f"clocks: the date of {host} is {text}")
@@ -133,17 +134,43 @@ def differing(health: Path) -> list[str]:
         health: folder of the run.
     """
     try:
-        raw = json.loads((health / CLOCKS_FILE).read_text(encoding="utf-8"))
-        found = {str(host): _read(one) for host, one in raw["hosts"].items()}
-    except FileNotFoundError:
-        return []
+        found = _load(health)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return [f"{health / CLOCKS_FILE} cannot be read: {error!r}"]
-    return [
-        f"the date of {host} is {_text(one)}"
-        for host, one in found.items()
-        if one is not None and abs(one.ahead_s) > TOLD_S + one.uncertainty_s
-    ]
+    return [f"the date of {host} is {clock_text(one)}" for host, one in found.items() if differs(one)]
+
+
+def clocks_of(health: Path) -> dict[str, HostClock]:
+    """Clocks of a run's last launch against that of its front, by boot; empty: none was measured, or it cannot be read.
+
+    Args:
+        health: folder of the run.
+    """
+    try:
+        return {one.boot_id: one for one in _load(health).values()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def has_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the date of a host was set between two measurements, or the later one is twice as sharp."""
+    moved_s = abs(now["ahead_s"] - before["ahead_s"]) - before["uncertainty_s"] - now["uncertainty_s"]
+    return moved_s > TOLD_S or 2 * now["uncertainty_s"] < before["uncertainty_s"]
+
+
+def differs(clock: HostClock) -> bool:
+    """Whether the date of a host differs from that of the front by more than ``TOLD_S``, for certain."""
+    return abs(clock.ahead_s) > TOLD_S + clock.uncertainty_s
+
+
+def _load(health: Path) -> dict[str, HostClock]:
+    """Clocks by the names of hosts, as the front's file has them; empty where there is none."""
+    try:
+        raw = json.loads((health / CLOCKS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    found = {str(host): _read(one) for host, one in raw["hosts"].items()}
+    return {host: one for host, one in found.items() if one is not None}
 
 
 def _read(raw: object) -> HostClock | None:
@@ -155,7 +182,8 @@ def _read(raw: object) -> HostClock | None:
     return HostClock(raw["boot_id"], *(float(raw[name]) for name in names))
 
 
-def _text(clock: HostClock) -> str:
+def clock_text(clock: HostClock) -> str:
+    """How the date of a host differs from that of the front."""
     way = "ahead of" if clock.ahead_s > 0 else "behind"
     if abs(clock.ahead_s) <= TOLD_S:
         return "that of the launch's front again"

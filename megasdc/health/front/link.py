@@ -41,6 +41,11 @@ class FrontLink:
         leave = self._answer.get("leave")
         return leave if self.judges and isinstance(leave, dict) else None
 
+    @property
+    def clock(self) -> dict[str, Any] | None:
+        """How the clocks of this host differ from those of the front; None: not measured yet."""
+        return self._clocks.clock
+
     def exchange(self) -> None:
         """Tell the front, and hear from it; may wait for the network.
 

@@ -77,9 +77,9 @@ class Standstill:
 
     @property
     def clocks(self) -> dict[str, HostClock]:
-        """Clocks of hosts against that of this one, by name, as far as agents have measured them."""
+        """Clocks of hosts against that of this one, by their boot, as far as agents have measured them."""
         with self._lock:
-            return dict(self._clocks.of_host)
+            return {one.boot_id: one for one in self._clocks.of_host.values()}
 
     @property
     def has_met_agents(self) -> bool:

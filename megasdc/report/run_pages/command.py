@@ -97,9 +97,9 @@ def _build(
     if kind == "drops":
         return drop_result_page(paths, title)
     if kind == "study":
-        return study_page(paths[0], now, title)
+        return study_page(paths[0], title)
     runs = [load_run(path, on_progress) for path in paths]
-    return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, now, title)
+    return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, title)
 
 
 def _healthy_first(paths: Sequence[Path], healthy: Path | None) -> list[Path]:

@@ -28,8 +28,8 @@ _HEADINGS = (
 )
 
 
-def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None) -> Page:
-    """The page of at least two runs, the first the healthy one; ``now`` in seconds since the epoch."""
+def compare_page(runs: Sequence[RunRecord], title: str | None = None) -> Page:
+    """The page of at least two runs, the first the healthy one."""
     names = names_of(runs)
     healthy, *others = names
     compared = dict(zip(others, compare_runs(runs[0], runs[1:]), strict=True))
@@ -51,12 +51,12 @@ def compare_page(runs: Sequence[RunRecord], now: float, title: str | None = None
         tiles=_tiles(compared),
         notes=[*(f"{name}: {note}" for name, run in names.items() for note in run.notes), *told],
         sections=[
-            Section("Runs", tables=[_table(names, compared, now)]),
+            Section("Runs", tables=[_table(names, compared)]),
             Section("Over the steps", figures=[*figures, *drift]),
             Section("Settings that differ", _same_settings(settings), tables=_settings(names, settings)),
             Section("Where and with what", tables=[_places(names)]),
         ],
-        summary=_summary(names, compared, now),
+        summary=_summary(names, compared),
     )
 
 
@@ -96,10 +96,10 @@ def _tiles(compared: Mapping[str, Compared]) -> dict[str, str]:
     return tiles | ({"worst increase": f"{max(increases):+.2%}"} if increases else {})
 
 
-def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now: float) -> Table:
+def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared]) -> Table:
     rows = []
     for name, run in names.items():
-        status, counts = status_of(run, now), counts_of(marks_of(run))
+        status, counts = status_of(run), counts_of(marks_of(run))
         one = compared.get(name)
         loss, evaluated = run.series.get(LOSS), run.series.get("eval/loss")
         look = "bad" if one is not None and one.verdict in ("worse", "NaN") else ""
@@ -170,11 +170,11 @@ def _places(names: Mapping[str, RunRecord]) -> Table:
     return Table("places", ("run", "layout", "hosts", "versions", "folder"), rows, searched=False)
 
 
-def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, Compared], now: float) -> dict[str, object]:
+def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, Compared]) -> dict[str, object]:
     found = []
     for name, run in names.items():
         one = compared.get(name)
-        own: dict[str, object] = {"name": name, **summary_of(run, status_of(run, now), marks_of(run))}
+        own: dict[str, object] = {"name": name, **summary_of(run, status_of(run), marks_of(run))}
         if one is not None:
             own |= {
                 "verdict": one.verdict,

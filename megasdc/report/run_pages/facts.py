@@ -99,8 +99,7 @@ def places(run: RunRecord) -> dict[str, str]:
         if isinstance(layout, dict):
             found["layout"] = ", ".join(f"{name} {size}" for name, size in layout.items())
         found["ranks"] = plain(fields.get("world_size"))
-    since = run.started_at or 0.0
-    hosts = sorted({one.host for one in run.events if one.time >= since})
+    hosts = sorted({one.host for one in run.since_last_start(run.events)})
     if hosts:
         more = f" and {len(hosts) - LISTED_HOSTS} more" if len(hosts) > LISTED_HOSTS else ""
         found["hosts"] = ", ".join(hosts[:LISTED_HOSTS]) + more

@@ -42,6 +42,7 @@ _LANE_OF = {
     ("health", "unwritten"): WARNING,
     ("health", "alert_failed"): WARNING,
     ("metrics", "sink_failed"): WARNING,
+    ("clock", "differs"): WARNING,
     ("drop", "threshold"): DROPS,
     ("drop", "limit"): DROPS,
     ("drop", "slow_replica"): DROPS,

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from megasdc.errors import PeerError
-from megasdc.events import Event
+from megasdc.events import Event, in_order, starts_of
+from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
 from megasdc.metrics.writer import METRICS_FILE, PLACE
+from megasdc.moment import first_of
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
 from megasdc.report.run_pages.slowness import load_slowness
@@ -31,7 +33,7 @@ class Ending:
     """How a launch ended; exit code 0: done. ``time`` in seconds since the epoch.
 
     ``text``: the known facts, the cause first; ``rank`` and ``host``: that failed first, None: none did, or it is not
-    known.
+    known; ``launch``: its id, None: not known; ``attempt``: number of its last start, None: it made none.
     """
 
     time: float
@@ -39,6 +41,8 @@ class Ending:
     text: str
     rank: int | None = None
     host: str | None = None
+    launch: str | None = None
+    attempt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class RunRecord:
     ``hangs``: oldest first.
 
     ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
-    last line, seconds since the epoch, None where there is none; ``notes``: what was ignored, a sentence each;
+    last line, seconds since the epoch by the clock of its host, None where there is none; ``quiet_s``: seconds since
+    then, by the clock of the file system; ``notes``: what was ignored, a sentence each;
     ``slowness``: time over that of the peers by rank, empty where nothing was compared.
     """
 
@@ -61,6 +66,7 @@ class RunRecord:
     written_at: float | None
     notes: tuple[str, ...]
     slowness: dict[int, Series] = field(default_factory=dict)
+    quiet_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -80,14 +86,40 @@ class RunRecord:
 
     @property
     def started_at(self) -> float | None:
-        """Time of the last start; None where none was recorded."""
-        return max((one.time for one in self.of("start", "run")), default=None)
+        """Time of the last start, by the clock of its host; None where none was recorded."""
+        return next((one.time for one in reversed(self.of("start", "run"))), None)
+
+    @property
+    def attempt(self) -> int:
+        """Number of the last start; 0: starts are not numbered, as of an earlier version."""
+        return max((one.attempt or 0 for one in self.events), default=0)
+
+    def is_of_last_start(self, attempt: int | None, launch: str | None, time: float) -> bool:
+        """Whether something belongs to the last start: by its number or its launch, never by the dates of hosts.
+
+        Args:
+            attempt: number of the start that it names; None: none.
+            launch: id of the launch that it names; None: none.
+            time: that it has, seconds since the epoch, by which alone what names neither can be told.
+        """
+        number = starts_of(self.events).get(launch or "") or attempt
+        if self.attempt and number:
+            return number >= self.attempt
+        return time >= (self.started_at or 0.0)
+
+    def since_last_start(self, events: Iterable[Event]) -> list[Event]:
+        """Those of the last start."""
+        starts, last, since = starts_of(self.events), self.attempt, self.started_at or 0.0
+        return [
+            one
+            for one in events
+            if ((one.attempt or starts.get(one.launch or "", 0)) >= last if last else one.time >= since)
+        ]
 
     @property
     def last_step(self) -> int:
         """Last step of any metric, or of an event since the last start, audits excepted; 0: none."""
-        since = self.started_at or 0.0
-        told = [one.step for one in self.events if one.step is not None and one.time >= since and one.kind != "audit"]
+        told = [one.step for one in self.since_last_start(self.events) if one.step is not None and one.kind != "audit"]
         return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
 
 
@@ -111,6 +143,8 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     times = [events[-1].time] if events else []
     hangs, unreadable = load_hangs(path)
     notes += unreadable
+    clock = FileClock(path)
+    ages = [clock.age_s(one) for one in (path / METRICS_FILE, *(path / "events").glob("rank_*.jsonl"))]
     return RunRecord(
         path=path,
         config=config,
@@ -122,6 +156,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
         written_at=max([*times, *last_line], default=None),
         notes=tuple(notes),
         slowness=slowness,
+        quiet_s=min((age for age in ages if age is not None), default=None),
     )
 
 
@@ -196,21 +231,34 @@ def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None)
     paths = sorted((folder / "events").glob("rank_*.jsonl"))
     if not paths:
         notes.append("events/ holds no file of a rank: what happened is not known")
-    events = []
+    events: list[list[Event]] = []
     for number, path in enumerate(paths, 1):
         lines = read_lines(path, event_row)
         notes.extend(f"events/{note}" for note in lines.notes)
-        events.extend(lines.rows)
+        events.append(lines.rows)
         if on_progress is not None:
             on_progress(f"reading {folder.name}", number, len(paths))
-    return sorted(events, key=lambda one: one.time)
+    return in_order(events)
+
+
+def since_begun_anew(events: Sequence[Event]) -> list[Event]:
+    """Without the events of an earlier run in the same folder whose metrics were set aside.
+
+    Args:
+        events: in order.
+    """
+    anew = [place for place, one in enumerate(events) if (one.kind, one.name) == ("start", "metrics_set_aside")]
+    before = events[: anew[-1]] if anew else []
+    starts = [place for place, one in enumerate(before) if (one.kind, one.name) == ("start", "run")]
+    if not starts:
+        return list(events)
+    number = events[anew[-1]].attempt
+    first = next((place for place in starts if number is not None and events[place].attempt == number), starts[-1])
+    return list(events[first:])
 
 
 def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
-    """Without the events of an earlier run in the same folder whose metrics were set aside."""
-    anew = [one.time for one in events if (one.kind, one.name) == ("start", "metrics_set_aside")]
-    starts = [one.time for one in events if (one.kind, one.name) == ("start", "run") and anew and one.time <= anew[-1]]
-    kept = [one for one in events if not starts or one.time >= starts[-1]]
+    kept = since_begun_anew(events)
     if len(kept) < len(events):
         notes.append(f"{len(events) - len(kept)} events of an earlier run in the same folder are not shown")
     return kept
@@ -222,52 +270,77 @@ def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Endi
     holder = read_holder(folder)
     if holder is not None and holder.may_live:  # other launches ended before it began, or were refused
         launches = [one for one in launches if one.name == holder.launch_id]
-    found = [_ending_of(launch, folder, notes) for launch in launches]
-    endings = [one for one in found if one is not None]
+    starts = starts_of(events)
+    found = [_ending_of(launch, folder, starts.get(launch.name), notes) for launch in launches]
+    last = _last_of([one for one in found if one is not None])
     told = _told_ending(events)
-    if told is not None and all(told.time > ending.time for _, ending in endings):
-        return told  # no launcher's record, or not yet
-    # The one that began last: ranks of an earlier one may have ended after it, when their host was back.
-    return max(endings, key=lambda one: (one[0], one[1].time), default=(0.0, None))[1]
+    if told is None or last is None:
+        return told or last
+    if told.launch is not None:  # no launcher's record, or not yet
+        return told if told.launch != last.launch and (told.attempt or 0) >= (last.attempt or 0) else last
+    return told if told.time > last.time else last
+
+
+def _last_of(endings: Sequence[Ending]) -> Ending | None:
+    """That of the launch that began last: ranks of an earlier one may have ended after it, when their host was back.
+
+    By the numbers of starts; a launch that made none comes by the file system's clock, by which all records are.
+    """
+    numbered = [one for one in endings if one.attempt is not None]
+    last = max(numbered, key=lambda one: one.attempt or 0, default=None)
+    others = [one for one in endings if one.attempt is None and (last is None or one.time > last.time)]
+    return max(others, key=lambda one: one.time, default=last)
 
 
 def _told_ending(events: Sequence[Event]) -> Ending | None:
-    """How the ranks of the last start ended, by their own events; None: none failed since."""
-    ends = [one for one in events if (one.kind, one.name) == ("end", "failed")]
-    started = max((one.time for one in events if (one.kind, one.name) == ("start", "run")), default=0.0)
-    starts = [one.attempt for one in events if (one.kind, one.name) == ("start", "run")]
-    attempt = max((one for one in starts if one is not None), default=0)
+    """How the ranks of the last start ended, by their own events; None: none failed since.
+
+    Args:
+        events: in order.
+    """
+    numbers = [one.attempt for one in events if (one.kind, one.name) == ("start", "run")]
+    attempt = max((one for one in numbers if one is not None), default=None)
+    begun = [place for place, one in enumerate(events) if (one.kind, one.name) == ("start", "run")]
+    ends = [(place, one) for place, one in enumerate(events) if (one.kind, one.name) == ("end", "failed")]
     # A rank of an earlier start may end after the last one has, when its host is back or it is woken.
-    ends = [one for one in ends if one.attempt is None or one.attempt >= attempt]
-    if not ends or ends[-1].time < started:
+    ends = [(place, one) for place, one in ends if attempt is None or one.attempt is None or one.attempt >= attempt]
+    if not ends:
         return None
-    # Ranks of the same start ended after this rank's process had begun; a rank may fail before all have joined.
-    since = ends[-1].fields.get("process_started", started)
-    failed = [one for one in ends if one.time >= since]
+    place, last = ends[-1]
+    if not last.attempt and begun and place < begun[-1]:
+        return None
+    if last.attempt is not None:
+        failed = [one for _, one in ends if (one.attempt, one.launch) == (last.attempt, last.launch)]
+    else:  # Ranks of the same start ended after this rank's process had begun; a rank may fail before all have joined.
+        since = last.fields.get("process_started", events[begun[-1]].time if begun else 0.0)
+        failed = [one for _, one in ends if one.time >= since]
     # The cause is the first rank that failed by itself; a rank with PeerError only lost another one.
-    first = min(failed, key=lambda one: (one.fields.get("exit_code") == PeerError.exit_code, one.time))
+    first = min(failed, key=lambda one: one.fields.get("exit_code") == PeerError.exit_code)
     text = f"rank {first.rank} on {first.host}: {first.fields.get('message')}"
-    return Ending(ends[-1].time, int(first.fields.get("exit_code", 1)), text, first.rank, first.host)
+    code = int(first.fields.get("exit_code", 1))
+    return Ending(last.time, code, text, first.rank, first.host, last.launch, last.attempt)
 
 
-def _ending_of(launch: Path, folder: Path, notes: list[str]) -> tuple[float, Ending] | None:
-    """When its last rank started, and how it ended; None: that is not recorded."""
+def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]) -> Ending | None:
+    """How it ended, with the file system's time of that; None: it is not recorded."""
     try:
         records = collect(folder, launch.name)
-        began_at = max((one.time for one in records.started.values()), default=0.0)
         path = launch / LAUNCH_FILE
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             ended_at, lines = path.stat().st_mtime, "; ".join(found["lines"])
             rank, host = found.get("failed_rank"), found.get("failed_host")
-            return began_at or ended_at, Ending(ended_at, int(found["exit_code"]), lines, rank, host)
+            return Ending(ended_at, int(found["exit_code"]), lines, rank, host, launch.name, attempt)
+        failed = {one.rank: one for one in records.done.values() if one.exit_code}
+        written = [(launch / f"rank_{rank:05d}.json").stat().st_mtime for rank in failed]
     except (OSError, ValueError, TypeError, KeyError) as error:
         notes.append(f"done/{launch.name} is left out: {error}")
         return None
     notes.extend(f"done/{launch.name}: {line}" for line in records.unreadable)
-    failed = sorted((one for one in records.done.values() if one.exit_code), key=lambda one: one.time)
     if not failed:
         return None
-    first = failed[0]
+    moments = {rank: one.ended_at for rank, one in failed.items()}
+    by_itself = {rank: at for rank, at in moments.items() if failed[rank].exit_code != PeerError.exit_code}
+    first = failed[min(first_of(by_itself or moments, {}))]
     text = f"rank {first.rank} on {first.host}: {first.first_line}"
-    return began_at or failed[-1].time, Ending(failed[-1].time, first.exit_code, text, first.rank, first.host)
+    return Ending(max(written), first.exit_code, text, first.rank, first.host, launch.name, attempt)

@@ -42,7 +42,7 @@ _COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
 
 def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
     """The page of a run; ``out``: its path, for relative links; ``now`` in seconds since the epoch."""
-    status, marks = status_of(run, now), marks_of(run)
+    status, marks = status_of(run), marks_of(run)
     counts = counts_of(marks)
     drops = load_drops(run)
     notes = list(run.notes)

@@ -1,4 +1,4 @@
-"""Progress and state of a run, from its record and the current time; pure."""
+"""Progress and state of a run, from its record; pure."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class Status:
     text: str
 
 
-def status_of(run: RunRecord, now: float) -> Status:
-    """Progress and state of a run; ``now`` in seconds since the epoch."""
+def status_of(run: RunRecord) -> Status:
+    """Progress and state of a run."""
     step, planned = run.last_step, run.setting("megasdc.training.steps")
     planned = planned if isinstance(planned, int) else None
     at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
     at = at if step or run.config else "a step that is not known"
-    since = run.started_at or 0.0
-    if run.ending is not None and run.ending.exit_code and run.ending.time >= since:
-        text = f"failed at {at} with exit code {run.ending.exit_code}: {run.ending.text}"
+    ending = run.ending
+    if ending is not None and not run.is_of_last_start(ending.attempt, ending.launch, ending.time):
+        ending = None
+    if ending is not None and ending.exit_code:
+        text = f"failed at {at} with exit code {ending.exit_code}: {ending.text}"
         return Status("failed", step, planned, text)
-    ends = [one for one in run.of("end", "run") if one.time >= since]
+    ends = run.since_last_start(run.of("end", "run"))
     if ends:
         reason = str(ends[-1].fields.get("reason", ALL_DONE))
         if reason == ALL_DONE:
             return Status("done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}.")
         return Status("stopped", step, planned, f"stopped at {at}: {reason}.")
-    if (
-        run.ending is not None and run.ending.time >= since and not run.config
-    ):  # of a training that is not megasdc's own
+    if ending is not None and not run.config:  # of a training that is not megasdc's own
         return Status("done", step, planned, "done.")
     if run.written_at is None:
         return Status("silent", step, planned, "nothing was written yet.")
-    quiet_s = max(0.0, now - run.written_at)
+    quiet_s = run.quiet_s or 0.0
     when = f"{ago(quiet_s)} before this page was made ({clock(run.written_at)})"
     if quiet_s <= max(SILENT_S, SILENT_WINDOWS * _window_s(run)):
         return Status("running", step, planned, f"under way at {at}; the last line was written {when}.")

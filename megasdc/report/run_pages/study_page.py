@@ -34,15 +34,15 @@ SAMPLES = 200
 """Maximum of single elements in the page; the CSV has all."""
 
 
-def study_page(folder: Path, now: float, title: str | None = None) -> Page:
-    """The page of a study, also of one in progress; ``now`` in seconds since the epoch.
+def study_page(folder: Path, title: str | None = None) -> Page:
+    """The page of a study, also of one in progress.
 
     Raises ``DataError`` where a file of the study is damaged.
     """
     summary = summarize_study(folder)
     told = describe(summary)
     trusted = load_run(replica_folder(folder, summary.trusted))
-    status = status_of(trusted, now)
+    status = status_of(trusted)
     name = title or f"Study {folder.resolve().name}"
     wrong = sum(row.mismatches for row in summary.mismatches)
     apart = any(row.worst or row.not_finite for row in summary.distances)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megasdc.events import Event
+from megasdc.events import Event, in_order
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.metrics.writer import METRICS_FILE
@@ -108,11 +108,13 @@ class RunFollower:
         self._read_metrics()
         self._read_events()
         folder, notes = self._folder, self._damages()
-        events = sorted([*self._bounds, *self._events], key=lambda one: one.time)
+        events = in_order(_by_file([*self._bounds, *self._events]))
         hangs, unreadable = self._hangs()
         evaluation = [self._evaluation] if self._evaluation else []
         rows = sorted([*evaluation, *self._rows], key=lambda one: one["step"])
         written = [self._rows[-1]["time"]] if self._rows else []
+        ages = [self._clock.age_s(path) for path in (folder / METRICS_FILE, *self._event_files)]
+        quiet_s = min((age for age in ages if age is not None), default=None)
         run = RunRecord(
             path=folder,
             config=self._if_changed("config", [folder / CONFIG_FILE], lambda: load_config(folder / CONFIG_FILE, [])),
@@ -123,16 +125,22 @@ class RunFollower:
             ending=self._ending(events),
             written_at=max([*written, *(one.time for one in events[-1:])], default=None),
             notes=(*notes, *unreadable),
+            quiet_s=quiet_s,
         )
-        ages = [self._clock.age_s(path) for path in (folder / METRICS_FILE, *self._event_files)]
-        quiet_s = min((age for age in ages if age is not None), default=None)
         return Look(run, quiet_s, self._pace_s(), dict(self._rank_hosts))
 
     def _pace_s(self) -> float | None:
-        starts = [one.time for one in self._bounds if (one.kind, one.rank) == ("start", 0)]  # rank 0 writes metrics
-        rows = [one for one in self._rows if one["time"] >= max(starts, default=0.0)][-PACE_ROWS:]
+        starts = [one for one in self._bounds if (one.kind, one.rank) == ("start", 0)]  # rank 0 writes metrics
+        last = max((one.attempt or 0 for one in starts), default=0)
+        since = max((one.time for one in starts), default=0.0)
+        rows = [
+            one
+            for one in self._rows
+            if (one["attempt"] >= last if last and one.get("attempt") is not None else one["time"] >= since)
+        ][-PACE_ROWS:]
         steps = rows[-1]["step"] - rows[0]["step"] if rows else 0
-        return (rows[-1]["time"] - rows[0]["time"]) / steps if steps else None
+        clock = "monotonic" if all(one.get("monotonic") is not None for one in rows) else "time"  # the date may be set
+        return (rows[-1][clock] - rows[0][clock]) / steps if steps else None
 
     def _read_metrics(self) -> None:
         rows, replaced = self._metrics.read()
@@ -144,12 +152,12 @@ class RunFollower:
             self._evaluation = row if "eval/loss" in row else self._evaluation
 
     def _read_events(self) -> None:
-        new: list[Event] = []
+        new: list[list[Event]] = []
         for path in (self._folder / "events").glob("rank_*.jsonl"):
             if path not in self._event_files:
                 self._event_files[path] = GrowingLines(path, event_row)
-            new += self._event_files[path].read()[0]
-        for event in sorted(new, key=lambda one: one.time):
+            new.append(self._event_files[path].read()[0])
+        for event in in_order(new):
             self._rank_hosts[event.rank] = event.host
             if (event.kind, event.name) == ("start", "metrics_set_aside"):
                 self._forget_earlier_run()
@@ -160,9 +168,10 @@ class RunFollower:
 
     def _forget_earlier_run(self) -> None:
         """Of an earlier run in the same folder is what came before the last start, whose metrics were set aside."""
-        since = max((one.time for one in self._bounds if one.kind == "start"), default=0.0)
-        self._bounds = [one for one in self._bounds if one.time >= since]
-        self._events = deque((one for one in self._events if one.time >= since), KEPT_EVENTS)
+        last = next((one for one in reversed(self._bounds) if one.kind == "start"), None)
+        if last is not None:
+            self._bounds = [one for one in self._bounds if _is_since(one, last)]
+            self._events = deque((one for one in self._events if _is_since(one, last)), KEPT_EVENTS)
 
     def _damages(self) -> list[str]:
         counts = {METRICS_FILE: self._metrics.damaged}
@@ -194,3 +203,18 @@ class RunFollower:
             self._made[what] = tuple(stamp), make()
         made: T = self._made[what][1]
         return made
+
+
+def _is_since(event: Event, start: Event) -> bool:
+    """Whether an event is of a start, or of a later one; of earlier versions by its date."""
+    if event.attempt is not None and start.attempt is not None:
+        return event.attempt >= start.attempt
+    return event.time >= start.time
+
+
+def _by_file(events: Iterable[Event]) -> list[list[Event]]:
+    """Events of each rank."""
+    found: dict[int, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.rank, []).append(event)
+    return list(found.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import DataError, StorageError
-from megasdc.events import Event
+from megasdc.events import Event, starts_of
 from megasdc.health.board import LOST_S
 from megasdc.health.front.clocks import differing
 from megasdc.health.hosts import FileClock, HostPosition, read_hosts
@@ -174,8 +174,7 @@ class RunWatcher:
 def _state_of(look: Look, hosts: Sequence[HostPosition]) -> tuple[str, Status]:
     """State of a run: what its agents see now counts, else what was recorded, else when it last wrote something."""
     run, quiet_s = look.run, look.quiet_s or 0.0
-    # Now by the clock of whoever wrote the last line: its time, and the file's age.
-    status = status_of(run, (run.written_at or 0.0) + quiet_s)
+    status = status_of(run)
     live = [one for one in hosts if one.state in ("watched", "stuck")]
     if live:
         return ("stuck" if all(one.state == "stuck" for one in live) else "running"), status
@@ -241,18 +240,26 @@ def _slow_links(run: RunRecord) -> dict[str, str]:
 
 
 def _last_incident(run: RunRecord) -> LastIncident | None:
-    found = [LastIncident(one.kind, clock(one.time), one.message, str(one.path)) for one in run.hangs[-1:]]
+    starts, found = starts_of(run.events), list[tuple[int, int, float, LastIncident]]()
+    for hang in run.hangs[-1:]:
+        number = starts.get(hang.launch or "") or hang.attempt
+        shown = LastIncident(hang.kind, clock(hang.time), hang.message, str(hang.path))
+        found.append((number, hang.step, hang.time, shown))
     for page, one in run.incidents:
-        found.append(LastIncident("sdc", one.time.replace("T", " ")[:19] + " UTC", headline(one), str(page)))
-    return max(found, key=lambda one: one.time, default=None)
+        number = starts.get(one.launch or "") or one.attempt or 0
+        shown = LastIncident("sdc", one.time.replace("T", " ")[:19] + " UTC", headline(one), str(page))
+        found.append((number, one.step, one.found_at, shown))
+    is_numbered = all(number for number, *_ in found)  # else of an earlier version: by the dates of hosts
+    last = max(found, key=lambda one: one[:3] if is_numbered else one[2:3], default=None)
+    return None if last is None else last[3]
 
 
 def _last_events(run: RunRecord) -> tuple[str, ...]:
-    """Last events that a report marks; those of one kind and step are one line, by whoever was the first."""
+    """Last events that a report marks; those of one kind and step of a start are one line, by whoever was the first."""
     found: dict[tuple[Any, ...], list[Event]] = {}
     for event in run.events:
         if lane_of(event):
-            found.setdefault((event.kind, event.name, event.step), []).append(event)
+            found.setdefault((event.attempt, event.kind, event.name, event.step), []).append(event)
     return tuple(_event_text(one) for one in [*found.values()][-SHOWN_EVENTS:])
 
 

@@ -21,6 +21,7 @@ from megasdc.engine.run import Run
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
+from megasdc.health.front.clocks import TOLD_S
 from megasdc.health.front.wire import FrontAddress, keep_front, take_front
 from megasdc.health.instructions import PHASES
 from megasdc.health.phases import Phase
@@ -78,6 +79,10 @@ class Health(Hook):
             name, problem = self._agent.news.popleft()
             logger.warning("health: %s: %s", NEWS[name], problem)
             run.events.emit("health", name, step=run.step, problem=problem)
+        while self._agent is not None and self._agent.clocks:
+            clock = self._agent.clocks.popleft()
+            name = "differs" if abs(clock["ahead_s"]) > TOLD_S + clock["uncertainty_s"] else "measured"
+            run.events.emit("clock", name, step=run.step, **clock)
 
     def _recorder_of(self, phase: Phase, group: Any) -> Callable[..., None]:
         """What records a change to a phase, given its micro-batch, with the number of the last collective of a group.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megasdc.health.agent import CLOCK_FILE, AgentOptions
+from megasdc.health.agent_process import AgentProcess
 from megasdc.health.front import clocks
-from megasdc.health.front.clocks import ClockMeasurement, HostClocks, Reading, differing
+from megasdc.health.front.clocks import ClockMeasurement, HostClocks, Reading, differing, has_changed
 from megasdc.moment import HostClock
 
 
@@ -48,3 +51,17 @@ def test_a_step_of_the_own_date_is_no_step_of_the_others(tmp_path: Path, monkeyp
     front.look()
     front.take("n1", asdict(HostClock("b", 0.0, -3600.0, 0.001, 0.0)))
     assert said == ["clocks: the date of this host, where the launch was started, was set by +3600.0 s"]
+
+
+def test_what_an_agent_has_left_is_told_once_until_it_changes(tmp_path: Path) -> None:
+    """The rank beside it takes the measurement of its host, and the next one only where that says something new."""
+    options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("n1",), 1.0, 1.0, 1.0, ())
+    process = AgentProcess(options, None, "r")
+    first = {"boot_id": "b", "monotonic_s": 0.0, "ahead_s": 20.0, "uncertainty_s": 0.4, "at": 1.0}
+    sharper, jumped = {**first, "uncertainty_s": 0.1}, {**first, "uncertainty_s": 0.1, "ahead_s": -7200.0}
+    assert not has_changed(first, {**first, "at": 9.0}) and has_changed(first, sharper) and has_changed(sharper, jumped)
+    for left in (first, first, jumped):
+        (tmp_path / CLOCK_FILE).write_text(json.dumps(left))
+        process._look_at = 0.0
+        process.look()
+    assert list(process.clocks) == [first, jumped]

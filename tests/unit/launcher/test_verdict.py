@@ -203,8 +203,15 @@ def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> N
     """Ends a second apart, clocks measured to two seconds, hours before, or before the host was booted anew."""
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
     for changed in ({"uncertainty_s": 2.0}, {"at": 86400.0}, {"boot_id": "another"}):
-        clocks = {**CLOCKS, "b": replace(CLOCKS["b"], **changed)}
-        assert judge(HOSTS, records, 71, clocks=clocks).host is None
+        clock = replace(CLOCKS["b"], **changed)
+        assert judge(HOSTS, records, 71, clocks={"a": CLOCKS["a"], clock.boot_id: clock}).host is None
+
+
+def test_a_host_is_known_by_its_boot_whatever_it_is_called() -> None:
+    """Ranks write their host's own name, where the hostfile has an address; clocks are of the boot."""
+    records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
+    records.done.update({rank: replace(one, host=f"{one.host}.cluster") for rank, one in records.done.items()})
+    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank == 3
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
@@ -239,3 +246,16 @@ def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
     assert judge(HOSTS, records, 71, clocks=CLOCKS).rank == 1
     records.done[3] = replace(old[1], rank=3, host="b", time=0.5)
     assert judge(HOSTS, records, 71, clocks=CLOCKS).rank is None
+
+
+def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> None:
+    """One signal ended all that ended first: no start of the software's own failed; of two signals none is told."""
+    records = records_of({})
+    for rank, host, code in ((0, "a", -9), (2, "b", -9)):
+        records.ended[rank] = EndedRecord(rank, host, code, 5.0)
+    found = judge(HOSTS, records, 1)
+    assert (found.rank, found.host, found.ended_by) == (None, None, 9)
+    records.ended[2] = EndedRecord(2, "b", -11, 5.0)
+    assert judge(HOSTS, records, 1).ended_by is None
+    records.ended[2] = EndedRecord(2, "b", 1, 5.0)
+    assert judge(HOSTS, records, 1).ended_by is None

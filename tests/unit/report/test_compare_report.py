@@ -89,10 +89,10 @@ def test_the_healthy_run_can_be_named(runs: dict[str, Path], tmp_path: Path) -> 
 
 def test_settings_that_differ_are_told(runs: dict[str, Path]) -> None:
     """The learning rate alone, not the folders; equal configurations are said to be."""
-    page = compare_page([load_run(runs["healthy"]), load_run(runs["half"])], now=0)
+    page = compare_page([load_run(runs["healthy"]), load_run(runs["half"])])
     (settings,) = (one for one in page.tables if one.name == "settings")
     assert [[cell.text for cell in row] for row in settings.rows] == [["optimizer.params.lr", "0.002", "0.5"]]
-    same = compare_page([load_run(runs["healthy"]), load_run(runs["equal"])], now=0)
+    same = compare_page([load_run(runs["healthy"]), load_run(runs["equal"])])
     assert "settings" not in [one.name for one in same.tables]
 
 
@@ -104,7 +104,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_figures_hold_the_differences(runs: dict[str, Path]) -> None:
     """At every step that both have, NaN where one has none; plotly knows every setting."""
-    page = compare_page([load_run(runs[name]) for name in ("healthy", "worse", "half")], now=0)
+    page = compare_page([load_run(runs[name]) for name in ("healthy", "worse", "half")])
     figures = {one.name: one for one in page.figures}
     for one in figures.values():
         go.Figure(one.traces, one.layout)
@@ -124,7 +124,7 @@ def test_parameters_are_compared_where_both_keep_checkpoints(tmp_path: Path) -> 
         write_checkpoint(paths[0] / "checkpoints", step)
     write_checkpoint(paths[1] / "checkpoints", 1)
     write_checkpoint(paths[1] / "checkpoints", 2, whole=whole)
-    page = compare_page([load_run(path) for path in paths], now=0)
+    page = compare_page([load_run(path) for path in paths])
     (figure,) = (one for one in page.figures if one.name == "parameters")
     good, bad = make_whole(2)["weight"], whole["weight"]
     apart = np.sqrt(sum(float(((bad[name].double() - good[name].double()) ** 2).sum()) for name in good))

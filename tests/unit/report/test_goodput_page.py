@@ -32,7 +32,8 @@ def supervised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def write(time: float, kind: str, **fields: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("megasdc.supervisor.journal.time.time", lambda: time)
+            patch.setattr("time.time", lambda: time)
+            patch.setattr("time.monotonic", lambda: time)
             journal.write(kind, **fields)
 
     with Journal(folder / FOLDER, print) as journal:

@@ -42,6 +42,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     now = 1000.0
     with monkeypatch.context() as clock, Journal(folder / FOLDER, print) as journal:
         clock.setattr(time, "time", lambda: now)
+        clock.setattr(time, "monotonic", lambda: now)
         journal.write("hosts", slots={"a": 1, "b": 1}, num_hosts=1)
         journal.write("opened", config="x")
         for number, resumed, last, kind, action in (

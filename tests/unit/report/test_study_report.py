@@ -49,7 +49,7 @@ def write_study(folder: Path, mode: str) -> Path:
 
 def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
     """Frequency in the cell of its layer and submodule, zero elsewhere; bursts, severities and bits by hand."""
-    page = study_page(write_study(tmp_path / "study_1", "computation_sync"), now=0)
+    page = study_page(write_study(tmp_path / "study_1", "computation_sync"))
     figures = {one.name: one for one in page.figures}
     for one in figures.values():
         go.Figure(one.traces, one.layout)
@@ -81,12 +81,12 @@ def test_mismatches_are_those_of_the_lines(tmp_path: Path) -> None:
 
 def test_distances_and_losses_are_those_of_the_lines(tmp_path: Path) -> None:
     """The whole and each submodule over the steps; the difference of losses; equal studies are said to be."""
-    figures = {one.name: one for one in study_page(write_study(tmp_path / "study_2", "free_run"), now=0).figures}
+    figures = {one.name: one for one in study_page(write_study(tmp_path / "study_2", "free_run")).figures}
     columns = figures["parameters_apart"].columns
     assert columns["replica 1, whole"][:3] == [0.0, pytest.approx(2e-4), pytest.approx(3e-4)]
     assert figures["parameters_apart"].traces[0]["y"][0] is None, "zero has no place on a logarithmic axis"
     np.testing.assert_allclose(figures["study_loss_difference"].columns["replica 1"], 0.01)
-    equal = study_page(write_study(tmp_path / "study_3", "parameter_sync"), now=0)
+    equal = study_page(write_study(tmp_path / "study_3", "parameter_sync"))
     assert equal.state == "same"
     assert "no difference in any bit" in equal.verdict
 
@@ -99,7 +99,7 @@ def test_the_worst_step_decides_what_is_drawn(tmp_path: Path) -> None:
         for name, ratio in zip(("*", f"2.layer.{QKV}", f"2.layer.{FC1}"), ratios, strict=True):
             log.tell("gradient", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
     log.close()
-    figures = {one.name: one for one in study_page(folder, now=0).figures}
+    figures = {one.name: one for one in study_page(folder).figures}
     drawn = [trace["name"] for trace in figures["gradient_apart"].traces]
     assert drawn == ["replica 1, whole", f"replica 1, 2.layer.{QKV}", f"replica 1, 2.layer.{FC1}"]
 
@@ -111,7 +111,7 @@ def test_losses_and_their_spikes_have_a_table(tmp_path: Path) -> None:
     for step in range(21, 31):
         log.tell("loss", step, loss=9.0 if step == 28 else 2.0, trusted_loss=2.0)
     log.close()
-    table = next(table for table in study_page(folder, now=0).tables if table.name == "losses")
+    table = next(table for table in study_page(folder).tables if table.name == "losses")
     row = dict(zip(table.headings, table.rows[-1], strict=True))
     assert (row["replica"].value, row["largest difference"].value, row["at step"].value) == (1, 7.0, 28)
     assert (row["spikes"].value, row["spikes at steps"].text) == (1, "28")
@@ -123,17 +123,17 @@ def test_how_far_it_is_and_what_is_left_out(tmp_path: Path) -> None:
     (folder / "replica_0").mkdir()
     (folder / "replica_0" / "resolved.json").write_text('{"megasdc": {"training": {"steps": 50}}}')
     (folder / "replica_0" / "metrics.jsonl").write_text('{"step": 20, "time": 90.0, "train/loss": 2.0}\n')
-    page = study_page(folder, now=100.0)
+    page = study_page(folder)
     assert page.tiles["steps"] == "20 of 50"
     assert page.sentences[0].startswith("Replica 0: under way at step 20 of 50")
     with open(folder / "study" / "rank_00001.jsonl", "a") as file:
         file.write('{"kind": "mismatch", "st')
     torn = "1 file ends within a line, which is skipped: it is being written, or its process was killed"
-    assert study_page(folder, now=100.0).notes == [torn, *page.notes]
+    assert study_page(folder).notes == [torn, *page.notes]
     for path in (folder / "study").iterdir():
         path.write_text("")
     with pytest.raises(DataError, match="no rank of the study has begun"):
-        study_page(folder, now=100.0)
+        study_page(folder)
 
 
 @needs_browser

@@ -104,7 +104,7 @@ def test_a_failed_run_says_how_it_ended(
     said = render(found)
     assert f"exit code {kind.exit_code}: {kind.__doc__.splitlines()[0]}" in said
     assert f"first to fail     rank 1 on {failure.host}" in said and "last verified     none" in said
-    assert status_of(load_run(folder), 0.0).state == "failed"
+    assert status_of(load_run(folder)).state == "failed"
 
 
 def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,10 @@ from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import Back, diagnose
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.history import Attempt
+from megasdc.supervisor.goodput import goodput_of
+from megasdc.supervisor.history import Attempt, History
+from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.supervisor.trained import trained_in
 
 NOW = 1.8e9
 FIRST, SECOND = "20270115-first", "20270115-second"
@@ -159,3 +162,46 @@ def test_evidence_of_an_earlier_version_is_matched_by_its_date_which_is_told(tmp
     assert found.corruption is not None and found.by_time
     old = replace(second, planned_at=NOW + 60)
     assert engine(tmp_path, old, 73).evidence(old, {}).corruption is None
+
+
+@pytest.mark.parametrize("offset_s", OFFSETS)
+def test_where_the_time_went_does_not_depend_on_dates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset_s: float
+) -> None:
+    """The supervisor's date jumps in mid-run and that of rank 0's host is off: each second is where it was."""
+    now, off = 100.0, {"supervisor": 0.0, "rank": offset_s}
+
+    def passes(seconds: float, where: str = "supervisor") -> None:
+        nonlocal now
+        now += seconds
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        monkeypatch.setattr(time, "time", lambda: NOW + now + off[where])
+
+    run = tmp_path / "run"
+    with Journal(run / FOLDER, print) as journal:
+        for number, launch in ((1, FIRST), (2, SECOND)):
+            passes(0.0)
+            journal.write("planned", attempt=number, slots={"n0": 1}, launch_id=launch)
+            plan = History.of(journal.entries).attempt
+            assert plan is not None
+            with closing(_log(run, number, launch)) as log, closing(MetricsWriter(run, attempt=number)) as writer:
+                passes(10.0, "rank")
+                log.emit("start", "phases", step=1, phases={}, step_s=2.0)
+                passes(20.0, "rank")
+                writer.write(20, {"train/loss": 1.0})
+            off["supervisor"], off["rank"] = -offset_s, 3 * offset_s
+            passes(5.0)
+            trained = asdict(trained_in(run, plan.launch))  # type: ignore[arg-type]
+            said = {"kind": "done", "hosts": [], "step": 20, "text": "", "incident": None}
+            journal.write("ended", exit_code=0, diagnosis=said, trained=trained)
+            passes(3.0)
+            journal.write("decided", action="finish", text="", replaced=[], pause_s=0.0)
+        history = History.of(journal.entries)
+        assert history.now - history.decided_at == pytest.approx(0.0) and history.now - history.attempt_at == 38.0
+        assert [one.time - history.failures[0].time for one in history.failures] == [0.0, 38.0]
+    passes(7.0)
+    found = goodput_of(run, time.time())
+    assert found is not None and found.wall_s == pytest.approx(2 * 38.0 + 7.0)
+    parts = {name: seconds for name, seconds in found.parts.items() if seconds}
+    wanted = {"productive": 22.0, "recomputed": 22.0, "starting": 2 * 8.0, "ending": 2 * 5.0, "deciding": 2 * 3.0 + 7.0}
+    assert parts == pytest.approx(wanted)

@@ -41,6 +41,7 @@ def write_supervised(folder: Path, steps: int, failures: int, seed: int, monkeyp
     """The journal of a run whose failures came at random, each after a snapshot every 10 or 50 steps."""
     rng, now = np.random.default_rng(seed), 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with Journal(folder / FOLDER, print) as journal:
         journal.write("hosts", slots={"a": 2, "b": 2, "c": 2}, num_hosts=2)
         journal.write("opened", config="x.json")

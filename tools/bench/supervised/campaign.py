@@ -34,7 +34,7 @@ from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress
 from tools.bench.supervised.config import STEP_S, STEPS, Training, training_of, write_config
-from tools.bench.supervised.drill import Drill, Strike, read_drill
+from tools.bench.supervised.drill import Drill, Strike, blamed_wrongly, read_drill
 from tools.bench.supervised.faults import KINDS, LEAVE_OUT
 from tools.bench.supervised.options import SupervisedOptions
 from tools.bench.supervised.slurm import in_slurm
@@ -173,6 +173,9 @@ class _Runs:
         strikes: list[Strike] = []
         with self._engine(folder, math.prod(training.layout) // slots, spares, slots, chance) as target:
             write_config(target, target.give_data(self._data), training, kinds)
+            for before in (KINDS[kind].before for kind in kinds):
+                if before is not None:
+                    before(target)
             target.start()
             until = time.monotonic() + GIVE_UP_S
             for kind in kinds:
@@ -186,11 +189,14 @@ class _Runs:
             run, truthful = target.run, _truthful_end(target, kinds, code)
         drill = read_drill(kinds, training.layout, run, strikes, time.monotonic() - started)
         problems = [*target.problems, *drill.problems]
+        if all(KINDS[kind].blames for kind in kinds) and kinds:
+            problems += blamed_wrongly(read_journal(run / FOLDER), target.blamed)
         if code is None:
             problems.append(f"it has not ended in {GIVE_UP_S:g} s")
         elif code and not truthful:
             problems.append(f"it has ended with exit code {code}")
-        return replace(drill, problems=tuple(problems), truthful=truthful), run
+        told = tuple(target.told)
+        return replace(drill, problems=tuple(problems), truthful=truthful, told=told), run
 
 
 def _truthful_end(target: Target, kinds: Sequence[str], code: int | None) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.events import read_events
 from megasdc.supervisor.goodput import PARTS, AttemptTime, goodput_of
 from megasdc.supervisor.history import HOSTS, TESTED, History
-from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from megasdc.supervisor.journal import FOLDER, Entry, read_journal, without_steps
 from tools.bench.drills import Layout
 from tools.bench.supervised.faults import KINDS
 
 MORE_ATTEMPTS = 3
 """Than faults, which a run may take: a fault may end two of them."""
+SLACK_S = 20.0
+"""Least seconds by which the divided time may differ from the measured one, which has the making of the hosts, too."""
 _AFTER = ("deciding", "queued", "idle")
 """Parts of the time of an attempt that follow its end."""
 
@@ -79,6 +81,7 @@ class Drill:
         seconds: of the whole run.
         plain_s: of a run without a fault; None: it was not compared with one.
         truthful: the reason that it gave for an end for want of hosts; empty: it has ended otherwise.
+        told: what faults have done, a line each.
     """
 
     kinds: tuple[str, ...]
@@ -90,6 +93,7 @@ class Drill:
     seconds: float
     plain_s: float | None = None
     truthful: str = ""
+    told: tuple[str, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -157,6 +161,10 @@ def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequenc
     passed = [host for host, one in history.replaced.items() if one.test is not None and one.test.passed]
     problems += [f"{host} is away, although its test has passed" for host in passed]
     problems += used_again(entries)
+    if goodput is not None and abs(goodput.wall_s - seconds) > 0.3 * seconds + SLACK_S:
+        problems.append(f"its time is divided as {goodput}, and it took {seconds:.1f} s")
+    if goodput is not None and attempts[-1].last and not goodput.parts["productive"]:
+        problems.append(f"no time made it get on: {goodput}")
     came = tuple(sorted([*strikes, *_own_strikes(kinds, run)], key=lambda one: one.at))
     return Drill(tuple(kinds), layout, came, tuple(attempts), excluded(entries), tuple(problems), round(seconds, 1))
 
@@ -184,7 +192,7 @@ def _tried(run: Path, attempt: AttemptTime) -> Tried:
 def excluded(entries: Sequence[Entry]) -> tuple[Excluded, ...]:
     """Hosts that were replaced, for how long each, to the last entry at most."""
     away, found, kind = dict[str, tuple[str, float]](), list[Excluded](), ""
-    for entry in entries:
+    for entry in (entries := without_steps(entries)):
         if entry.kind == "ended":
             kind = entry.fields["diagnosis"]["kind"]
         elif entry.kind == "decided":
@@ -199,6 +207,21 @@ def excluded(entries: Sequence[Entry]) -> tuple[Excluded, ...]:
     end = entries[-1].time if entries else 0.0
     left = [Excluded(host, why, round(end - since, 1), returned=False) for host, (why, since) in away.items()]
     return (*found, *left)
+
+
+def blamed_wrongly(entries: Sequence[Entry], struck: Collection[str]) -> list[str]:
+    """Hosts that attempts' ends were put down to, or that were not used, and that no fault has struck."""
+    found: list[str] = []
+    for entry in entries:
+        said = entry.fields
+        if entry.kind == "ended":
+            what, hosts = "blamed", said["diagnosis"]["hosts"]
+        elif entry.kind == "decided":
+            what, hosts = "replaced", said["replaced"]
+        else:
+            what, hosts = "found unfit", [said["host"]] if entry.kind == TESTED and said["exit_code"] else []
+        found += [f"{host} is {what}, and no fault has struck it" for host in hosts if host not in struck]
+    return list(dict.fromkeys(found))
 
 
 def used_again(entries: Sequence[Entry]) -> list[str]:

@@ -294,12 +294,65 @@ def _killed_while_starting(run: Target) -> None:
         _rank_killed(run)
 
 
+OFFSETS_S = (2, 20, 300, 7_200, 259_200)
+"""By so much a clock is ahead or behind: seconds to days."""
+
+
 def _clock_off(run: Target) -> None:
     """By seconds to days, on any host, the supervisor's included; it jumps back later."""
     host = run.chance.choice(run.hosts.names)
-    seconds = run.chance.choice((5, 90, 3600, 86_400)) * run.chance.choice((1, -1))
-    run.on_host(host, f"echo {seconds} >/run/clock_off")
+    _set_clock(run, host, run.chance.choice(OFFSETS_S) * run.chance.choice((1, -1)))
     run.later(lambda: run.on_host(host, "rm -f /run/clock_off"), LONG_S)
+
+
+def _set_clock(run: Target, host: str, seconds: int) -> None:
+    """A host's date is ahead by so many seconds from now on; behind: a negative number."""
+    run.on_host(host, f"echo {seconds} >/run/clock_off.new && mv /run/clock_off.new /run/clock_off")
+    run.told.append(f"the date of {host} is {seconds:+d} s off")
+
+
+def _off_from_start(host_of: Callable[[Target], str]) -> Callable[[Target], None]:
+    """Before the run begins a host's date is off."""
+    return lambda run: _set_clock(run, host_of(run), run.chance.choice(OFFSETS_S) * run.chance.choice((1, -1)))
+
+
+def _jump(host_of: Callable[[Target], str]) -> Callable[[Target], None]:
+    """In mid-run that date jumps, forward or back, and again soon after."""
+
+    def strike(run: Target) -> None:
+        host = host_of(run)
+        _set_clock(run, host, run.chance.choice((0, *OFFSETS_S)) * run.chance.choice((1, -1)))
+        run.later(lambda: _set_clock(run, host, run.chance.choice((0, *OFFSETS_S)) * run.chance.choice((1, -1))))
+
+    return strike
+
+
+def _jump_and_fail(host_of: Callable[[Target], str]) -> Callable[[Target], None]:
+    """Likewise, and a rank of a known host is killed, crashes or stands still, or that host is powered off."""
+    jump = _jump(host_of)
+
+    def strike(run: Target) -> None:
+        jump(run)
+        time.sleep(run.chance.uniform(0.0, 2.0))
+        ranks = run.ranks()
+        if not ranks:
+            return
+        rank = run.chance.choice(sorted(ranks))
+        host, how = run.used()[rank // run.slots], run.chance.choice(("SIGKILL", "SIGSEGV", "SIGSTOP", "power"))
+        run.blamed.add(host)
+        run.told.append(f"{how} to rank {rank} on {host}")
+        if how == "power":
+            run.power_off(host)
+        else:
+            run.kill([ranks[rank]], signal.Signals[how])
+
+    return strike
+
+
+def _wrong_host(run: Target, sections: dict[str, Any]) -> None:
+    """Wrong results on a host that must be the one that is blamed."""
+    _wrong_results(run, sections)
+    run.blamed.add(sections["faults"][0]["host"])
 
 
 @dataclass(frozen=True)
@@ -316,6 +369,8 @@ class Kind:
         changes_size: the run may have another number of replicas for a while.
         checked: results are checked in every step, instead of by audits.
         may_end: exit codes with which a run may end that has too few hosts left, naming one.
+        before: what is done to the hosts before the run begins; None: nothing.
+        blames: no other host may be blamed, or not be used, than those that the fault says (``Target.blamed``).
     """
 
     title: str
@@ -328,6 +383,8 @@ class Kind:
     changes_size: bool = False
     checked: bool = False
     may_end: tuple[int, ...] = ()
+    before: Callable[[Target], None] | None = None
+    blames: bool = False
 
 
 def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
@@ -359,6 +416,34 @@ CONDITIONS = {
     "clock": _condition("the clock of a host is off", _clock_off),
 }
 """Kinds that are a condition of one host, or of the supervisor."""
+_CLOCKS_OF: dict[str, tuple[str, Callable[[Target], str]]] = {
+    "first": ("rank 0's host", lambda run: run.first[0]),
+    "spare": ("a spare", lambda run: run.hosts.names[-1]),
+    "supervisor": ("the supervisor's host", lambda run: run.hosts.names[0]),
+}
+
+
+def _clock_kinds() -> dict[str, Kind]:
+    """A date is off from the start and jumps in mid-run, on one host of each role, while another fault comes."""
+    found = {}
+    for name, (whose, host_of) in _CLOCKS_OF.items():
+        more: dict[str, Any] = {"before": _off_from_start(host_of), "blames": True, "engines": (SSH,)}
+        found[f"clock_{name}"] = Kind(
+            f"the date of {whose} is off and jumps, a rank fails", _jump_and_fail(host_of), **more
+        )
+        found[f"clock_{name}_wrong"] = Kind(
+            f"the date of {whose} is off and jumps, one host computes wrong results",
+            _jump(host_of),
+            _wrong_host,
+            INJECTED,
+            (3, 99),
+            **more,
+        )
+    return found
+
+
+CLOCKS = _clock_kinds()
+"""Kinds in which hosts' clocks differ."""
 KINDS = {
     "rank": Kind("a rank is killed", _rank_killed),
     "crash": Kind("a rank crashes (SIGSEGV)", _rank_crashed),
@@ -398,6 +483,7 @@ KINDS = {
         "one host is wrong, no spare: the others go on", _wrong_others_with_fewer, spares=0, changes_size=True
     ),
     **CONDITIONS,
+    **CLOCKS,
 }
 """All kinds; where nothing of the sort runs at the moment, a fault does nothing."""
 LEAVE_OUT = {"isolated", "isolated_alone"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tools.bench.drills import DrillOptions
 from tools.bench.options import option
-from tools.bench.supervised.faults import CONDITIONS, KINDS, SLURM, SSH
+from tools.bench.supervised.faults import CLOCKS, CONDITIONS, KINDS, SLURM, SSH
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class SupervisedOptions(DrillOptions):
     drills: int = option(75, "Runs.", least=1)
     faults: int = option(2, "Faults of a run, kinds in turn.", least=1)
     fewest: int | None = option(None, "Fewest faults of a run, of which it then has so many up to --faults.", min=1)
-    kinds: str = option("all", "Kinds of faults; all: those that can come about there; conditions: of one host.")
+    kinds: str = option("all", "Kinds of faults; all; conditions: of one host; clocks: dates of hosts that are off.")
     layouts: str = option("1x1x3,2x1x2,1x2x2", "Tensor x pipeline x data of each layout.")
     slurm: bool = option(False, "In jobs of a real SLURM on test hosts, instead of over SSH.")
 
     @property
     def drawn(self) -> list[str]:
         """See ``DrillOptions``."""
-        chosen = {"all": self._possible, "conditions": list(CONDITIONS)}
+        chosen = {"all": self._possible, "conditions": list(CONDITIONS), "clocks": list(CLOCKS)}
         return chosen[self.kinds] if self.kinds in chosen else super().drawn
 
     def problems(self) -> list[str]:

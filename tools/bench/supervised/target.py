@@ -57,6 +57,8 @@ class Target(ABC):
         back: what is undone later, and when, on ``time.monotonic``.
         problems: what a fault has shown not to be right, a line each.
         unfit: hosts with a condition that keeps the run from using them, until it is undone.
+        blamed: hosts that a fault has struck, for kinds that say which may be blamed.
+        told: what faults have done, a line each.
     """
 
     hosts: Cluster
@@ -68,6 +70,8 @@ class Target(ABC):
     back: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unfit: set[str] = field(default_factory=set)
+    blamed: set[str] = field(default_factory=set)
+    told: list[str] = field(default_factory=list)
 
     @abstractmethod
     def start(self) -> None:
