@@ -88,7 +88,8 @@ def find_blame(
     if differing := _mismatch(states):
         ranks, why = differing
         return blame("mismatch", ranks, why)
-    if (held := [one.rank for one in states if _holds_interpreter(one)]) and any(one.answered for one in states):
+    held = [one.rank for one in states if _holds_interpreter(one, states)]
+    if held and any(one.answered for one in states):
         why = "it runs and does not answer, as where native code keeps the interpreter, and is in no collective"
         return blame("behind", held, why)
     awaited = {rank for targets in edges.values() for rank in targets if rank != UNSEEN}
@@ -156,9 +157,20 @@ def _is_at_work(one: RankState, waits_for: set[int]) -> bool:
     return one.phase not in COLLECTIVE and one.phase not in NEIGHBOUR and not waits_for and not _waiting(one)
 
 
-def _holds_interpreter(one: RankState) -> bool:
-    """Whether a rank runs, has not answered, and by its record is in no collective or transfer."""
-    return one.process == RUNNING and not one.answered and one.phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
+def _holds_interpreter(one: RankState, states: Sequence[RankState]) -> bool:
+    """Whether a rank runs, has not answered, and by its record is in no collective or transfer.
+
+    Within a forward or backward pass tensor ranks meet in collectives that no record tells: there one is the cause only
+    where it alone of them has not answered, and another waits for it.
+    """
+    if one.process != RUNNING or one.answered or one.phase not in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
+        return False
+    place = one.pp_rank, one.dp_rank
+    peers = [other for other in states if (other.pp_rank, other.dp_rank) == place and other.rank != one.rank]
+    waits = any(
+        one.rank in group.ranks for other in peers for group in other.groups.values() if group.waits_in is not None
+    )
+    return not peers or (waits and all(other.answered for other in peers))
 
 
 def _waiting(one: RankState) -> bool:

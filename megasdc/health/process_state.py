@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -42,30 +43,49 @@ def started_at(pid: int) -> float:
 class Waker:
     """Wakes a process that a signal has stopped (SIGSTOP) while others wait for it, and kills it where it stays so.
 
+    Likewise one that waits for a disk each time that it is looked at, as where its host swaps: it is killed, which the
+    kernel does once it waits no more; where even that does not come, it is given up: of its own it does nothing more.
+
     Args:
         limit_s: seconds that it may stay stopped before it gets SIGCONT, and again before it gets SIGKILL.
+        disk_s: seconds that it may wait for a disk before it gets SIGKILL, and again before it is given up.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._stopped: dict[tuple[int, float], tuple[float, bool]] = {}
+    def __init__(self, limit_s: float, disk_s: float = math.inf) -> None:
+        self._limit_s, self._disk_s = limit_s, disk_s
+        self._held: dict[tuple[int, float], tuple[str, float, bool]] = {}
+        self.given_up: set[int] = set()
+        """Processes that wait for a disk and do not end though they were killed."""
 
     def look(self, pid: int) -> str:
         """Look at a process that is not reaped yet; returns what was done, in a sentence; empty: nothing."""
         try:
             process = psutil.Process(pid)
-            key = pid, process.create_time()  # another process may have its id later
-            is_stopped = process.status() == psutil.STATUS_STOPPED  # not one that a debugger holds
+            key, status = (pid, process.create_time()), process.status()  # another process may have its id later
         except psutil.Error:
             return ""
-        if not is_stopped:
-            self._stopped.pop(key, None)
+        if status not in (psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP):  # a debugger may hold it
+            self._held.pop(key, None)
             return ""
-        since, is_woken = self._stopped.setdefault(key, (time.monotonic(), False))
-        if time.monotonic() - since < self._limit_s:
+        before, since, was_told = self._held.get(key, ("", 0.0, False))
+        if before != status:
+            self._held[key] = status, time.monotonic(), False
             return ""
-        self._stopped[key] = time.monotonic(), True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL if is_woken else signal.SIGCONT)
-        done = "stays so and is killed" if is_woken else f"has been for {self._limit_s:g} s: it is woken (SIGCONT)"
-        return f"process {pid} is stopped by a signal, and {done}"
+        is_stopped = status == psutil.STATUS_STOPPED
+        if time.monotonic() - since < (self._limit_s if is_stopped else self._disk_s) or pid in self.given_up:
+            return ""
+        self._held[key] = status, time.monotonic(), True
+        if is_stopped:
+            _send(pid, signal.SIGKILL if was_told else signal.SIGCONT)
+            done = "stays so and is killed" if was_told else f"has been for {self._limit_s:g} s: it is woken (SIGCONT)"
+            return f"process {pid} is stopped by a signal, and {done}"
+        if was_told:
+            self.given_up.add(pid)
+            return f"process {pid} waits for a disk, was killed, and does not end: it is given up"
+        _send(pid, signal.SIGKILL)
+        return f"process {pid} waits for a disk, has for {self._disk_s:g} s, and is killed"
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -81,16 +81,18 @@ class FailureWatch:
     done and their launcher is not, and where an agent is silent for as long as no rank may stand still.
 
     Args:
-        silent: seconds for which nothing was heard of the agents of hosts, by their index.
+        silent: seconds for which nothing was heard of the agents of hosts, by the names that these have for them.
     """
 
     def __init__(
         self,
         plan: LaunchPlan,
         interval_s: float = ASK_HOSTS_S,
-        silent: Callable[[], Mapping[int, float]] = lambda: {},
+        silent: Callable[[], Mapping[str, float]] = lambda: {},
     ) -> None:
         self._plan, self._silent = plan, silent
+        self._named = {host.rpartition("@")[2]: host for host in plan.placement.hosts}
+        """Hosts of the hostfile, by their names there, and those that ranks have for them."""
         self._stopped, self._all_done_at = StoppedProcesses(plan), math.inf
         self._interval_s = interval_s
         self._ask_at = time.monotonic() + interval_s
@@ -100,6 +102,7 @@ class FailureWatch:
     def __call__(self) -> signal.Signals | None:
         """Check the records here, and start reading those of other hosts when due."""
         records = collect(self._plan.run_dir, self._plan.launch_id)
+        self._learn_names(records)
         found = {self._there, _how_to_end(records)}
         self._stopped.look(self._awaited(records, has_failed=found != {None}))
         if signal.SIGINT in found:
@@ -121,11 +124,19 @@ class FailureWatch:
             self._all_done_at = min(self._all_done_at, time.monotonic())
             return hosts if time.monotonic() > self._all_done_at + DONE_S else []
         limit_s = max(self._plan.program.hang_floor_s, LOOK_STOPPED_S)
-        return [hosts[node] for node, seconds in self._silent().items() if seconds > limit_s and node < len(hosts)]
+        long = [name for name, seconds in self._silent().items() if seconds > limit_s]
+        return [self._named[name] for name in long if name in self._named]
+
+    def _learn_names(self, records: LaunchRecords) -> None:
+        host_of_rank = self._plan.placement.host_of_rank
+        for rank, one in records.started.items():
+            if rank < len(host_of_rank):
+                self._named[one.host] = host_of_rank[rank]
 
     def _ask(self, hosts: list[str]) -> None:
         records = LaunchRecords()
         unreachable = _read_from(self._plan, hosts, records)
+        self._learn_names(records)
         self._there = _how_to_end(records) or self._there
         if len(unreachable) == len(hosts):
             self._interval_s = min(2 * self._interval_s, MAX_ASK_HOSTS_S)

@@ -116,6 +116,16 @@ class Bridge:
         self._group.allgather([found], [own]).wait()
         return [one.tolist() for one in found]
 
+    def gather_text(self, value: str) -> list[str]:
+        """Every replica's text, in the order of replicas.
+
+        Collective: the ranks of equal rank in all replicas.
+        """
+        own = value.encode()
+        longest = int(max(size for (size,) in self.gather([float(len(own))])))
+        found = self.gather([*map(float, own.ljust(longest, b"\0"))])
+        return [bytes(map(int, one)).rstrip(b"\0").decode() for one in found]
+
     def _broadcast(self, message: Tensor) -> None:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.trusted, 0

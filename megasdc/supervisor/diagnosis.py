@@ -66,6 +66,7 @@ KINDS = {
     "link": Kind("a connection between two hosts carried nothing", names_hosts=True),
     "stuck": Kind("nothing moved, and who is the cause is not known"),
     "rank_lost": Kind("a rank was killed", names_hosts=True),
+    "ranks_lost": Kind("ranks of several hosts were killed"),
     "rank_crashed": Kind("a rank crashed", names_hosts=True),
     "rank_failed": Kind("a rank failed with an error that is none of the documented ones", names_hosts=True),
     "launch": Kind("the launch itself failed"),
@@ -274,8 +275,9 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
     if code == 1:
         return found("rank_failed", failed)
-    if evidence.failed_rank is None:
-        return found("launch")
+    if evidence.failed_rank is None:  # of several hosts, where a signal is known
+        is_killed = evidence.ended_by is not None and evidence.ended_by not in CRASHES
+        return found("ranks_lost" if is_killed else "launch")
     return found("rank_crashed" if evidence.ended_by in CRASHES else "rank_lost", failed)
 
 

@@ -35,9 +35,9 @@ from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.trained import Trained, trained_in
 
 FIND_S = 2.0
-STOPPED_S = 10.0
-"""A front may be stopped by a signal for so long."""
-OF_CONFIGURATION = ("time limit", "training.stop_step", "replica ")
+STOPPED_S, DISK_S = 10.0, 120.0
+"""A front may be stopped by a signal for so long, and wait for a disk, as where its host swaps."""
+OF_CONFIGURATION = ("time limit", "training.stop_step")
 """How the reasons of a stop begin that the configuration asks for, see ``megasdc.train.stop``."""
 
 
@@ -110,7 +110,7 @@ class FrontEngine:
         prefixes = {host: tuple(words) for host in allocation.slots if (words := allocation.prefix(host))}
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
-        self._waker = Waker(STOPPED_S)
+        self._waker = Waker(STOPPED_S, DISK_S)
 
     def was_started(self, attempt: Attempt) -> bool:
         """See ``Engine``; its log is opened just before."""
@@ -170,7 +170,7 @@ class FrontEngine:
             self._shown[path] = log.tell()
 
     def lives(self, process: Process) -> bool:
-        """See ``Engine``; one that a signal has stopped is woken, and killed where it stays so."""
+        """See ``Engine``; one that is stopped is woken, and killed where it stays so, as one that a disk holds is."""
         if process == ENDED:
             return False
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
@@ -179,7 +179,7 @@ class FrontEngine:
             return False
         if done := self._waker.look(process.pid):
             print(f"megasdc supervise: the front of the launch: {done}", file=sys.stderr, flush=True)
-        return True
+        return process.pid not in self._waker.given_up
 
     def stop(self, process: Process) -> None:
         """See ``Engine``."""

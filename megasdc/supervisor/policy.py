@@ -20,6 +20,7 @@ rank_crashed       start again                         replace the hosts
 rank_failed        start again                         replace the hosts
 link               start again                         replace both hosts
 stuck, launch      start again                         start again
+ranks_lost         start again                         start again
 lost               start again                         start again
 =================  ==================================  =====================================================
 
@@ -37,11 +38,11 @@ limit                failures that it counts
                      no hardware
 ===================  ================================================================================================
 
-From outside are host_lost, rank_lost, link, unfit and no_room: hosts, processes and connections that are gone, and
-what a host lacks, say nothing of what is trained; a process that crashes by a signal of its own, such as SIGSEGV, does.
-A host is replaced by a spare, or the run goes on without it where it can. Where neither is possible for one that may
-recover, the attempt is repeated in place after a pause that doubles; after no_room from then on without snapshots in
-memory where they have no room.
+From outside are host_lost, rank_lost, ranks_lost, link, unfit and no_room: hosts, processes and connections that are
+gone, and what a host lacks, say nothing of what is trained; a process that crashes by a signal of its own, such as
+SIGSEGV, does. A host is replaced by a spare, or the run goes on without it where it can. Where neither is possible for
+one that may recover, the attempt is repeated in place after a pause that doubles; after no_room from then on without
+snapshots in memory where they have no room.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -113,6 +114,7 @@ RULES = {
     "host_lost": Rule(Action.REPLACE, outside=True),
     "hang": Rule(Action.AGAIN, Action.REPLACE),
     "rank_lost": Rule(Action.AGAIN, Action.REPLACE, outside=True),
+    "ranks_lost": Rule(Action.AGAIN, outside=True),
     "rank_crashed": Rule(Action.AGAIN, Action.REPLACE),
     "rank_failed": Rule(Action.AGAIN, Action.REPLACE),
     "link": Rule(Action.AGAIN, Action.REPLACE, outside=True),
@@ -244,7 +246,7 @@ def may_return(kind: str | None, given_back: int, limits: Limits) -> bool:
 def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
     """The limit that is reached; None: none is."""
     last = failures[-1]
-    recent = [one for one in failures if abs(last.time - one.time) < HOUR_S]  # the clock may have been set back
+    recent = [one for one in failures if last.time - one.time < HOUR_S]
     if len(recent) > limits.per_hour:
         return f"{len(recent)} failures within an hour; the last: {last.diagnosis.text}"
     if len(_since_progress(failures)) >= limits.without_progress:

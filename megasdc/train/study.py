@@ -144,8 +144,12 @@ class Study(Hook):
     def _agree_to_stop(self, run: Run) -> None:
         """All replicas stop after the step in which one has a reason."""
         stops = [bool(stop) for (stop,) in self._bridge.gather([float(run.stop_reason is not None)])]
-        if run.stop_reason is None and any(stops):
-            run.stop_reason = f"replica {stops.index(True)} of the study stops"
+        if not any(stops):
+            return
+        reasons = self._bridge.gather_text(run.stop_reason or "")
+        if run.stop_reason is None:
+            first = stops.index(True)
+            run.stop_reason = f"{reasons[first]}, of replica {first} of the study"
             run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
 
     def _tell_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:

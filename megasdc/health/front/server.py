@@ -138,11 +138,14 @@ class Standstill:
                     self._say(f"health: nothing is heard from {host.host} for {LOST_S:.0f} s")
             self._judge()
 
-    def silent_s(self) -> dict[int, float]:
-        """Seconds for which nothing was heard of hosts that are lost, by their index."""
+    def silent_s(self) -> dict[str, float]:
+        """Seconds for which nothing was heard of hosts that are lost, by the names that their agents have for them.
+
+        By no index: ranks that go on without a replica count their hosts anew.
+        """
         with self._lock:
             now = time.monotonic()
-            return {node: now - host.heard_at for node, host in self._hosts.items() if self._is_lost(host)}
+            return {host.host: now - host.heard_at for host in self._hosts.values() if self._is_lost(host)}
 
     @staticmethod
     def _is_lost(host: HostState) -> bool:

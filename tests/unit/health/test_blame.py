@@ -248,6 +248,22 @@ def test_a_rank_in_a_collective_of_its_data_phase_waits() -> None:
     assert find_blame([fetches, receives]).ranks == ()
 
 
+def test_a_tensor_rank_in_its_forward_pass_may_wait_in_a_collective_that_no_record_tells() -> None:
+    """It does not answer; only where its peer waits for it is it the cause, and not of two that do not answer."""
+
+    def tensor(rank: int, **fields: object) -> RankState:
+        return replace(state(rank, Phase.FORWARD, dp=0), tp_rank=rank, **fields)  # type: ignore[arg-type]
+
+    late = replace(state(3, Phase.FORWARD, groups={WORLD: group(6, 6)}), dp_rank=1, where="mlp.py:3 forward")
+    works = {"groups": {"tp": group(6, 6, ranks=(0, 1, 2))}, "where": "mlp.py:3 forward"}
+    waits = {"groups": {"tp": group(7, 6, ranks=(0, 1, 2))}}
+    assert 0 not in find_blame([tensor(0), tensor(1, **works), tensor(2, **works), late]).ranks
+    blame = find_blame([tensor(0), tensor(1, **waits), tensor(2, **waits), waiting(4)])
+    assert blame.ranks == (0,) and "native code keeps the interpreter" in blame.text
+    both = find_blame([tensor(0), tensor(1), tensor(2, **waits), waiting(4)])
+    assert "native code" not in both.text
+
+
 def test_where_no_rank_answers_none_is_taken_to_keep_its_interpreter() -> None:
     """Their agent or their host is what is late."""
     assert find_blame([state(0, Phase.FORWARD), state(1, Phase.FORWARD)]).ranks == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
+from megasdc.health import process_state
 from megasdc.health.process_state import Waker
 from megasdc.launcher import process as process_module
 from megasdc.launcher import supervision
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.process import LauncherProcess
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, LaunchRecords, StartedRecord, write_done, write_started
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.supervision import FailureWatch, wait_for_ranks
 from megasdc.run_lock import start_ticks
@@ -86,6 +88,34 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
         assert "the front of the launch: process" in capsys.readouterr().err
 
 
+def test_a_front_that_waits_for_a_disk_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in swap death (state D): it is killed, and where even that does not end it, the run goes on without it."""
+    monkeypatch.setattr(engine_module, "DISK_S", 0.2)
+    program = tmp_path / "waits"
+    source = "#include <unistd.h>\nint main(void) { if (!vfork()) { pause(); _exit(0); } return 0; }"
+    subprocess.run(["cc", "-x", "c", "-o", str(program), "-"], input=source, text=True, check=True)
+    nothing: Any = None
+    for kills in (True, False):
+        engine = FrontEngine(tmp_path, tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
+        process = subprocess.Popen([str(program)], start_new_session=True)
+        while psutil.Process(process.pid).status() != psutil.STATUS_DISK_SLEEP:
+            time.sleep(0.01)
+        ticks = start_ticks(process.pid)
+        assert ticks is not None and engine.lives(Process(process.pid, ticks)), "not before its time"
+        with monkeypatch.context() as patch:
+            if not kills:
+                patch.setattr(process_state, "_send", lambda pid, number: None)
+            end = time.monotonic() + 20
+            while engine.lives(Process(process.pid, ticks)) and time.monotonic() < end:
+                time.sleep(0.02)
+        said = capsys.readouterr().err
+        assert "waits for a disk, has for 0.2 s, and is killed" in said and ("given up" in said) == (not kills)
+        assert not engine.lives(Process(process.pid, ticks)) and (kills or process.poll() is None)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_stopped_launcher_is_woken_by_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends as it would have."""
     monkeypatch.setattr(process_module, "STOPPED_S", 0.05)
@@ -126,13 +156,28 @@ def test_a_stopped_rank_is_killed_once_its_agent_is_silent_for_as_long_as_a_hang
     launched: Any, silent_s: float
 ) -> None:
     """And not before; of another launch none is."""
-    watch = FailureWatch(launched, silent=lambda: {0: silent_s})
+    watch = FailureWatch(launched, silent=lambda: {socket.gethostname(): silent_s})
     with stopped(**{LAUNCH_ID_VARIABLE: launched.launch_id}) as rank, stopped(**{LAUNCH_ID_VARIABLE: "other"}) as other:
         end = time.monotonic() + (1.0 if silent_s < 5 else 30)
         while rank.poll() is None and time.monotonic() < end:
             assert watch() is None
             time.sleep(0.02)
         assert rank.poll() == (None if silent_s < 5 else -signal.SIGKILL) and other.poll() is None
+
+
+def test_a_silent_host_is_known_by_its_name_after_hosts_were_counted_anew(launched: Any) -> None:
+    """The replica on the first host was left out, so that its agent's index is that of another one."""
+    launched.placement = Placement({"user@a": [0], "10.0.0.2": [1], "c": [2]}, remote=False)
+    silent = {"a": 9.0}
+    watch = FailureWatch(launched, silent=lambda: silent)
+    records = LaunchRecords(started={1: StartedRecord(1, "b", 1, 0.0), 2: StartedRecord(2, "c.local", 1, 0.0)})
+    watch._learn_names(records)
+    for name, host in (("a", "user@a"), ("b", "10.0.0.2"), ("c", "c"), ("c.local", "c")):
+        silent.clear()
+        silent[name] = 9.0
+        assert watch._awaited(records, has_failed=False) == [host]
+    silent["b"] = 1.0
+    assert watch._awaited(records, has_failed=False) == ["c"], "one that was heard of is left alone"
 
 
 def test_a_stopped_rank_is_killed_once_another_has_failed(launched: Any) -> None:

@@ -59,6 +59,8 @@ def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
         ({"exit_code": 78, "ended_by": signal.SIGKILL}, "rank_lost", ("b",)),
         *(({"exit_code": 78, "ended_by": by}, "rank_crashed", ("b",)) for by in (signal.SIGSEGV, signal.SIGABRT)),
         ({"exit_code": 78, "failed_rank": None, "failed_host": None}, "launch", ()),
+        ({"exit_code": 78, "failed_rank": None, "failed_host": None, "ended_by": signal.SIGKILL}, "ranks_lost", ()),
+        ({"exit_code": 78, "failed_rank": None, "failed_host": None, "ended_by": signal.SIGSEGV}, "launch", ()),
         ({"exit_code": 99}, "rank_lost", ("b",)),
         ({"exit_code": None}, "launch", ()),
         ({"exit_code": 78, "unreachable": ("b",)}, "host_lost", ("b",)),

@@ -103,7 +103,7 @@ def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     assert decided(*between).action is AGAIN
 
 
-@pytest.mark.parametrize("kind", ["rank_lost", "host_lost", "link", "unfit", "no_room"])
+@pytest.mark.parametrize("kind", ["rank_lost", "ranks_lost", "host_lost", "link", "unfit", "no_room"])
 def test_what_comes_from_outside_is_not_taken_for_the_software(kind: str) -> None:
     """However often it comes, at a step that was reached or while starting; a crash and an error count for that."""
     for last in (7, 0):
