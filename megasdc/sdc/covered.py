@@ -6,16 +6,21 @@ Exact checks compare bits. Checks that only warn, or detect only NaN and Inf, ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config import MegasdcSection
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.detection import EXTRA
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
+from megasdc.sdc.budget import MOST_EVERY, Cadence
+from megasdc.sdc.latency import EVERY_STEP, Latency, Rotation, in_turn, latency, of_audits, of_micro_batches
 
 NOTHING = "-"
+AUDIT, GOLDEN = "audit", "golden trace"
+"""Checks of a latency, besides those of every step."""
 _NORM = "NaN and Inf (norm)"
 TOKENS, PLACE = "tokens", "place"
 """Rows of what the model is given, and of the place in the data from which it is read."""
@@ -49,6 +54,8 @@ class Shape:
         recomputes: whether activations are recomputed.
         pipeline: stages.
         within: what is said, by phase, of slices that are compared within a tolerance since a step of the run.
+        slices: of the optimizer, on the rank that has most; None: not known before a start.
+        products: of linear layers, on the rank that has most; None: not known before a start.
     """
 
     replicas: int
@@ -59,6 +66,13 @@ class Shape:
     every: int = 1
     pipeline: int = 1
     within: Mapping[str, str] = field(default_factory=dict)
+    slices: int | None = None
+    products: int | None = None
+
+    @property
+    def cadence(self) -> Cadence:
+        """When results are looked at; where the budget decides, the rarest that it may choose."""
+        return Cadence(1, MOST_EVERY) if self.covered is None else Cadence(self.covered, self.every)
 
     @property
     def share(self) -> str:
@@ -94,6 +108,7 @@ class Covered:
     """Checks of one phase.
 
     ``exact``: bits are compared in every micro-batch of every step ("always"), in some ("sometimes"), or "never".
+    ``latencies``: of each check whose looks are known, in the order of the cells.
     """
 
     phase: str
@@ -101,17 +116,38 @@ class Covered:
     audit: str
     golden: str
     exact: str
+    latencies: tuple[Latency, ...] = ()
 
     @property
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
-        return self.phase, self.every_step, self.audit, self.golden
+        steps = _latency_text([(one, one.steps, one.mean_steps) for one in self.latencies])
+        saves = _latency_text([(one, one.checkpoints, one.mean_checkpoints) for one in self.latencies])
+        return self.phase, self.every_step, self.audit, self.golden, steps, saves
 
 
 def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
     """Checks of each phase of a step."""
     computed = (FORWARD, *([RECOMPUTE] if shape.recomputes else []), BACKWARD, WEIGHT_GRAD, REDUCED_GRAD)
     return [_row(phase, sections, shape) for phase in (PLACE, TOKENS, *computed, *_STEP)]
+
+
+class _Check(NamedTuple):
+    """A check of every step: as text, whether it compares bits, and when it looks; None: not known, or it warns."""
+
+    text: str
+    exact: bool
+    rotation: Rotation | None = EVERY_STEP
+
+
+def _latency_text(numbers: Sequence[tuple[Latency, int | None, float | None]]) -> str:
+    """Most and mean of each check; once where those of every step have the same."""
+    texts: dict[str, None] = {}
+    for one, most, mean in numbers:
+        if most is not None and mean is not None:
+            name = f"{one.check} " if one.check in (AUDIT, GOLDEN) else ""
+            texts[f"{name}{'<= ' if one.at_most else ''}{most} / {mean:.4g}"] = None
+    return "; ".join(texts) or NOTHING
 
 
 def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
@@ -126,59 +162,82 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
     whole = phase == PLACE or (shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole)
-    if any(exact for _, exact in every):
+    if any(one.exact for one in every):
         partly = phase in _PARTLY or (phase == STATE and not sections.sdc.always_on.chain)
         exact = "always" if whole and not partly else "sometimes"
     else:
         exact = "never" if (audit, golden) == (NOTHING, NOTHING) else "sometimes"
-    return Covered(phase, "; ".join(text for text, _ in every) or NOTHING, audit, golden, exact)
+    texts = "; ".join(one.text for one in every) or NOTHING
+    return Covered(phase, texts, audit, golden, exact, tuple(_latencies(every, audit, golden, sections, shape)))
 
 
-def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[tuple[str, bool]]:
-    """Checks of a phase in every step, and whether each compares bits."""
-    section = sections.sdc.always_on
-    found = []
+def _latencies(
+    every: Sequence[_Check], audit: str, golden: str, sections: MegasdcSection, shape: Shape
+) -> Iterator[Latency]:
+    """Latencies of a row's checks, those whose looks follow from the number of the step."""
+    saves, interval = sections.checkpoint.interval, sections.sdc.golden_interval
+    for text, _, rotation in every:
+        if rotation is not None:
+            decided = shape.covered is None and rotation != EVERY_STEP
+            yield latency(text, rotation, saves, at_most=decided)
+    if audit != NOTHING:
+        yield latency(AUDIT, of_audits(sections.audit, saves), saves)
+    if golden != NOTHING and interval is not None:
+        yield latency(GOLDEN, Rotation(period=interval), saves)
+
+
+def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check]:
+    """Checks of a phase in every step."""
+    section, cadence = sections.sdc.always_on, shape.cadence
+    covered = of_micro_batches(cadence, shape.micro_batches)
+    found: list[_Check] = []
     if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
-        found.append((f"forward = recompute, {shape.share}", True))
+        found.append(_Check(f"forward = recompute, {shape.share}", True, covered))
     if phase == PLACE and section.enabled:
-        found.append(("what follows from step and decisions", True))
+        found.append(_Check("what follows from step and decisions", True))
     if phase == SETTINGS and section.enabled and shape.replicas > 1:
-        found.append(("replicas, hyperparameters and step counts", True))
+        found.append(_Check("replicas, hyperparameters and step counts", True))
     if phase == PARAMETER and section.enabled and section.parameters:
-        found += [("replicas", True)] * (shape.replicas > 1) + [("copies of tensor ranks", True)] * (shape.tensor > 1)
+        found += [_Check("replicas", True)] * (shape.replicas > 1)
+        found += [_Check("copies of tensor ranks", True)] * (shape.tensor > 1)
     if phase in (FORWARD, BACKWARD) and section.enabled and section.finite:
-        found.append((f"NaN and Inf, {shape.share}", False))
+        found.append(_Check(f"NaN and Inf, {shape.share}", False, covered))
     if section.enabled and section.rows and phase in (FORWARD, BACKWARD, WEIGHT_GRAD):
-        found.append(("rows of a product summed", False))
+        places = None if shape.products is None else shape.products * shape.micro_batches
+        found.append(_Check("rows of a product summed", False, None if places is None else in_turn(cadence, places)))
     found += _of_chain(phase, sections, shape)
     bounded = {LOCAL: REDUCED_GRAD, AFTER_NORM: CLIPPING}
     unseen = [bounded.get(spec.where) for spec in sections.optimizer_hooks]
     if section.enabled and section.slice_elements and phase in _SLICES and phase not in unseen:
         within = shape.within.get(phase)
-        found.append((_SLICES[phase] + (f", {within}" if within else ""), within is None))
+        due = None if shape.slices is None else in_turn(cadence, shape.slices, first=cadence.every // 2)
+        found.append(_Check(_SLICES[phase] + (f", {within}" if within else ""), within is None, due))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):
-        found.append((_NORM, False))
+        found.append(_Check(_NORM, False))
     if section.enabled and section.toleranced:
         warns = {WEIGHT_GRAD: "features warn", REDUCED_GRAD: "sums warn", UPDATE: "a slice warns"}
-        found += [(warns[phase], False)] if phase in warns else []
+        found += [_Check(warns[phase], False, None)] if phase in warns else []
     return found
 
 
-def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[tuple[str, bool]]:
+def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check]:
     """Checks of tokens, and of the links from the reduced gradient to the parameters."""
     section, ranks = sections.sdc.always_on, shape.replicas * shape.tensor * shape.pipeline
+    cadence = shape.cadence
     if not section.enabled:
         return []
     if phase == TOKENS and section.tokens:
-        return [(f"the file, {shape.share}", True)]
+        return [_Check(f"the file, {shape.share}", True, of_micro_batches(cadence, shape.micro_batches))]
     if not section.chain:
         return []
-    others = [(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)] if ranks > 1 else []
+    others = [_Check(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)] if ranks > 1 else []
+    looks = in_turn(cadence, 1)
+    blocks = in_turn(cadence, math.ceil(shape.micro_batches / cadence.micro_batches), ahead=True)
     checks = {
-        NORM: [*others, (f"blocks added again within rounding{shape.looks}", False)],
-        CLIPPING: [*others, ("the rank's norm within rounding", False)],
-        STATE: [(f"own digests, {shape.blocks}", True)],
-        COPY: [(f"the owner's masters, {shape.blocks}", True)],
+        NORM: [*others, _Check(f"blocks added again within rounding{shape.looks}", False, looks)],
+        CLIPPING: [*others, _Check("the rank's norm within rounding", False)],
+        STATE: [_Check(f"own digests, {shape.blocks}", True, blocks)],
+        COPY: [_Check(f"the owner's masters, {shape.blocks}", True, blocks)],
     }
     return checks.get(phase, [])
 
@@ -191,8 +250,8 @@ def table_head(sections: MegasdcSection) -> tuple[str, ...]:
     if asks_golden(sections):
         when = ["at each start"] * sdc.golden_at_start
         when += [f"every {sdc.golden_interval} steps"] * (sdc.golden_interval is not None)
-        golden = f"golden trace, {' and '.join(when)}"
-    return "phase", "every step", audited, golden
+        golden = f"{GOLDEN}, {' and '.join(when)}"
+    return "phase", "every step", audited, golden, "steps until seen", "checkpoints until seen"
 
 
 def coverage_notes(rows: list[Covered]) -> list[str]:

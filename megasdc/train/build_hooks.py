@@ -217,7 +217,7 @@ def _build_detection(parts: HookParts, writer: MetricsWriter | None) -> Detectio
     speed = measure_speed(config, run.engine)
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
     if run.dims.rank == 0:
-        table = coverage_table(config, run.engine, plan.cadence)
+        table = coverage_table(config, run.engine, plan, plan.cadence)
         logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         run.events.emit("start", "coverage", step=run.step, table=table)
     return build_detection(config, run, parts.kept, parts.signals, parts.drills.injector, plan, writer)

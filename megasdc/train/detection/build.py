@@ -77,7 +77,7 @@ def build_detection(
     )
     budget = Budget(plan, run.engine, writer)
     detection = Detection(settings, run, batches, disputes, parameters, signals, budget, referee)
-    detection.table = partial(coverage_table, config, run.engine)
+    detection.table = partial(coverage_table, config, run.engine, plan)
     return detection
 
 

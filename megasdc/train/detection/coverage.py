@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,20 +11,28 @@ import torch
 import torch.distributed as dist
 
 from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
-from megasdc.config import RunConfig
+from megasdc.config import AlwaysOnSection, RunConfig
 from megasdc.config.sections.detection import EXTRA
 from megasdc.engine.engine import TrainingEngine
+from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.optim.state_blocks import BLOCK
+from megasdc.optim.zero1 import owned_fragments
 from megasdc.sdc.budget import Cadence, Shares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
 from megasdc.sdc.covered import Shape, render_coverage
+from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.check_rates import measure_products, measure_rates
+from megasdc.train.detection.rows import PRODUCTS
 
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""
 _NOTHING = Reads(0, 0)
+_INT64_BYTES = 8
+_STATES = 3
+"""What the optimizer keeps of an element: master and both moments."""
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
 
@@ -50,12 +59,16 @@ class CheckPlan:
         lines: a description for each tier.
         budget: largest share of a step's time; None: the cadence is given.
         expected: shares of a step; None: nothing was measured.
+        slices: of the optimizer, on the rank that has most; None: none are checked, or nothing was measured.
+        products: of linear layers, on the rank that has most; None: likewise.
     """
 
     cadence: Cadence
     lines: tuple[str, ...]
     budget: float | None = None
     expected: Shares | None = None
+    slices: int | None = None
+    products: int | None = None
 
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
@@ -94,9 +107,10 @@ def plan_checks(
         return CheckPlan(cadence, tuple(tiers.describe(cadence)))
     step_s = tiers.flops / speed.flop_per_s
     shares = [asked.seconds(speed.rates) / step_s for asked in (tiers.fixed(), tiers.audit(), tiers.look())]
-    largest = torch.tensor(shares, dtype=torch.float64)
+    largest = torch.tensor([*shares, *_places(sections.sdc.always_on, engine)], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    fixed, of_audit, look = largest.tolist()
+    fixed, of_audit, look, *places = largest.tolist()
+    slices, products = (int(one) or None for one in places)
     of_audit += tiers.extra_share
     interval = sections.audit.interval
     budget: float | None = None
@@ -111,7 +125,7 @@ def plan_checks(
     if sections.audit.enabled:
         told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(cadence, tuple(lines), budget, expected)
+        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
@@ -119,7 +133,17 @@ def plan_checks(
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
         + ("; without the toleranced checks)" if sections.sdc.always_on.toleranced else ")")
     )
-    return CheckPlan(cadence, (*lines, cost), budget, expected)
+    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products)
+
+
+def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int]:
+    """Slices and products of this rank that checks look at in turn; 0 where they do not."""
+    slices = products = 0
+    if section.enabled and section.slice_elements:
+        slices = -(-sum(one.numel for one in owned_fragments(engine.optimizer)) // section.slice_elements)
+    if section.enabled and section.rows:
+        products = len(PRODUCTS) * sum(one.kind in LINEAR for one in list_submodules(engine.module))
+    return slices, products
 
 
 def share_text(share: float) -> str:
@@ -128,11 +152,18 @@ def share_text(share: float) -> str:
 
 
 def coverage_table(
-    config: RunConfig, engine: TrainingEngine, cadence: Cadence, within: Mapping[str, str] | None = None
+    config: RunConfig,
+    engine: TrainingEngine,
+    plan: CheckPlan,
+    cadence: Cadence,
+    within: Mapping[str, str] | None = None,
 ) -> list[str]:
     """The phases of a step and their checks in this run, a line for each row, and the conclusions.
 
-    ``within``: what is said, by phase, of exact checks that are within a tolerance now.
+    Args:
+        plan: of the start, which knows what is looked at in turn.
+        cadence: which steps look now.
+        within: what is said, by phase, of exact checks that are within a tolerance now.
     """
     shape = Shape(
         replicas=engine.dims.data,
@@ -143,6 +174,8 @@ def coverage_table(
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         pipeline=engine.dims.pipeline,
         within=within or {},
+        slices=plan.slices,
+        products=plan.products,
     )
     return render_coverage(config.megasdc, shape)
 
@@ -169,6 +202,7 @@ class _Tiers:
             recompute=recomputes,
         )
         self.flops = work.flops / self._dims.pipeline
+        self._tokens, self._width_bytes = work.tokens, work.width_bytes
         one = replace(work, accumulation=1)
         self._checked = reads_of_step(one, always_on.granularity)
         self._audited = reads_of_step(one, sections.audit.granularity)
@@ -183,8 +217,9 @@ class _Tiers:
     def look(self) -> Asked:
         """Operations of looking at the results of one micro-batch."""
         section = self._sections.sdc.always_on
-        checksums = self._recomputed() if self._compares_recompute else _NOTHING
-        return Asked(checksums, self._finite() if section.enabled and section.finite else _NOTHING, 0)
+        checksums = (self._recomputed() if self._compares_recompute else _NOTHING) + self._given() + self._links()
+        finite = self._finite() if section.enabled and section.finite else _NOTHING
+        return Asked(checksums, finite, int(section.enabled and section.chain))
 
     def audit(self) -> Asked:
         """Operations of an audited step; its exchanges: choice of samples, agreement, request of an audit (shared)."""
@@ -219,6 +254,10 @@ class _Tiers:
             looks.append(f"forward against recompute ({_size(self._recomputed() * covered)})")
         if section.finite:
             looks.append(f"NaN and Inf ({_size(self._finite() * covered)})")
+        if section.tokens:
+            looks.append(f"tokens ({_size(self._given() * covered)})")
+        if section.chain:
+            looks.append(f"links from gradient to parameters ({_size(self._links() * covered)})")
         if looks:
             steps = "step" if cadence.every == 1 else f"{cadence.every} steps"
             lines.append(
@@ -238,6 +277,27 @@ class _Tiers:
 
     def _finite(self) -> Reads:
         return _sum(self._checked, (FORWARD, BACKWARD), self._dims.pipeline)
+
+    def _given(self) -> Reads:
+        """Tokens, labels and mask of a micro-batch, and the same of the file."""
+        section = self._sections.sdc.always_on
+        per_token = 2 * (2 * _INT64_BYTES + FP32_BYTES)
+        return Reads(3, per_token * self._tokens) if section.enabled and section.tokens else _NOTHING
+
+    def _links(self) -> Reads:
+        """Of the shard: squares of the gradient; of the blocks due: what a step left and finds, masters, and copies.
+
+        Looks at one micro-batch have one of as many parts of the blocks, and the whole gradient.
+        """
+        section = self._sections.sdc.always_on
+        if not (section.enabled and section.chain):
+            return _NOTHING
+        elements = self._parameters.bytes / self._width_bytes / self._dims.data
+        due, found = elements / self._micro_batches, 2 * _STATES
+        per_block = math.ceil(due / BLOCK)
+        state, copy = Reads(found * per_block, found * FP32_BYTES * due), (FP32_BYTES + self._width_bytes) * due
+        gradient = Reads(max(self._parameters.count, elements / BLOCK), FP32_BYTES * elements)
+        return state + Reads(per_block, copy) + gradient
 
     def _audit_reads(self) -> Reads:
         return _sum(self._audited, (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD), self._dims.pipeline)

@@ -127,8 +127,29 @@ def test_what_escapes_between_two_looks_is_told() -> None:
 def test_headings_say_when() -> None:
     """Intervals are those of the configuration; what is off is said to be off."""
     asked = sections(audit={"enabled": True, "interval": 7}, sdc={"golden": "g", "golden_interval": 9})
-    assert table_head(asked)[2:] == ("audit, every 7 steps", "golden trace, at each start and every 9 steps")
-    assert table_head(sections())[2:] == ("audit: off", "golden trace: off")
+    assert table_head(asked)[2:4] == ("audit, every 7 steps", "golden trace, at each start and every 9 steps")
+    assert table_head(sections())[2:4] == ("audit: off", "golden trace: off")
+
+
+def test_each_row_says_how_long_a_fault_stays_unseen() -> None:
+    """Of each check of the row: most and mean, in steps and checkpoints; as bounds where the budget decides."""
+    asked = sections(
+        sdc={"always_on": {**ON["always_on"], "slice_elements": 9, "rows": True}, "golden": "g", "golden_interval": 8},
+        audit={"enabled": True, "interval": 10},
+        checkpoint={"interval": 4},
+    )
+    shape = replace(SHAPE, slices=6, products=2)
+    shown = {row.phase: row.cells[4:] for row in coverage_rows(asked, shape)}
+    assert shown["place"] == ("1 / 1", "0 / 0")
+    assert shown["parameter"] == ("1 / 1; audit 10 / 5.5", "0 / 0; audit 2 / 1")
+    assert shown["tokens"] == ("4 / 2.5", "1 / 0.375")
+    assert shown["state"] == ("4 / 2.5; 6 / 3.5", "1 / 0.375; 2 / 0.625")
+    assert shown["weight_grad"][0] == "8 / 4.5; 1 / 1; audit 10 / 5.5; golden trace 8 / 4.5"
+    rows = {row.phase: row for row in coverage_rows(asked, replace(shape, covered=None))}
+    assert rows["tokens"].cells[4:] == ("<= 200 / 100.5", "<= 50 / 25.25")
+    assert rows["settings"].cells[4:] == ("1 / 1", "0 / 0")
+    unknown = {row.phase: row for row in coverage_rows(asked, SHAPE)}
+    assert [one.check for one in unknown["update"].latencies] == [] and unknown["update"].cells[4] == "-"
 
 
 def test_the_guide_shows_what_the_command_prints() -> None:

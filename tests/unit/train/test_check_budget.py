@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megasdc.config import parse_config
 from megasdc.events import EventLog, read_events
+from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence, Shares
+from megasdc.sdc.check_cost import Rates
 from megasdc.train.detection import budget
 from megasdc.train.detection.budget import Budget, Stopwatch
-from megasdc.train.detection.coverage import CheckPlan
+from megasdc.train.detection.coverage import CheckPlan, Speed, plan_checks
 
 
 class Clock:
@@ -132,3 +136,34 @@ def test_only_the_innermost_stopwatch_runs(clock: Clock) -> None:
             clock.now += 10
         clock.now += 100
     assert (outer.take(), inner.take(), outer.take()) == (101, 10, 0)
+
+
+def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
+    """Links of the chain and tokens are read in each look, and are no part of what is expected where they are off."""
+    base = {
+        "data": {"path": "x"},
+        "training": {"steps": 9},
+        "logging": {"run_dir": "r"},
+        "determinism": {"enabled": True},
+    }
+    engine: Any = SimpleNamespace(
+        dims=ParallelDims(1, 1, 1), micro_batches=2, train_micro_batch_size_per_gpu=lambda: 4, device="cpu"
+    )
+    speed = Speed(Rates(1e9, 1e9, 1e-6, 1e-6, 1e-4), 1e12)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        looks = {}
+        for off in ((), ("chain",), ("tokens",), ("chain", "tokens")):
+            section = {"enabled": True, **dict.fromkeys(off, False)}
+            config = parse_config({"megasdc": {**base, "sdc": {"always_on": section}}})
+            plan = plan_checks(config, engine, 4096, speed, dist.group.WORLD)
+            assert plan.expected is not None
+            looks[off] = plan.expected.look
+            told = " ".join(plan.lines)
+            for check, text in (("tokens", "tokens ("), ("chain", "links from gradient to parameters (")):
+                assert (text in told) is (check not in off)
+    finally:
+        dist.destroy_process_group()
+    bare = looks["chain", "tokens"]
+    assert looks[("chain",)] > bare and looks[("tokens",)] > looks[("chain",)], "a shard is far larger than a batch"
+    assert looks[()] - bare == pytest.approx(looks[("chain",)] + looks[("tokens",)] - 2 * bare)
