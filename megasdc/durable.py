@@ -60,11 +60,17 @@ def append_bounded(path: Path, text: str, largest: int) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
         with replacing(path, "wb") as file:
             file.writelines(lines[len(lines) // 2 :])
-    with open(path, "ab+") as file:
-        if file.tell():
+    with open(path, "ab+", buffering=0) as file:
+        if size := file.tell():
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else "\n" + text
-        file.write(text.encode())
+        data = text.encode()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            os.ftruncate(file.fileno(), size)  # there was room for a part of it
+            raise
 
 
 def sync_path(path: Path | str) -> None:

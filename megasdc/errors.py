@@ -83,9 +83,17 @@ class ExcludedNodeError(MegasdcError):
 
 
 class StorageError(MegasdcError):
-    """A folder is not writable, or the disk is full."""
+    """A folder is not writable, or the disk is full.
+
+    Args:
+        no_room: the disk is full, a quota is used up, or a file system has become read-only: there may be room later.
+    """
 
     exit_code = 77
+
+    def __init__(self, *message: object, no_room: bool = False) -> None:
+        super().__init__(*message)
+        self.no_room = no_room
 
 
 class LaunchError(MegasdcError):

@@ -10,18 +10,17 @@ versions lack ``run``, ``attempt``, ``launch``, ``monotonic``, ``boot`` and ``de
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megasdc.moment import Moment
 from megasdc.origin import Launch, Origin, this_launch
+from megasdc.room import LineFile
 
-_BLOCK_BYTES = 1 << 16
 _LAST_SECOND = 253402300800.0
 """After year 9999, which no calendar shows."""
 
@@ -50,7 +49,7 @@ class EventLog:
     """Appends events to ``events/rank_NNNNN.jsonl`` in the run folder and counts them by kind and name.
 
     Each event is one ``write`` of a complete line, flushed at once, so that a killed process leaves at most one
-    incomplete last line.
+    incomplete last line. What has no room is written later, see ``megasdc.room``.
 
     Args:
         run_dir: the run folder; created if absent.
@@ -60,14 +59,13 @@ class EventLog:
 
     def __init__(self, run_dir: Path | str, rank: int, origin: Origin = Origin()) -> None:
         folder = Path(run_dir) / "events"
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank_{rank:05d}.jsonl"
         self.rank = rank
         self.host = socket.gethostname()
         self.origin = origin
         self._launch = this_launch()
         self.counts: Counter[str] = Counter()
-        self._file = open_lines(self.path)
+        self._file = LineFile(self.path)
 
     def emit(
         self, kind: str, name: str, *, step: int | None = None, micro_batch: int | None = None, **fields: Any
@@ -100,7 +98,6 @@ class EventLog:
             **vars(self.origin),
         )
         self._file.write(json.dumps(vars(event), default=_plain) + "\n")  # no deep copy: drills write many
-        self._file.flush()
         self.counts[f"{kind}/{name}"] += 1
         return event
 
@@ -112,25 +109,6 @@ class EventLog:
 def _plain(value: Any) -> Any:
     """A value that JSON cannot hold: a dataclass as an object, anything else as text."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
-
-
-def open_lines(path: Path) -> TextIO:
-    """Open a file of lines for appending.
-
-    An incomplete last line, left by a killed process, is cut off, so that the next line does not become part of it.
-
-    Args:
-        path: the file; created if absent.
-    """
-    with open(path, "ab+") as file:
-        end, last = file.seek(0, os.SEEK_END), -1
-        while end and last < 0:
-            start = max(0, end - _BLOCK_BYTES)
-            file.seek(start)
-            last = file.read(end - start).rfind(b"\n")
-            end = start + last + 1
-        file.truncate(end)
-    return open(path, "a", encoding="utf-8")
 
 
 def read_events(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megasdc.durable import write_durably
 from megasdc.errors import StorageError
+from megasdc.room import wait_for_room
 
 IDENTITY_FILE = "run.json"
 FORMAT = "megasdc.run.v1"
@@ -59,7 +60,8 @@ def count_start(folder: Path | str) -> RunIdentity:
     identity = RunIdentity(new, 1) if found is None else RunIdentity(found.run, found.attempt + 1)
     path = Path(folder) / IDENTITY_FILE
     try:
-        write_durably(path, json.dumps({"format": FORMAT, **asdict(identity)}) + "\n")
+        text = json.dumps({"format": FORMAT, **asdict(identity)}) + "\n"
+        wait_for_room(lambda: write_durably(path, text), path)
     except OSError as error:
         raise StorageError(f"{path} cannot be written ({error.strerror})") from error
     return identity

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.formats.records import Record, read_record, write_record
+from megasdc.checkpoint.formats.records import Record, read_record, record_text, write_record
 from megasdc.checkpoint.manifest import has_marker, list_continued, read_complete, read_manifest
 from megasdc.checkpoint.places import Place
 from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
+from megasdc.room import END_S, wait_for_room, write_whole
 
 VERIFIED_FILE = "verified.json"
 CORRUPTION_FILE = "corruption.json"
@@ -227,9 +228,9 @@ def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: 
         return
     path = Path(folder) / CORRUPTION_FILE
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         mark = CorruptionMark(format_version=_VERSION, step=step, incident=str(incident), time=time.time())
-        write_record(path, mark)
+        # The run ends now, and the next start has to know.
+        wait_for_room(lambda: write_whole(path, record_text(mark)), path, logger.warning, at_most_s=END_S)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error}; the next resume does not know of the corruption in step {step}: start "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import uuid
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.room import lacks_room
 
 Storage = Literal["shared", "node_local"]
 
@@ -104,10 +105,16 @@ def find_place(among: Ranks) -> Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """An error on one rank; ``storage``: whether the disk caused it, not the checkpoint."""
+    """An error on one rank.
+
+    Args:
+        storage: the disk caused it, not the checkpoint.
+        no_room: it had no room, and may have some later.
+    """
 
     text: str
     storage: bool
+    no_room: bool = False
 
 
 def describe_error(error: BaseException, doing: str) -> Problem:
@@ -116,9 +123,11 @@ def describe_error(error: BaseException, doing: str) -> Problem:
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
     full = " (no space left on the device?)" if failed_write else ""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if lacks_room(error):
         full = " (the disk is full)"
-    return Problem(f"cannot {doing}: {type(error).__name__}: {text}{full}", isinstance(error, OSError) or failed_write)
+    is_storage = isinstance(error, OSError) or failed_write
+    said = f"cannot {doing}: {type(error).__name__}: {text}{full}"
+    return Problem(said, is_storage, no_room=lacks_room(error) or failed_write)
 
 
 def raise_together(problem: Problem | None, place: Place, what: str) -> None:
@@ -129,7 +138,7 @@ def raise_together(problem: Problem | None, place: Place, what: str) -> None:
         what: start of the message.
 
     Raises:
-        StorageError: a storage problem on any rank; on all ranks.
+        StorageError: a storage problem on any rank; on all ranks. Its ``no_room`` is that of the first.
         CheckpointError: any other problem; on all ranks.
 
     Collective: all ranks.
@@ -139,7 +148,7 @@ def raise_together(problem: Problem | None, place: Place, what: str) -> None:
     if not failed:
         return
     rank, node, first = min(failed, key=lambda entry: (not entry[2].storage, entry[0]))
-    kind = StorageError if first.storage else CheckpointError
+    kind = partial(StorageError, no_room=first.no_room) if first.storage else CheckpointError
     alike = len(failed) == len(answers) and all(found == first for _, _, found in failed)
     if alike and not first.storage:  # all ranks have the same problem
         raise kind(f"{what}: {first.text}")

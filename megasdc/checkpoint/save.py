@@ -45,7 +45,7 @@ from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, fin
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
-from megasdc.errors import CheckpointError, MegasdcError
+from megasdc.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,9 @@ def save_checkpoint(
         written = _write(job, engine, state)
         _commit(job, written)
     except MegasdcError as error:  # raised by all ranks together
-        place.emit("error", "checkpoint_save", step=step, message=str(error))
+        is_tried_again = isinstance(error, StorageError) and error.no_room
+        kind, name = ("warning", "checkpoint_not_saved") if is_tried_again else ("error", "checkpoint_save")
+        place.emit(kind, name, step=step, message=str(error))
         raise
     verified = job.verified()
     deleted, failed = apply_retention(job.folder, step, keep, verified) if place.leader else ([], [])

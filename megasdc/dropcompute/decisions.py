@@ -16,7 +16,7 @@ from typing import Any
 
 from megasdc.engine.step_times import StepRecord, StepTimes
 from megasdc.errors import ConfigError
-from megasdc.events import open_lines
+from megasdc.room import LineFile
 
 DECISIONS_FILE = "decisions.jsonl"
 REMEMBERED = 256
@@ -114,7 +114,7 @@ class DecisionLog:
     """
 
     def __init__(self, run_dir: Path, step: int, data: int, micro_batches: int) -> None:
-        self._file = open_lines(run_dir / DECISIONS_FILE)
+        self._file = LineFile(run_dir / DECISIONS_FILE)
         self._write({"start": {"step": step, "data": data, "micro_batches": micro_batches}})
 
     def add(self, step: int, decisions: StepDecisions) -> None:
@@ -123,7 +123,6 @@ class DecisionLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

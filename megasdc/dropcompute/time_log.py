@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.engine.step_times import StepRecord
-from megasdc.events import open_lines
 from megasdc.parallel.dims import ParallelDims
+from megasdc.room import LineFile
 
 STEP_TIMES_FOLDER = "step_times"
 
@@ -28,8 +28,7 @@ class TimeLog:
 
     def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int) -> None:
         folder = run_dir / STEP_TIMES_FOLDER
-        folder.mkdir(exist_ok=True)
-        self._file = open_lines(folder / f"rank_{dims.rank:05d}.jsonl")
+        self._file = LineFile(folder / f"rank_{dims.rank:05d}.jsonl")
         self._write(
             {
                 "kind": "layout",
@@ -49,7 +48,6 @@ class TimeLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

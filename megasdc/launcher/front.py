@@ -6,6 +6,7 @@ ranks unchanged, and the exit code is 0 only if every rank has written a done re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -15,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from megasdc import run_lock
+from megasdc import room, run_lock
 from megasdc.errors import LaunchError, StorageError
 from megasdc.health.front.server import Standstill
 from megasdc.launcher import environment, host_failed, own_lines
@@ -98,11 +100,23 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
         StorageError: folders cannot be written to, and nothing else is wrong.
     """
     plan = make_plan(request, say)
+    room.set_limit(plan.program.wait_for_room_s)
+    if not dry_run:
+        room.wait_for_room(partial(_probe, plan.run_dir), plan.run_dir, say)
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
     with held_port() as port:
         return _launch_planned(replace(plan, master_port=port), dry_run, quiet)
+
+
+def _probe(folder: Path) -> None:
+    """Raise OSError where this host sees that a folder is full; one that is read-only or absent is checked later."""
+    try:
+        room.probe(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResult:
@@ -222,7 +236,19 @@ def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verd
     clocks = None if agents is None else agents.clocks
     number = process.stopped_by
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
+    if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
+        verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])
     return verdict, code
+
+
+def _without_room(folder: Path) -> str:
+    """That a folder has no room, so that ranks cannot tell how they have ended; empty: it has some."""
+    try:
+        room.probe(folder)
+    except OSError as error:
+        if room.lacks_room(error):
+            return f"{folder} has no room ({error.strerror}), so that ranks could not write how they have ended"
+    return ""
 
 
 def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:
@@ -243,8 +269,8 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
 
 def _write_result(plan: LaunchPlan, result: LaunchResult) -> None:
     folder = records_dir(plan.run_dir, plan.launch_id)
+    path, text = folder / "launch.json", json.dumps(asdict(result), indent=2) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "launch.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+        room.wait_for_room(lambda: room.write_whole(path, text), path, say, at_most_s=room.END_S)
     except OSError as error:
         say(f"{folder / 'launch.json'} could not be written: {error}")

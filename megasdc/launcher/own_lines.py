@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from megasdc.room import LineFile
+
 FOLDER_VARIABLE = "MEGASDC_LAUNCHER_LOGS"
 FOLDER_OPTION = "--launcher_logs="
 LAST_LINES = 12
@@ -53,8 +55,7 @@ def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
         yield
         return
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(_log_of_this_host(folder), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - used to the end
+        file = LineFile(_log_of_this_host(folder))
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(argv)}\n")
     except OSError as error:
         print(f"{folder} cannot be written ({error.strerror}); DeepSpeed's log stays on the console", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from megasdc.config import RunConfig, check_layout, load_config
 from megasdc.errors import LaunchError
 from megasdc.launcher.request import LaunchRequest, UserProgram
+from megasdc.room import WAIT_S
 
 PROGRAM_MODULE = "megasdc.launcher.user_program"
 
@@ -31,6 +32,7 @@ class RankProgram:
         alert_command: gets an incident of it.
         compilers: needed on hosts without an accelerator, each with the setting that needs it.
         check_ranks: refuses a number of ranks by a ConfigError.
+        wait_for_room_s: seconds that are waited while its folder has no room.
         is_users: it knows nothing of megasdc: the front locks the run's folder, and tells each host where it listens.
     """
 
@@ -46,6 +48,7 @@ class RankProgram:
     data: list[str] = field(default_factory=list)
     check_ranks: Callable[[int], object] = lambda _: None
     is_users: bool = False
+    wait_for_room_s: float = WAIT_S
 
 
 def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
@@ -83,6 +86,7 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         watched=sections.health.is_on(launched=True, studied=sections.study.replicas is not None),
         alert_command=tuple(sections.health.alert_command),
         hang_floor_s=sections.health.hang_floor_s,
+        wait_for_room_s=sections.logging.wait_for_room_s,
         compilers=compilers_on_cpu(config),
         check_ranks=lambda ranks: check_layout(config, ranks),
     )

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc import origin
-from megasdc.durable import write_durably
 from megasdc.launcher.orphans import launcher_has_gone
 from megasdc.moment import Moment
+from megasdc.room import END_S, wait_for_room, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +236,7 @@ def _write(folder: Path, name: str, record: dict[str, object]) -> Path | None:
     """
     path = folder / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(record) + "\n")
+        wait_for_room(lambda: write_whole(path, json.dumps(record) + "\n"), path, logger.warning, at_most_s=END_S)
     except OSError as error:
         logger.warning("record %s could not be written: %s", path, error)
         return None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megasdc.errors import DataError
-from megasdc.events import open_lines
+from megasdc.room import LineFile
 
 DETAILS_FILE = "details.jsonl"
 
@@ -61,12 +61,11 @@ class DetailsWriter:
     """Appends to the file of a run; used by rank 0 alone."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = open_lines(run_dir / DETAILS_FILE)
+        self._file = LineFile(run_dir / DETAILS_FILE)
 
     def write(self, details: StepDetails) -> None:
         """Write one step."""
         self._file.write(json.dumps(asdict(details)) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

@@ -14,6 +14,7 @@ from typing import Any
 from megasdc.durable import rename_durably, replacing
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
+from megasdc.room import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "time", "monotonic", "attempt")
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one JSON line ``{"step", "time", "monotonic", "attempt", name: value, ...}`` per call; by rank 0 alone.
 
-    The file is written first, and an error in it is raised. A sink gets the line as the file has it; one that fails is
-    reported and gets no more.
+    The file is written first: later where it has no room (``megasdc.room``); another error in it is raised. A sink
+    gets the line as the file has it; one that fails is reported and gets no more.
 
     Args:
         sinks: that show the metrics; the writer closes them.
@@ -45,7 +46,7 @@ class MetricsWriter:
         self.path = Path(run_dir) / METRICS_FILE
         self._sinks, self._attempt = list(sinks), attempt
         self._on_failure = on_failure or _warn
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._file = LineFile(self.path)
 
     def write(self, step: int, values: dict[str, float | int]) -> None:
         """Write the metrics of one step.
@@ -64,7 +65,6 @@ class MetricsWriter:
         now = time.time()
         place = {"step": step, "time": now, "monotonic": time.monotonic(), "attempt": self._attempt}
         self._file.write(json.dumps({**place, **finite}) + "\n")
-        self._file.flush()
         for sink in tuple(self._sinks):
             self._try(sink, partial(sink.write, step, now, finite))
 

@@ -23,6 +23,7 @@ import xxhash
 from megasdc.addresses import PHASES, Address
 from megasdc.durable import rename_durably
 from megasdc.errors import LaunchError, TraceError
+from megasdc.room import LineFile
 from megasdc.sdc.trace import Trace
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
 class TraceWriter:
     """Writes one rank's trace, replacing the file, one batch for each call; data is flushed when ``append`` returns.
 
-    The file appears under its name with the first batch in it.
+    The file appears under its name with the first batch in it. What has no room is written later (``megasdc.room``).
 
     Args:
         header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.
@@ -96,10 +97,9 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         pa = _arrow()
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._temporary = path.with_name(f".{path.name}")
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - lives as long as the run
+        self._file = LineFile(self._temporary, binary=True)
         text = pa.dictionary(pa.int32(), pa.string())
         types = (pa.int32(), pa.int32(), text, text, text, pa.uint64())
         columns = list(zip(_COLUMNS, types, strict=True))
@@ -122,7 +122,7 @@ class TraceWriter:
             values = pa.array(list(known), pa.string())
             columns[name] = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), values)
         self._stream.write_batch(pa.record_batch([columns[name] for name in _COLUMNS], schema=self._schema))
-        self._file.write(_frame(self._grown.getvalue()))
+        self._file.add(_frame(self._grown.getvalue()), follows=True)
         self._file.flush()
         self._grown.seek(0)
         self._grown.truncate()

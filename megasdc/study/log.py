@@ -24,7 +24,7 @@ from typing import Any
 
 from megasdc.durable import rename_durably, replacing
 from megasdc.errors import DataError
-from megasdc.events import open_lines
+from megasdc.room import LineFile
 
 STUDY_FOLDER = "study"
 WHOLE = "*"
@@ -49,13 +49,13 @@ class StudyLog:
             rename_durably(path, folder / f"until_{time.strftime('%Y%m%d-%H%M%S')}_{path.name}")
         elif path.exists():
             _cut_back(path, step)
-        self._file = open_lines(path)
+        self._file = LineFile(path)
         self._same = {"replica": replica, "rank": rank}
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
         """Writes a line of a kind, with its fields, see the module; step: first is 1."""
         line = {"kind": kind, "step": step, **self._same, **fields}
-        self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+        self._file.add((json.dumps({name: _finite(value) for name, value in line.items()}) + "\n").encode())
 
     def flush(self) -> None:
         """Flushes all lines to the file."""

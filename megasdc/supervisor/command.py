@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event
 from types import FrameType
 
+from megasdc import room
 from megasdc.config import load_config
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
@@ -60,6 +61,7 @@ def supervise_run(
         StorageError: the journal is damaged, or cannot be written.
     """
     config = load_config(config_path, overrides, allow_changed)
+    room.set_limit(config.megasdc.logging.wait_for_room_s)
     allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
     num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")
     sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)

@@ -57,6 +57,7 @@ KINDS = {
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
+    "folder_full": Kind("the run folder had no room for some time"),
     "storage": Kind("a folder cannot be written, or the disk is full"),
     "corrupt_again": Kind("a rank computes wrong results, again when it repeats them", names_hosts=True),
     "corrupt_once": Kind("a rank has computed a wrong result once", names_hosts=True),
@@ -173,6 +174,7 @@ class Evidence:
         ended_by: number of the signal that ended the rank that failed first; None: none, or not known.
         last: last step that the attempt itself did; 0: none, None: not known.
         checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
+        without_room: the supervisor has seen meanwhile that the run folder had no room.
         by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
 
@@ -196,6 +198,7 @@ class Evidence:
     last: int | None = None
     checked: Checked = field(default_factory=Checked)
     by_time: bool = False
+    without_room: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
         return found("done")
     if evidence.grows and (code is None or code == 0 or code > SIGNALS):  # None: before it had anything to end
         return found("grown", text="more hosts can be used")
+    if code == StorageError.exit_code and evidence.without_room:
+        return found("folder_full")
     if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
         kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
         return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))

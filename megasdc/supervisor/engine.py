@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasdc import run_lock
+from megasdc import room, run_lock
 from megasdc.errors import DataError, LaunchError, PeerError, StorageError
 from megasdc.events import read_events
 from megasdc.health.hosts import last_step_seen
@@ -25,7 +25,7 @@ from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import read_metrics
 from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
-from megasdc.supervisor import front
+from megasdc.supervisor import attempt_log, front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence
@@ -35,6 +35,8 @@ from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.trained import Trained, trained_in
 
 FIND_S = 2.0
+LOG_S = 2.0
+"""Seconds that the writer of an attempt's log has after the front's end."""
 STOPPED_S, DISK_S = 10.0, 120.0
 """A front may be stopped by a signal for so long, and wait for a disk, as where its host swaps."""
 OF_CONFIGURATION = ("time limit", "training.stop_step")
@@ -111,6 +113,9 @@ class FrontEngine:
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
         self._waker = Waker(STOPPED_S, DISK_S)
+        self._room = room.RoomWatch(run_dir, _say)
+        self._log: subprocess.Popen[bytes] | None = None
+        self._ended_with: int | None = None
 
     def was_started(self, attempt: Attempt) -> bool:
         """See ``Engine``; its log is opened just before."""
@@ -138,9 +143,8 @@ class FrontEngine:
             OSError: it cannot be started.
         """
         hostfile = self._file(attempt, "hosts")
-        hostfile.write_text(
-            "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()), encoding="utf-8"
-        )
+        text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
+        room.wait_for_room(lambda: room.write_whole(hostfile, text), hostfile)
         of_size = self._sizes.get(len(attempt.hosts), ())
         overrides = (*self._request.overrides, *of_size, *overrides_of(attempt, self._skip))
         request = replace(self._request, hostfile=hostfile, overrides=overrides)
@@ -148,8 +152,13 @@ class FrontEngine:
         launch = asdict(self._allocation.request(request, attempt))
         words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
         path = self._file(attempt, "log")
-        with open(path, "ab") as log:
-            self._shown[path] = log.tell()
+        self._shown[path] = path.stat().st_size if path.exists() else 0
+        room.wait_for_room(path.touch, path)
+        self._room.seen = False
+        writer = [sys.executable, "-m", attempt_log.MODULE, str(path), str(room.limit_s())]
+        self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
+        assert self._log.stdin is not None, "it is a pipe"
+        with self._log.stdin as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", front.MODULE, words],
                 stdin=subprocess.DEVNULL,
@@ -174,11 +183,16 @@ class FrontEngine:
         if process == ENDED:
             return False
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
-            os.waitpid(process.pid, os.WNOHANG)
+            pid, status = os.waitpid(process.pid, os.WNOHANG)
+            self._ended_with = os.waitstatus_to_exitcode(status) if pid else None
+        self._room.look()
         if run_lock.start_ticks(process.pid) != process.ticks:
+            with suppress(subprocess.TimeoutExpired):  # what it has said last
+                if self._log is not None:
+                    self._log.wait(LOG_S)
             return False
         if done := self._waker.look(process.pid):
-            print(f"megasdc supervise: the front of the launch: {done}", file=sys.stderr, flush=True)
+            _say(f"the front of the launch: {done}")
         return process.pid not in self._waker.given_up
 
     def stop(self, process: Process) -> None:
@@ -201,6 +215,8 @@ class FrontEngine:
     def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         result = front.load_result(self._file(attempt, "json"))
+        if result is None and self._ended_with == StorageError.exit_code:  # which had no room either
+            result = FrontResult(StorageError.exit_code, None, None, ["the front of the launch could write no result"])
         code = None if result is None else result.exit_code
         wrote = attempt.launch.wrote
         hangs = [one for one in load_hangs(self._run_dir)[0] if wrote(one.launch, one.time)]
@@ -233,6 +249,7 @@ class FrontEngine:
             steps=self._steps,
             trained=trained,
             back=find_back(self._run_dir, attempt.launch, self._rewind_steps),
+            without_room=self._room.seen,
             by_time=any(one.launch is None for one in hangs) or any(one.launch is None for one in own),
         )
 
@@ -306,6 +323,10 @@ class FrontEngine:
             return []
         stops = read_events(self._run_dir, kind="stop", name="requested", rank=0, launch=attempt.launch, broken=[])
         return [str(one.fields.get("reason")) for one in stops]
+
+
+def _say(text: str) -> None:
+    print(f"megasdc supervise: {text}", file=sys.stderr, flush=True)
 
 
 def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.durable import write_durably
-from megasdc.errors import MegasdcError
+from megasdc.errors import MegasdcError, StorageError
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.launcher.supervision import say
 from megasdc.moment import boot_id
+from megasdc.room import END_S, wait_for_room
 
 MODULE = "megasdc.supervisor.front"
 
@@ -91,7 +92,13 @@ def main() -> int:
     """Launch as the first argument says; returns the exit code."""
     request = json.loads(sys.argv[1])
     result = run(request["launch"])
-    write_durably(Path(request["result"]), json.dumps(asdict(result)) + "\n")
+    path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
+    # Without room the exit code says it all; other results are waited for.
+    at_most_s = END_S if result.exit_code == StorageError.exit_code else None
+    try:
+        wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
+    except OSError as error:
+        say(f"how the launch has ended could not be written: {error}")
     return result.exit_code
 
 

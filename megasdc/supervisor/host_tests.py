@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megasdc.errors import LaunchError
+from megasdc.room import lacks_room, probe
 from megasdc.supervisor import fitness
 from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Unfit
 from megasdc.supervisor.fitness import HostChecks
@@ -99,6 +100,12 @@ class StressTests:
 
     def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
+        try:
+            probe(self._folder)
+        except OSError as error:
+            if lacks_room(error):  # it could not tell what it finds; the next call starts it
+                return
+            raise
         self._file(host, "fit.json").unlink(missing_ok=True)
         asked = {"checks": asdict(self._checks), "host": host, "slots": slots, "run": dict(run)}
         asked |= {"beside": _beside(run, [host]), "result": str(self._file(host, "fit.json"))}

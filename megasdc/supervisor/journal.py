@@ -24,6 +24,7 @@ import xxhash
 from megasdc.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.errors import LaunchError, StorageError
 from megasdc.moment import Moment
+from megasdc.room import wait_for_room
 
 FOLDER, JOURNAL_FILE = "supervise", "journal.jsonl"
 """In the run folder, and in that one."""
@@ -76,7 +77,8 @@ class Journal:
 
     Args:
         folder: it lies in, made where it is absent.
-        say: receives a message where a line that was cut off is removed, and where the journal is written anew.
+        say: receives a message where a line that was cut off is removed, where the journal is written anew, and where
+            an entry waits for room.
         rebuild: completes the entries of whole lines where one is damaged; None: that is an error.
 
     Attributes:
@@ -86,12 +88,12 @@ class Journal:
         LaunchError: another supervisor has it.
         StorageError: it was changed and there is no ``rebuild``, or it cannot be read or written.
 
-    A file server that takes this host for lost may give the lock to another supervisor. So each entry is written only
-    where the file still is as this one has left it.
+    An entry waits for room (``megasdc.room``). A file server that takes this host for lost may give the lock to another
+    supervisor. So each entry is written only where the file still is as this one has left it.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], rebuild: Rebuild | None = None) -> None:
-        self.path, self._size = folder / JOURNAL_FILE, 0
+        self.path, self._size, self._say = folder / JOURNAL_FILE, 0, say
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
@@ -135,14 +137,23 @@ class Journal:
         content |= {"monotonic": None if now.monotonic is None else round(now.monotonic, 6), "boot": now.boot_id}
         line, checksum = _line(self._checksum, content)
         try:
-            self._file.write(line.encode())
-            os.fsync(self._file.fileno())
+            wait_for_room(lambda: self._append(line.encode()), self.path, self._say)
         except OSError as error:
             raise StorageError(f"the supervisor's journal {self.path} cannot be written: {error}") from error
         self._checksum, self._size = checksum, self._size + len(line)
         entry = Entry(**json.loads(json.dumps(content)))  # as a later supervisor reads it
         self.entries.append(entry)
         return entry
+
+    def _append(self, line: bytes) -> None:
+        """Append a line, and wait until it is on the disk; after an error nothing has changed."""
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._size)
+            raise
 
     def _check_owned(self) -> None:
         """Raise LaunchError if the file has another's entries, or is another one; StorageError if it is not there."""

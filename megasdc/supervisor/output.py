@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from megasdc.room import lacks_room
+
 LOG_FILE = "supervisor.log"
 """In the folder of the supervisor."""
 
@@ -24,21 +26,31 @@ class LastingStream:
     """
 
     def __init__(self, stream: TextIO, path: Path) -> None:
-        self._stream, self._path, self._lasts = stream, path, False
+        self._stream, self._path, self._lasts, self._lost = stream, path, False, 0
 
     def write(self, text: str) -> int:
         """Write, where it can be written."""
         try:
-            return self._stream.write(text)
-        except OSError:
+            done = self._stream.write(text)
+        except OSError as error:
+            if lacks_room(error):
+                self._lost += 1
+                return len(text)
             self.go_on_in_file("it cannot be written to any more")
             return self._stream.write(text)
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self.write(f"megasdc supervise: {lost} texts may be missing here: there was no room for them\n")
+        return done
 
     def flush(self) -> None:
         """Write what is buffered; what the stream did not take goes to the file."""
         try:
             self._stream.flush()
-        except OSError:
+        except OSError as error:
+            if lacks_room(error):
+                self._lost += 1
+                return
             self.go_on_in_file("it cannot be written to any more")
             self._stream.flush()
 

@@ -5,6 +5,7 @@ diagnosis          the first time                      again: on one of the same
 =================  ==================================  =====================================================
 done, stopped      finish                              -
 grown, preempted   start again                         start again
+folder_full        start again, once it has room       start again, once it has room
 input              stop: a person must change it       -
 unfit              replace the hosts; else stop        replace the hosts; else stop
 no_room            replace the hosts; else start again replace the hosts; else start again
@@ -24,7 +25,8 @@ ranks_lost         start again                         start again
 lost               start again                         start again
 =================  ==================================  =====================================================
 
-An attempt that was preempted, or ended to go on with more hosts, is no failure, and counts for no limit. Before the
+An attempt that was preempted, that ended to go on with more hosts, or while the run folder had no room, is no failure,
+and counts for no limit. Before the
 rules of the others come limits, each of which stops the run:
 
 ===================  ================================================================================================
@@ -101,6 +103,7 @@ RULES = {
     "stopped": Rule(Action.FINISH),
     "grown": Rule(Action.AGAIN, fails=False),
     "preempted": Rule(Action.AGAIN, fails=False),
+    "folder_full": Rule(Action.AGAIN, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),

@@ -50,7 +50,7 @@ from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer
 from megasdc.train.step_details import DetailsRecorder
-from megasdc.train.stop import SkipWatch, StopWatch
+from megasdc.train.stop import RoomWatch, SkipWatch, StopWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
@@ -157,6 +157,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         chain and chain.sums,
         # Whether to stop: this run, then a study's replicas.
         SkipWatch(training.max_skipped_steps, checkpoint_folder(parts.config)),
+        RoomWatch(sections.logging.wait_for_room_s),
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
         _isolation_limit(parts),
         study,

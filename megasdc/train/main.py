@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megasdc import room
 from megasdc.config import (
     RunConfig,
     StudySection,
@@ -88,6 +89,7 @@ def pretrain(
         cut = cut_world(config.megasdc.study, os.environ)
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
         held.folder, folder = Path(config.megasdc.logging.run_dir), Path(sections.logging.run_dir)
+        room.set_limit(sections.logging.wait_for_room_s)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if sections.health.is_on(launched=leave is not None, studied=cut is not None):
             record_collectives(os.environ)  # likewise
@@ -110,6 +112,7 @@ def pretrain(
         tell_failure(folder, code, error, process_started, held)
         return code, error
     finally:
+        room.finish()
         held.release()
         signals.close()
     return 0, None

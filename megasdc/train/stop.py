@@ -1,4 +1,4 @@
-"""Reasons to stop a run before its last step: signals, a time limit, too many skipped steps; agreed by all ranks."""
+"""Reasons to stop a run before its last step: signals, time, too many skipped steps, no room; agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megasdc import room
 from megasdc.checkpoint.marks import find_way_back
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import NonFiniteError
+from megasdc.errors import NonFiniteError, StorageError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import MIN, Field
 from megasdc.train.process.signals import StopSignals
@@ -122,6 +123,50 @@ class SkipWatch(Hook):
         """Restore ``state_dict``; a checkpoint of an earlier version knows of the first number alone."""
         self.in_a_row = state["in_a_row"]
         self.for_values, self._reason = state.get("for_values", 0), state.get("reason", "")
+
+
+def stop_without_room(run: Run, folder: Path, waited_s: float) -> None:
+    """Let a run end after this step, on all ranks, since a folder has had no room for too long."""
+    if run.stop_error is None:
+        run.stop_reason = f"no room in {folder}"
+        run.stop_error = StorageError(
+            f"{folder} has had no room for {waited_s:.0f} s, up to step {run.step}; megasdc.logging.wait_for_room_s is "
+            f"{room.limit_s():g}. What to do: free space, then start it again: what was saved before is kept",
+            no_room=True,
+        )
+        run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+
+
+class RoomWatch(Hook):
+    """Lets a run train on while what it writes has no room and is kept, and stops it after a limit.
+
+    Args:
+        limit_s: seconds; 0: nothing is kept, and a write without room is an error.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._waited_s, self._lost = limit_s, 0.0, 0
+        self._waiting_s = Field(room.waiting_s)
+        self.fields = (self._waiting_s,)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Tell when it begins and when it is over, and stop once it has lasted for too long."""
+        waits_s, before_s = self._waiting_s.value, self._waited_s
+        self._waited_s = waits_s
+        if waits_s and not before_s:
+            run.events.emit("storage", "no_room", step=run.step, folder=str(run.folder), limit_s=self._limit_s)
+            if run.dims.rank == 0:
+                logger.warning(
+                    "step %d: %s has no room: training goes on for up to %g s, and what it writes is kept",
+                    *(run.step, run.folder, self._limit_s),
+                )
+        elif before_s and not waits_s:
+            lost, self._lost = room.lost_lines() - self._lost, room.lost_lines()
+            run.events.emit("storage", "has_room", step=run.step, waited_s=round(before_s, 1), lost_lines=lost)
+            if run.dims.rank == 0:
+                logger.warning("step %d: %s has room again, after %.0f s", run.step, run.folder, before_s)
+        if waits_s > self._limit_s:
+            stop_without_room(run, run.folder, waits_s)
 
 
 class StopWatch(Hook):

@@ -14,11 +14,12 @@ PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": 0,
     "addresses": 0,
-    "durable": 0,
+    "durable": -1,
     "imports": 0,
     "memory_limits": 0,
     "moment": 0,
     "origin": 0,
+    "room": 0,
     "shared_memory": 0,
     "program": 1,
     "progress": 1,

@@ -85,6 +85,7 @@ class DiskSaver:
     Attributes:
         fields: what all ranks agree on in each step.
         failed: number of saves that failed, without those whose checkpoint is whole.
+        no_room: whether the last one failed since there was no room; the same on all ranks.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class DiskSaver:
         self._save: _Save | None = None
         self._begun = 0
         self.failed = 0
+        self.no_room = False
         self._done = Field(self._own_done, reduction=MIN)
         self._trouble = Field(self._own_trouble)
         self.fields = (self._done, self._trouble)
@@ -182,7 +184,7 @@ class DiskSaver:
         if save.answer is None and save.problem is None and not self._snapshot.is_copying:
             save.answer = self._writer.answer()
             if save.answer is not None and save.answer.problem:
-                save.problem = Problem(save.answer.problem, save.answer.is_storage)
+                save.problem = Problem(save.answer.problem, save.answer.is_storage, save.answer.no_room)
         return float(save.answer is not None)
 
     def _own_trouble(self) -> float | None:
@@ -280,6 +282,7 @@ class DiskSaver:
         if place.leader and not save.saved:
             save.job.clean_up()
         place.gather(None)  # no rank begins another save before the folders are clean
+        self.no_room = any(one.no_room for _, (_, one) in found if one is not None)
         rank, (node, problem) = found[0]
         more = f"; {len(found) - 1} other ranks failed too" if len(found) > 1 else ""
         message = f"{save.job.failure(saved=save.saved)}: rank {rank} on {node}: {problem.text}{more}"

@@ -109,6 +109,7 @@ class Answer:
     Attributes:
         problem: why it failed; empty: it did not.
         is_storage: whether a disk was the cause.
+        no_room: whether it had no room.
         stored: of ``Store``.
         failed: a line for each folder that could not be deleted.
         took_s: seconds of the task.
@@ -117,6 +118,7 @@ class Answer:
 
     problem: str = ""
     is_storage: bool = False
+    no_room: bool = False
     stored: list[StoredFile] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     took_s: float = 0.0

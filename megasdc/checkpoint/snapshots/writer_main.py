@@ -92,7 +92,7 @@ def _explain(error: Exception) -> Answer:
 
     doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
     problem = describe_error(error, doing)
-    return Answer(problem.text, problem.storage)
+    return Answer(problem.text, problem.storage, problem.no_room)
 
 
 class _Exchange:

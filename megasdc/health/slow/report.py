@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.durable import append_bounded, write_durably
+from megasdc.durable import append_bounded
 from megasdc.health.slow.stragglers import Change, Place, Straggler, Stragglers
 from megasdc.origin import Origin
+from megasdc.room import write_when_room
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
 LARGEST_BYTES = 4_000_000
@@ -113,8 +114,7 @@ class SlowReport:
         Raises:
             OSError: it cannot be written.
         """
-        self._folder.mkdir(exist_ok=True)
-        write_durably(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
+        write_when_room(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
 
     def write(self, change: Change, stragglers: Stragglers, step: int) -> bool:
         """Write the suspects where they changed, and a line of what was measured where it is due.

@@ -12,6 +12,7 @@ from pathlib import Path
 from megasdc.durable import replacing
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.room import LineFile
 
 
 def csv_path(folder: Path, name: str) -> Path:
@@ -31,6 +32,7 @@ class CsvSink(Sink):
 
     def __init__(self, folder: Path | str, step: int) -> None:
         self._folder = Path(folder)
+        self._files: dict[str, LineFile] = {}
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in METRICS:
             _cut_back(csv_path(self._folder, name), step)
@@ -38,14 +40,18 @@ class CsvSink(Sink):
     def write(self, step: int, at: float, values: Values) -> None:
         """Append a row for each value."""
         for name, value in values.items():
-            with open(csv_path(self._folder, name), "a", encoding="utf-8", newline="") as file:
-                rows = csv.writer(file)
-                if not file.tell():
-                    rows.writerow(["step", name.rpartition("/")[2]])
-                rows.writerow([step, number(value)])
+            if name not in self._files:
+                self._files[name] = LineFile(csv_path(self._folder, name))
+            file = self._files[name]
+            rows = csv.writer(file)
+            if file.is_new:
+                rows.writerow(["step", name.rpartition("/")[2]])
+            rows.writerow([step, number(value)])
 
     def close(self) -> None:
-        """Nothing is left: files are open only while they are written."""
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
 
 
 def _cut_back(path: Path, step: int) -> None:

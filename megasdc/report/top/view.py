@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from megasdc.report.run_pages.marks import details, lane_of
 from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run
 from megasdc.report.run_pages.status import SILENT_S, Status, clock, status_of
 from megasdc.report.top.follow import Look, RunFollower
+from megasdc.room import PROBE_BYTES
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incidents.page import headline
 from megasdc.study.log import STUDY_FOLDER
@@ -63,7 +65,7 @@ class RunView:
         incidents: number by kind: ``sdc``, ``hang``.
         events: the last ones, oldest first.
         local_clock: ages are by this host's clock, since no file could be made in the run folder.
-        notes: what was left out, a sentence each.
+        notes: what was left out, clocks that differ, and a folder without room, a sentence each.
     """
 
     run_dir: str
@@ -130,6 +132,7 @@ class RunWatcher:
             hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
             notes += left_out
             notes += differing(self._folder / "health")
+        notes += _without_room(self._folder, run.setting("megasdc.logging.wait_for_room_s"))
         state, status = _state_of(look, hosts)
         step, planned = max(status.step, _done_by_all(hosts)), status.planned
         last = {name: float(one.values[-1]) for name, one in run.series.items()}
@@ -208,6 +211,17 @@ def _text_of(state: str, step: int, planned: int | None, look: Look) -> str:
         "ending": f"all ranks have ended at {at}, how is not recorded yet",
         "gone": f"all ranks have ended at {at}, and no end was recorded: they were killed",
     }[state]
+
+
+def _without_room(folder: Path, limit_s: object) -> list[str]:
+    """That the file system of a run's folder is full or read-only, as this host sees it; a quota is not seen."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free > PROBE_BYTES and not found.f_flag & os.ST_RDONLY:
+        return []
+    why = "is read-only" if found.f_flag & os.ST_RDONLY else f"has {free} bytes left"
+    waits = f": the run waits up to {limit_s} s for room, and tells its progress then" if limit_s else ""
+    return [f"the file system of {folder} {why}{waits}"]
 
 
 def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megasdc.durable import write_durably
 from megasdc.errors import CorruptionError, StorageError
+from megasdc.room import write_when_room
 from megasdc.sdc.incidents.heat_map import build_heat_maps
 from megasdc.sdc.incidents.incident import INJECTED, FlaggedRank, Incident, how_often, incident_to_json
 
@@ -88,9 +88,8 @@ def write_incident(incident: Incident) -> tuple[Path, Path]:
     """
     data, page = report_paths(incident.run_dir, incident.step)
     try:
-        data.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(data, incident_to_json(incident))
-        write_durably(page, render_page(incident, data.name))
+        write_when_room(data, incident_to_json(incident))
+        write_when_room(page, render_page(incident, data.name))
     except OSError as error:
         raise StorageError(
             f"the report of the corruption in step {incident.step} cannot be written into {data.parent}: {error}; it "

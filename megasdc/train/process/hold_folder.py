@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
 from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.room import wait_for_room
 from megasdc.run_lock import (
     ENDED_LAUNCHES_VARIABLE,
     STALE_S,
@@ -115,8 +117,9 @@ def _try_all(
     ended = os.environ.get(ENDED_LAUNCHES_VARIABLE, "").split(",")
     try:
         for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            if (lock := hold(folder, holder, logger.warning, ended)) is not None:
+            wait_for_room(partial(folder.mkdir, parents=True, exist_ok=True), folder, logger.warning)
+            lock = wait_for_room(partial(hold, folder, holder, logger.warning, ended), folder, logger.warning)
+            if lock is not None:
                 held.add(lock)
                 locks.append(lock)
     except MegasdcError as error:

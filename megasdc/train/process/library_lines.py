@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from megasdc.room import LineFile
+
 logger = logging.getLogger(__name__)
 
 LIBRARY = "deepspeed"
@@ -27,7 +29,7 @@ class LibraryLines(io.TextIOBase):
     def __init__(self) -> None:
         self._console: TextIO = sys.stdout
         self._kept: list[str] = []
-        self._file: TextIO | None = None
+        self._file: TextIO | LineFile | None = None
         self._redirection = ExitStack()
 
     def __enter__(self) -> LibraryLines:
@@ -62,8 +64,7 @@ class LibraryLines(io.TextIOBase):
         """Write buffered and future lines to ``logs/deepspeed_NNNNN.log``, or to the console if that fails."""
         path = run_dir / "logs" / f"deepspeed_{rank:05d}.log"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - used to the end
+            self._file = LineFile(path)
         except OSError as error:
             logger.warning("%s cannot be written (%s); DeepSpeed's lines stay on the console", path, error.strerror)
             self._file = self._console
@@ -74,6 +75,6 @@ class LibraryLines(io.TextIOBase):
         self._file = self._console
         self._write_kept(self._file)
 
-    def _write_kept(self, file: TextIO) -> None:
+    def _write_kept(self, file: TextIO | LineFile) -> None:
         file.write("".join(self._kept))
         self._kept.clear()

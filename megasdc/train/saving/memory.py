@@ -25,7 +25,7 @@ from megasdc.config import MemorySection, RunConfig
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError
+from megasdc.errors import ConfigError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.process.own_address import own_address
@@ -119,7 +119,8 @@ class MemoryCheckpoints(Hook):
         if self._has_old and self._saver.whole > self._first:
             self._has_old = False
             self._forget_old(run)
-        if run.step % self._interval or run.is_last_step:
+        is_kept = isinstance(run.stop_error, StorageError)  # perhaps the only place where the last step can be saved
+        if (run.step % self._interval or run.is_last_step) and not is_kept:
             return
         if run.finite_step <= self._taken:  # the state is that of the last snapshot, and may lead nowhere
             return
@@ -132,9 +133,13 @@ class MemoryCheckpoints(Hook):
                 logger.warning("memory: step %d is not kept: %s", run.step, wrong)
                 run.events.emit("warning", "memory_not_kept", step=run.step, message=wrong)
             return
+        if is_kept:
+            self._saver.finish()
         taken = self._saver.begin(run.engine, run.step, state)
         run.paused_s += self._saver.stalled_s if taken else 0.0
         self._taken = run.step if taken else self._taken
+        if is_kept:
+            self._saver.finish()
         run.enter("BETWEEN")
         if self._was_taken and not taken and run.dims.rank == 0:  # the first of several
             run.events.emit("skip", "memory_snapshot", step=run.step, skipped=self._saver.skipped)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc import room
 from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.retention import Retention
@@ -21,15 +22,19 @@ from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, is_stateful
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError, CorruptionError, NonFiniteError
+from megasdc.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.stop import where_to_go_on
+from megasdc.parallel.step_agreement import MIN, Field
+from megasdc.train.stop import stop_without_room, where_to_go_on
 
 logger = logging.getLogger(__name__)
+
+AGAIN_S = 10.0
+"""Seconds between two looks whether there is room for a save that had none."""
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
@@ -146,18 +151,33 @@ class Saver(Hook):
         self.writer = writer
         self._ranks = Ranks(self.section.storage, run.host_group, run.events, fence=fence)
         self._keep = Retention(self.section.keep_last, self.section.keep_every)
-        self._skipped = 0
+        self._skipped = self._failed = 0
+        self._without_room_since: float | None = None
+        self._again_at = 0.0
+        self._again = Field(self._own_again, MIN)
+        self.fields: tuple[Field, ...] = (self._again,)
         self._has_looked = False
         self._background: DiskSaver | None = None
         damaged = any(fault.phase == "checkpoint" for fault in state.config.megasdc.faults)  # whole after its step
         if self.section.interval and self.section.writing != "sync" and not damaged:
             self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
-            self.fields = self._background.fields
+            self.fields = (self._again, *self._background.fields)
 
     @property
     def under_way(self) -> int | None:
         """Step of the save that goes on beside training; None: there is none."""
         return None if self._background is None else self._background.step
+
+    def _own_again(self) -> float:
+        """Whether a save that had no room may have some now."""
+        if self._without_room_since is None or time.monotonic() < self._again_at:
+            return 0.0
+        self._again_at = time.monotonic() + AGAIN_S
+        try:
+            room.probe(self.folder)
+        except OSError:
+            return 0.0
+        return 1.0
 
     def _look(self, run: Run) -> None:
         """Look whether memory has room for snapshots, and take it; after a step, since moments begin with the first.
@@ -179,7 +199,7 @@ class Saver(Hook):
         else:
             self._tell(run, "sync", problem)
             self._background.close()
-            self._background, self.fields = None, ()
+            self._background, self.fields = None, (self._again,)
 
     def _tell(self, run: Run, writing: str, why: str) -> None:
         if run.dims.rank == 0:
@@ -203,7 +223,11 @@ class Saver(Hook):
             if self._background.step is not None and (run.is_last_step or due):
                 due = self._meet_late(run, self._background) and due
             if self._background.failed > failed:
-                self._count(run, "failed", self._background.failed)
+                self._failed += 1
+                self._count(run, "failed", self._failed)
+                if self._background.no_room:
+                    self._wait_for_room(run, None)
+        due = due or (bool(self._again.value) and self.under_way is None)
         if not due and not run.is_last_step:
             return
         run.enter("SAVE")
@@ -211,18 +235,72 @@ class Saver(Hook):
         started = time.monotonic()
         if self._background is None or not self._has_looked or run.is_last_step:
             state = self.state.of(run)
-            saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
+            saved = self._save(run, state)
             self._report(run, saved)
-            if run.is_last_step and saved.non_finite is not None and run.stop_error is None:
-                way = where_to_go_on(run, self.folder)
-                run.stop_error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
-            elif run.step >= run.steps and state.wrong_place is not None and run.stop_error is None:
-                way = where_to_go_on(run, self.folder)
-                run.stop_error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
+            if saved is not None and run.stop_error is None:
+                self._judge_last(run, saved, state)
         else:
             self._background.begin(run.engine, run.step, self.state.of(run))
         run.paused_s += time.monotonic() - started
         run.enter("BETWEEN")
+
+    def _judge_last(self, run: Run, saved: SaveResult, state: SavedState) -> None:
+        """Let a run end with an error whose last checkpoint leads nowhere.
+
+        Collective: all ranks of the world where it does.
+        """
+        if run.is_last_step and saved.non_finite is not None:
+            way = where_to_go_on(run, self.folder)
+            run.stop_error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
+        elif run.step >= run.steps and state.wrong_place is not None:
+            way = where_to_go_on(run, self.folder)
+            run.stop_error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
+
+    def _save(self, run: Run, state: SavedState) -> SaveResult | None:
+        """Save while training waits; None: there was no room, and training goes on.
+
+        Raises:
+            StorageError: another problem; or no room for too long, or for a last checkpoint that cannot wait; on all
+                ranks.
+
+        Collective: all ranks of the world.
+        """
+        while True:
+            try:
+                saved = save_checkpoint(run.engine, self.folder, run.step, state, run.dims, self._ranks, self._keep)
+            except StorageError as error:
+                if not error.no_room:
+                    raise
+                is_over = self._wait_for_room(run, error)
+                if run.is_last_step and (is_over or run.is_hurried or run.stop_error is not None):
+                    raise
+                if not run.is_last_step:
+                    self._failed += 1
+                    self._count(run, "failed", self._failed)
+                    return None
+                run.enter("SAVE")  # again: it waits, and is not stuck
+                time.sleep(AGAIN_S)
+            else:
+                return saved
+
+    def _wait_for_room(self, run: Run, error: Exception | None) -> bool:
+        """Note that a save had no room, and that it is owed; returns whether that has lasted for too long.
+
+        The run then stops after this step, with all that can be saved elsewhere.
+
+        Collective: all ranks of the world.
+        """
+        now = time.monotonic()
+        if self._without_room_since is None:
+            self._without_room_since = now
+        self._again_at = now + AGAIN_S
+        waited_s: float = gather_objects(now - self._without_room_since, run.host_group)[0]
+        if error is not None and run.dims.rank == 0:
+            logger.warning("%s; it is tried again for up to %g s", error, room.limit_s())
+        if waited_s < room.limit_s():
+            return False
+        stop_without_room(run, self.folder, waited_s)
+        return True
 
     def _meet_late(self, run: Run, background: DiskSaver) -> bool:
         """A save is due or the run ends, while one is under way; returns whether the new one may begin."""
@@ -245,6 +323,7 @@ class Saver(Hook):
         if saved is None:
             return
         run.passed_over.discard(saved.step)
+        self._without_room_since = None
         if self.after_save is not None:
             self.after_save()
         if self.writer is not None:

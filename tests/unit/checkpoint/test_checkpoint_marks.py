@@ -13,6 +13,7 @@ from hand_made import write_checkpoint
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
+from megasdc import room
 from megasdc.checkpoint.aside import move_aside
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import write_record
@@ -107,6 +108,7 @@ def test_a_mark_that_cannot_be_written_is_a_warning(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(room._process, "limit_s", 0.5)
     with caplog.at_level(logging.WARNING):
         assert mark_verified(tmp_path, 2, 3, LEADER, events=events) == []
     assert "stays a candidate" in caplog.text

@@ -1,0 +1,150 @@
+"""Writes to a folder without room are kept or waited for, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megasdc import room
+from megasdc.durable import append_bounded
+from megasdc.errors import StorageError
+from megasdc.events import EventLog, read_events
+from megasdc.metrics.writer import MetricsWriter, read_metrics
+from megasdc.supervisor.journal import Journal, read_journal
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(path)]
+    done = subprocess.run(mount, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+    room._process.since.clear()
+    room._process.hurries_since = None
+
+
+def fill(folder: Path) -> Path:
+    """Take all room; the last page of a file has some left."""
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    return path
+
+
+def test_lines_without_room_are_written_later(small: Path) -> None:
+    """Events and metrics of a time without room are all there after it, in order; so is the time that they waited."""
+    events, metrics = EventLog(small, 0), MetricsWriter(small)
+    filler = fill(small)
+    for step in range(1, 200):
+        events.emit("test", "event", step=step)
+        metrics.write(step, {"train/loss": 0.5})
+    assert room.waiting_s() > 0
+    assert len(list(read_events(small))) < 199
+    filler.unlink()
+    room._process.retry_at = 0.0
+    assert room.waiting_s() == 0 and room.lost_lines() == 0
+    assert [one.step for one in read_events(small)] == list(range(1, 200))
+    assert [one["step"] for one in read_metrics(small)] == list(range(1, 200))
+    events.close()
+    metrics.close()
+
+
+def test_small_files_without_room_are_written_later(small: Path) -> None:
+    """The last content that was given to each path."""
+    filler = fill(small)
+    path = small / "reports" / "one.json"
+    assert not room.write_when_room(path, "first" * 2000) and not room.write_when_room(path, "last" * 2000)
+    assert not path.exists() or not path.read_text()
+    filler.unlink()
+    room._process.retry_at = 0.0
+    assert room.waiting_s() == 0 and path.read_text() == "last" * 2000
+
+
+def test_the_journal_waits_for_room_and_gives_up_after_the_limit(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry that had room for a part of it is written whole later; without room for too long it is an error."""
+    said: list[str] = []
+    with Journal(small, said.append) as journal:
+        journal.write("opened", config="x")
+        filler = fill(small)
+        threading.Timer(1.5, filler.unlink).start()
+        journal.write("long", text="x" * 5000)
+        assert [one.kind for one in read_journal(small)] == ["opened", "long"]
+        assert len(said) == 2 and "waiting up to 900 s" in said[0] and "again, after" in said[1]
+        fill(small)
+        monkeypatch.setattr(room._process, "limit_s", 1.5)
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="No space left"):
+            journal.write("long", text="x" * 5000)
+        assert time.monotonic() - began > 1.0
+    assert [one.kind for one in read_journal(small)] == ["opened", "long"]
+
+
+def test_an_agents_line_that_has_room_in_part_is_not_there(small: Path) -> None:
+    """It is written whole by the next try."""
+    path = small / "node.jsonl"
+    append_bounded(path, '{"a": 1}\n', 1 << 20)
+    filler = fill(small)
+    with pytest.raises(OSError, match="No space"):
+        append_bounded(path, json.dumps({"b": "x" * 5000}) + "\n", 1 << 20)
+    filler.unlink()
+    append_bounded(path, json.dumps({"b": "x" * 5000}) + "\n", 1 << 20)
+    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_all_kinds_of_no_room_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A used-up quota, and a file system that becomes read-only, which no test can make here, as a full one."""
+    lines, write, full = room.LineFile(tmp_path / "lines"), os.write, [True]
+
+    def fail(descriptor: int, data: bytes) -> int:
+        if full[0] and descriptor == lines.fileno():
+            raise OSError(number, os.strerror(number))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    lines.write("one\n")
+    assert room.waiting_s() > 0 and (tmp_path / "lines").read_text() == ""
+    full[0] = False
+    lines.write("two\n")
+    assert room.waiting_s() == 0 and (tmp_path / "lines").read_text() == "one\ntwo\n"
+    full[0] = True
+    with pytest.raises(OSError, match="Input/output"):
+        number = errno.EIO
+        lines.write("three\n")
+    full[0] = False
+    lines.close()
+
+
+def test_what_can_neither_be_written_nor_kept_is_counted_and_said(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines beyond the bound, and what is left when a process ends."""
+    monkeypatch.setattr(room, "MAX_KEPT_BYTES", 20_000)
+    monkeypatch.setattr(room, "END_S", 0.5)
+    monkeypatch.setattr(room._process, "lost", 0)
+    lines = room.LineFile(small / "lines")
+    fill(small)
+    for _ in range(10):
+        lines.write("x" * 4000 + "\n")
+    assert lines.lost == room.lost_lines() > 0
+    assert not room.write_when_room(small / "file", "x" * 5000)
+    lines.close()
+    room.finish()
+    said = capsys.readouterr().err
+    assert f"{small / 'lines'}: " in said and "lines could not be written and are lost" in said
+    assert f"{small / 'file'} could not be written and is lost" in said
+    assert room.waiting_s() == 0
