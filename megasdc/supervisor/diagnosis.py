@@ -287,12 +287,17 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _of_one_host(evidence: Evidence) -> list[Unfit]:
-    """What hosts of the attempt lack that others have; empty where what has ended it is the same on all hosts."""
+    """What hosts of the attempt lack that others have; empty where what has ended it is the same on all hosts.
+
+    Room for snapshots is what a host lacks, though all do, once steps were taken with them.
+    """
     unfit, asked = evidence.checked.unfit, {*evidence.checked.fit, *(one.host for one in evidence.checked.unfit)}
     having: dict[tuple[int, bool], set[str]] = {}
     for one in unfit:
         having.setdefault((one.code, one.snapshots), set()).add(one.host)
     shared = {key for key, hosts in having.items() if hosts == asked}
+    if evidence.reached > 1:  # snapshots had room once: the run goes on without them where they have none any more
+        shared = {(code, snapshots) for code, snapshots in shared if not snapshots}
     if any(code == evidence.exit_code for code, _ in shared):
         return []
     return [one for one in unfit if (one.code, one.snapshots) not in shared and one.host in evidence.host_of_rank]

@@ -113,6 +113,7 @@ class _Completed:
             self._bring_to("ended", at)
         record = self._records[number]
         planned = {"attempt": number, "slots": record.slots, "launch_id": record.launch_id, "job": self._job}
+        planned["skips_snapshots"] = self.history.skips_snapshots
         entry = Entry(
             0, record.time, "planned", {**planned, "at_most": self.history.at_most, "skip": self.history.skip}
         )
@@ -140,7 +141,8 @@ class _Completed:
         at_most = planned.fields.get("at_most")
         back = None if not skip and at_most in (None, history.at_most) else {"at_most": at_most, "skip": None}
         action = Action.BACK if back else Action.REPLACE if replaced else Action.AGAIN
-        decision = asdict(Decision(action, _TEXT, tuple(replaced)))
+        skips = planned.fields.get("skips_snapshots", False)
+        decision = asdict(Decision(action, _TEXT, tuple(replaced), skips_snapshots=skips))
         if back is not None:
             back["skip"] = skip[0] if skip else None
         self._add("decided", planned.time, **{**decision, "action": action.value, "back": back})

@@ -224,11 +224,11 @@ class Supervisor:
             decision = decide(history.failures, self._num_others, self._limits, history.went_back)
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
-        self._engine.release(decision.replaced)
 
     def _follow(self) -> None:
         history, decision = self._history, self._history.decision
         assert decision is not None, "it is made"
+        self._engine.release(decision.replaced)  # here, so that also a supervisor does it that was started meanwhile
         code = history.failures[-1].exit_code
         code = LaunchError.exit_code if code is None else code
         if decision.action in (Action.FINISH, Action.STOP):
@@ -291,6 +291,6 @@ class Supervisor:
 
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")
-        self._write("finished", exit_code=code, text=text)
-        if code == 0:  # else a person may go on from memory
+        if code == 0:  # else a person may go on from memory; before it is written down, after which nobody does it
             self._engine.release(list(self._history.slots))
+        self._write("finished", exit_code=code, text=text)

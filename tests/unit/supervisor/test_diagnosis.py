@@ -130,4 +130,6 @@ def test_a_host_whose_memory_has_no_room_for_snapshots_is_told_from_others() -> 
     both = Checked((full, Unfit("b", 77, "b: read-only")), ("a",))
     assert diagnose(replace(ENDED, exit_code=70, checked=both)).kind == "unfit"
     everywhere = Checked((full, replace(full, host="a")), ())
-    assert diagnose(replace(ENDED, exit_code=70, checked=everywhere)).kind == "input"
+    assert diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=1)).kind == "input"
+    later = diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=20))
+    assert (later.kind, later.hosts) == ("no_room", ("b", "a")), "at a restart the run goes on without"

@@ -606,3 +606,25 @@ def test_without_another_host_the_run_goes_on_without_snapshots(tmp_path: Path, 
     attempt = _history_in(tmp_path).attempt
     assert attempt is not None
     assert overrides_of(attempt, []) == (["megasdc.checkpoint.memory.without_room=go_on"] if skips else [])
+
+
+class _Killed(BaseException):
+    """As SIGKILL, nothing is done after it."""
+
+
+@pytest.mark.parametrize("kind", ["decided", "finished"])
+def test_a_supervisor_that_is_killed_at_a_decision_has_its_hosts_released_nevertheless(
+    tmp_path: Path, kind: str
+) -> None:
+    """By the next one, if it comes to it."""
+    engine, kills = SmallProcesses(tmp_path, [(78, None, ("b",), 10), (0, None, (), STEPS)]), [kind]
+
+    def kill(journal: Journal, written: bool) -> None:
+        if written and [journal.entries[-1].kind] == kills:
+            kills.clear()
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        supervise(tmp_path, engine, on_write=kill)
+    assert supervise(tmp_path, engine) == 0
+    assert engine.released == ["b", *SLOTS]
