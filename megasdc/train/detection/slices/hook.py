@@ -18,6 +18,7 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
@@ -28,7 +29,7 @@ from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPROD
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
-from megasdc.train.detection.slices.layout import Slice, Slices
+from megasdc.train.detection.slices.layout import MISSES, Slice, Slices, Turn
 from megasdc.train.detection.slices.reduction import SumCheck, WrongSum
 from megasdc.train.detection.slices.update import STATES, Checked, Update, UpdateSlices, checksum
 
@@ -68,6 +69,15 @@ class Claim:
     got: int
     expected: int
     same_inputs: bool
+
+
+def comparable(claim: Claim | None, dims: ParallelDims, differing: Collection[tuple[int, int]]) -> Claim | None:
+    """A rank's claim, unless two updates by different settings were compared.
+
+    Args:
+        differing: positions (pp_rank, tp_rank) whose replicas used different settings.
+    """
+    return None if (dims.pp_rank, dims.tp_rank) in differing else claim
 
 
 class Found(Hook):
@@ -135,8 +145,7 @@ class SliceChecks(Hook):
         self._engine: Any = None
         self._host_group: dist.ProcessGroup | None = None
         self._names: dict[int, tuple[str, str]] = {}
-        self._turn = 0
-        """Looks so far that looked at all there is to it, and so the slice that is due."""
+        self._turn = Turn()
         self._looks = self._is_whole = self._missed = False
 
     def on_start(self, run: Run) -> None:
@@ -173,11 +182,11 @@ class SliceChecks(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """The slice that is due, so that starts do not look at the first ones again and again."""
-        return {"turn": self._turn}
+        return {"turn": self._turn.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._turn = int(state["turn"])
+        self._turn = Turn(int(state["turn"]))
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -189,16 +198,16 @@ class SliceChecks(Hook):
         """Copy slices of this rank's gradients."""
         if self._sums is not None and self._looks:
             with self._budget.slices:
-                self._sums.copy(self._turn)
+                self._sums.copy(self._turn.number)
 
     def compare(self) -> None:
         """Compare this rank's slices of the reduced gradient, and of the state that the last step left."""
         if self._looks:
             with self._budget.slices:
                 self._wrong_sum = None if self._sums is None else self._sums.compare()
-                self._is_whole = self._updates.compare_state(self._turn)
+                self._is_whole = self._updates.compare_state(self._turn.number)
             if self._updates.copy_changed:
-                step, due = self._engine.step_number, self._turn % self._slices.period
+                step, due = self._engine.step_number, self._turn.number % self._slices.period
                 self._events.emit("sdc", "slice_copy_changed", step=step, slice=due)
                 logger.warning("step %d: the copy of a slice of the state has changed, and the state has not", step)
 
@@ -223,7 +232,7 @@ class SliceChecks(Hook):
     def _keep(self, following: int) -> None:
         """Keep the slice at which the following step looks."""
         with self._budget.slices:
-            self._updates.keep(self._turn if self._budget.cadence.slices(following) else None)
+            self._updates.keep(self._turn.number if self._budget.cadence.slices(following) else None)
 
     def _finish(self, engine: TrainingEngine) -> None:
         step = engine.step_number
@@ -231,24 +240,37 @@ class SliceChecks(Hook):
             checked = Checked() if engine.is_skipped else self._updates.finish()
             claim = self._claim(checked)
             found = {SUMS: self._wrong_sum is not None, KEPT_STATE: self._updates.changed is not None}
-            found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped}
+            not_stepped = checked.due is not None and checked.own is None
+            found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped or not_stepped}
             agreed = compare_replicas({SETTINGS: self._used.take()}, found, engine.dims, self._host_group)
         sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
         self._missed = agreed.raised[MISSED]
-        self._turn += not self._missed  # what was not looked at in full is due again
+        self._end_turn(engine)
         if sums or states or updates or agreed.differing[SETTINGS]:
             self._budget.ignore_step()
         if sums:
             self._act(step, lambda earlier: self._of_sums(step))
         if states:
             self._act(step, lambda earlier: self._of_states(step, earlier))
-        if agreed.differing[SETTINGS]:  # two updates by different settings are not to be compared
+        if agreed.differing[SETTINGS]:
             self._act(step, lambda earlier: self._used.rule(step))
-        elif updates:
-            exact = not self._tolerant
-            ruled = self._settle_updates(engine, claim, checked)
+        if updates:
+            exact, differing = not self._tolerant, agreed.differing[SETTINGS]
+            ruled = self._settle_updates(engine, comparable(claim, engine.dims, differing), checked)
             if exact and self._tolerant and not ruled:  # a fault may be among the differences that rounding explains
-                self._settle_updates(engine, self._claim(checked), checked)
+                claim = self._claim(checked)
+                self._settle_updates(engine, comparable(claim, engine.dims, differing), checked)
+
+    def _end_turn(self, engine: TrainingEngine) -> None:
+        """What was not looked at in full is due again, but not for ever."""
+        place = self._turn.number % self._slices.period
+        if self._turn.end(missed=self._missed, skipped=engine.is_skipped) and engine.dims.rank == 0:
+            self._events.emit("sdc", "slice_given_up", step=engine.step_number, slice=place, looks=MISSES)
+            logger.warning(
+                "step %d: slice %d of the optimizer was not looked at in full in %d looks, since a rank has no copy of "
+                "it or has not updated it; the next one is due, and this one in its next turn",
+                *(engine.step_number, place, MISSES),
+            )
 
     def _settle_updates(self, engine: TrainingEngine, claim: Claim | None, checked: Checked) -> bool:
         """Rule on updates that differ when computed twice, and put right what can be; whether there was a ruling."""

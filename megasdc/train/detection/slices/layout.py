@@ -76,6 +76,36 @@ class Slice:
         raise IndexError("the slice has fewer elements")
 
 
+MISSES = 3
+"""Looks that miss the same slice, one after the other, before the next one is due all the same."""
+
+
+@dataclass
+class Turn:
+    """The slice that is due: the next one once all ranks have looked at all there is to one.
+
+    Args:
+        number: slices so far, over all periods.
+        misses: looks that missed this one, one after the other.
+    """
+
+    number: int = 0
+    misses: int = 0
+
+    def end(self, *, missed: bool, skipped: bool) -> bool:
+        """A look has ended; whether its slice is given up, which is to be told.
+
+        Args:
+            missed: whether a rank has not looked at all there is to it.
+            skipped: whether the step was skipped, which counts for no miss.
+        """
+        self.misses += missed and not skipped
+        given_up = self.misses == MISSES
+        if given_up or not missed:
+            self.number, self.misses = self.number + 1, 0
+        return given_up
+
+
 class Slices:
     """The slices of all ranks that share this rank's parameters.
 
