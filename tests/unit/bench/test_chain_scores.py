@@ -54,6 +54,9 @@ OTHER = ("losses differ in 1 steps, the first is 7",)
         ({"named": (0,)}, ACCUSED),
         ({"named": (0, 1)}, ACCUSED),
         ({"differs": OTHER}, WRONG_END),
+        ({"differs": OTHER, "told": True}, WRONG_END),
+        ({"differs": OTHER, "late": True}, WRONG_END),
+        ({"differs": OTHER, "told": True, "late": True}, TOLD),
         ({"found": (), "named": ()}, HARMLESS),
         ({"found": (), "named": (), "differs": OTHER}, MISSED),
         ({"found": (), "named": (), "differs": OTHER, "told": True}, TOLD),
@@ -101,4 +104,5 @@ def test_kinds_are_those_of_the_command_and_can_be_injected() -> None:
             assert drawn[0] == drawn[1]
             for spec in drawn[0]:
                 assert list(spec_problems(FaultSpec.model_validate(spec))) == [], (name, spec)
-                assert ("rank" in spec) == (name != "alike") and spec.get("elements", 1) == 1
+                assert ("rank" in spec) == (name != "alike")
+                assert spec.get("elements", 1) == 1 or spec["slot"] == "blocks"

@@ -16,8 +16,8 @@ GOLDEN_LAYOUTS = ((1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2))
 """(tensor, pipeline, data)."""
 CHAIN_LAYOUTS = ((1, 1, 3), (1, 2, 2), (2, 1, 2))
 CHAIN_KINDS = (
-    *("tokens", "place", "sum", "reduced", "part", "norm", "factor", "clipped", "lr", "beta", "eps", "decay", "count"),
-    *("state", "update", "rest", "groups", "copy", "parameter", "alike"),
+    *("tokens", "place", "sum", "reduced", "part", "adds", "norm", "factor", "clipped"),
+    *("lr", "beta", "eps", "decay", "count", "state", "update", "rest", "groups", "copy", "parameter", "alike"),
 )
 LIVE_LAYOUTS = ((1, 1, 3), (1, 1, 4), (2, 1, 3), (1, 2, 3), (1, 1, 2), (2, 2, 2), (1, 1, 1), (2, 2, 1))
 DROPOUT = 0.1
