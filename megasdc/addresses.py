@@ -23,13 +23,24 @@ REPLICA_PHASES = PHASES[:5]
 """Phases whose values involve no other replica."""
 
 
+OF_AUDIT = -1
+"""Number of a micro-batch that an audit computes besides those of the step."""
+
+
+def which_micro_batch(number: int | None) -> str:
+    """What follows the step in a sentence; ``number``: as in ``Address``."""
+    if number == OF_AUDIT:
+        return ", the extra micro-batch of the audit"
+    return "" if number is None else f", micro-batch {number}"
+
+
 @dataclass(frozen=True)
 class Address:
     """One observation of one rank.
 
     Args:
         step: optimizer step, first is 1.
-        micro_batch: micro-batch in the step, first is 0; None in phases that belong to the whole step.
+        micro_batch: micro-batch in the step, first is 0; None in phases that belong to the whole step; ``OF_AUDIT``.
         phase: one of ``PHASES``.
         fqn: full dotted name of the submodule; its first number is the index of its layer in the whole pipeline.
         slot: which tensor of the submodule, such as ``output``, ``input``, ``weight``, ``exp_avg``.
@@ -42,5 +53,4 @@ class Address:
     slot: str
 
     def __str__(self) -> str:
-        where = f"step {self.step}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
-        return f"{where}, {self.phase} of {self.fqn} ({self.slot})"
+        return f"step {self.step}{which_micro_batch(self.micro_batch)}, {self.phase} of {self.fqn} ({self.slot})"

@@ -19,15 +19,24 @@ class Tracer:
 
     Args:
         fqns: submodules whose results are recorded, where other listeners observe more; None: all that are observed.
+        micro_batches: by their numbers in addresses, instead of the section's; None: the section's.
     """
 
-    def __init__(self, algorithm: ChecksumAlgorithm, section: TraceSection, fqns: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        algorithm: ChecksumAlgorithm,
+        section: TraceSection,
+        fqns: Iterable[str] | None = None,
+        *,
+        micro_batches: Iterable[int] | None = None,
+    ) -> None:
         self._algorithm = algorithm
         self.algorithm = algorithm.name
         self.fqns = None if fqns is None else frozenset(fqns)
         self._interval = section.interval
         self._phases = frozenset(section.phases)
-        self._micro_batches = None if section.micro_batches is None else frozenset(section.micro_batches)
+        chosen = section.micro_batches if micro_batches is None else micro_batches
+        self._micro_batches = None if chosen is None else frozenset(chosen)
         self._addresses: list[Address] = []
         self._values: list[int | Tensor] = []
 

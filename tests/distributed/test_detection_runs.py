@@ -475,3 +475,8 @@ def test_the_first_step_after_a_resume_is_audited_and_changes_no_bit(tmp_path: P
     train_run(harmed, 2, "megasdc.training.stop_step=3")
     assert [code for code, _ in train_run(harmed, 2)] == [73, 73]
     assert [one[:3] for one in verdicts_of(tmp_path / "harmed")] == [(4, "audit", 1)]
+    (page,) = (tmp_path / "harmed" / "reports").glob("incident_step_00000004.html")
+    assert "Step 4, the extra micro-batch of the audit: rank 1" in page.read_text()
+    assert "micro-batch 0" not in page.read_text()
+    (found,) = events_of(tmp_path / "harmed", "sdc", "verdict")
+    assert "step 4, the extra micro-batch of the audit, " in str(found)

@@ -5,7 +5,7 @@ Every method here is called by all ranks at the same point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -127,7 +127,9 @@ class AuditFindings:
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(work.step, ballot, named, golden or {})
         shown = tuple(one for _, one in opinions)
-        return Settled("audit", 0, rulings, *count_differing(audit, self._dims, named), opinions=shown)
+        return Settled(
+            "audit", _micro_batch(rulings), rulings, *count_differing(audit, self._dims, named), opinions=shown
+        )
 
     def _ask_referee(self, work: Work, ballot: Ballot, audit: Mapping[int, Trace]) -> list[tuple[int, Opinion]]:
         """What the referee says of results that differ, with their places in traces; one more repeat for each."""
@@ -199,7 +201,7 @@ class AuditFindings:
             for one in compare_rank(rank, audit[rank], elsewhere[rank]):
                 of_submodule = counts.setdefault(one.address.phase, {}).setdefault(one.address.fqn, {})
                 of_submodule[rank] = of_submodule.get(rank, 0) + 1
-        return Settled("permuted", 0, tuple(rulings), sum(map(len, audit.values())), counts)
+        return Settled("permuted", _micro_batch(rulings), tuple(rulings), sum(map(len, audit.values())), counts)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -236,3 +238,9 @@ def differ_in_nan_alone(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     alike = (as_bits(one) == as_bits(other)) | (one.isnan() & other.isnan())
     return bool(one.isnan().any()) and bool(alike.all())
+
+
+def _micro_batch(rulings: Sequence[Ruling]) -> int:
+    """The audited micro-batch: the first of the step, or an extra one."""
+    numbers = (one.address.micro_batch for one in rulings if one.address is not None)
+    return next((number for number in numbers if number is not None), 0)

@@ -143,7 +143,8 @@ class Incident:
     Args:
         time: of detection, ISO 8601, UTC.
         step: optimizer step, first is 1.
-        micro_batch: micro-batch in the step, first is 0; None where it belongs to none.
+        micro_batch: micro-batch in the step, first is 0; None where it belongs to none; ``addresses.OF_AUDIT``: an
+            audit's own.
         tier: the check that detected it.
         verdict: of the incident; of several flagged ranks the worst.
         basis: how the correct value is known.

@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from megasdc.addresses import which_micro_batch
 from megasdc.errors import CorruptionError, StorageError
 from megasdc.room import write_when_room
 from megasdc.sdc.incidents.heat_map import build_heat_maps
@@ -111,7 +112,7 @@ def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
 
 def headline(incident: Incident) -> str:
     """One sentence with what happened, where and when."""
-    when = f"Step {incident.step}" + ("" if incident.micro_batch is None else f", micro-batch {incident.micro_batch}")
+    when = f"Step {incident.step}{which_micro_batch(incident.micro_batch)}"
     if incident.flagged:
         what = "; ".join(
             f"rank {one.rank} on host {one.host} computed a wrong {one.first.phase.replace('_', ' ')} of "

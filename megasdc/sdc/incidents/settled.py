@@ -25,9 +25,9 @@ DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "
 class Settled:
     """A finding with its rulings; the same on all ranks.
 
-    ``tier``: as of ``incident.Incident``; ``micro_batch``: number in the step, None where it belongs to
-    none; ``compared``: results over all ranks; ``differing``: how many by phase, submodule and rank;
-    ``opinions``: the referee's; ``unrepaired``: why putting right what was found would not put right the step.
+    ``tier`` and ``micro_batch``: as of ``incident.Incident``; ``compared``: results over all ranks; ``differing``: how
+    many by phase, submodule and rank; ``opinions``: the referee's; ``unrepaired``: why putting right what was found
+    would not put right the step.
     """
 
     tier: str

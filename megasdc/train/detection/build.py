@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
+from megasdc.addresses import OF_AUDIT, Address
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
@@ -86,12 +90,17 @@ def watches_of(detection: Detection) -> list[Watch]:
     moved, audited = detection.permuted, (detection.record_audited, detection.referee.listen)
     return [
         *(Watch(listener, detection.audited_submodules) for listener in audited),
-        *(Watch(listener, detection.submodules_of_extra, replays=True) for listener in audited),
+        *(Watch(partial(_of_audit, one), detection.submodules_of_extra, replays=True) for one in audited),
         Watch(detection.record_checked, detection.checked_submodules, gradients=False),
         Watch(detection.record_finite, detection.finite_submodules),
         *([] if detection.rows is None else [Watch(detection.rows.listen, detection.row_submodules)]),
         *([] if moved is None else [Watch(moved.listen, detection.audited_submodules, replays=True)]),
     ]
+
+
+def _of_audit(listener: Listener, address: Address, result: Tensor) -> None:
+    """Tell a listener that a result is of the audit's extra micro-batch, which the engine numbers as the first."""
+    listener(replace(address, micro_batch=OF_AUDIT), result)
 
 
 def build_search(

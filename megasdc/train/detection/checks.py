@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, RECOMPUTE, Address
+from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
 from megasdc.config import AuditSection, DropComputeSection, SdcSection, TraceSection
 from megasdc.config.sections.detection import EXTRA
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
@@ -581,7 +581,8 @@ def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[
 
 def _audit_tracer(settings: CheckSettings, fqns: Collection[str]) -> Tracer:
     """What records the results of the micro-batch that is audited."""
-    return Tracer(settings.algorithm, TraceSection(phases=list(MICRO_BATCH_PHASES), micro_batches=[0]), fqns)
+    section = TraceSection(phases=list(MICRO_BATCH_PHASES))
+    return Tracer(settings.algorithm, section, fqns, micro_batches=(0, OF_AUDIT))
 
 
 def loss_is_finite(engine: TrainingEngine) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
@@ -31,6 +31,8 @@ from megasdc.sdc.incidents.incident import (
     incident_to_json,
 )
 from megasdc.sdc.incidents.page import headline, render_page, write_incident
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.replay import MAJORITY, PERSISTENT, Ruling
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SUBMODULES = ["0.embedding", "1.layer.self_attention.linear_qkv", "1.layer.mlp.linear_fc1", "2.head"]
@@ -187,6 +189,18 @@ def test_a_page_says_what_where_when_and_what_to_do_first() -> None:
         "x.json",
     ):
         assert needed in text
+
+
+def test_an_extra_micro_batch_of_an_audit_is_none_of_the_step() -> None:
+    """Sentences say so, and no number."""
+    place = places(ParallelDims(1, 1, 2))[1]
+    address = Address(7, OF_AUDIT, FORWARD, "1.layer", "output")
+    assert str(address) == "step 7, the extra micro-batch of the audit, forward of 1.layer (output)"
+    settled = Settled("audit", OF_AUDIT, (Ruling(place.rank, PERSISTENT, MAJORITY, address),))
+    assert "micro-batch 0" not in settled.text and "the extra micro-batch of the audit" in settled.text
+    assert headline(incident(micro_batch=OF_AUDIT)).startswith(
+        f"Step {incident().step}, the extra micro-batch of the audit: "
+    )
 
 
 def test_instructions_are_commands_that_can_be_run() -> None:
