@@ -218,6 +218,7 @@ class Planned:
     Args:
         kinds: of its faults, two where there are two in one step.
         specs: as in a configuration.
+        owners: kind that each spec is of.
     """
 
     number: int
@@ -226,6 +227,7 @@ class Planned:
     kinds: tuple[str, ...]
     persistence: str
     specs: tuple[Spec, ...]
+    owners: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,9 @@ class ChainDrill:
         named: ranks that were named, in the same.
         codes: of the ranks in the first launch; empty: a rank did not come back.
         differs: what differs at the end from a run without faults.
-        told: whether the run's coverage says that such a fault may pass.
-        late: whether a fault changed a bit in a step before the first in which something was found.
+        told: whether the run's coverage says that what has passed may pass: faults that changed a bit in a step before
+            the first in which something was found, or in any if nothing was.
+        late: whether something was found, and a fault changed a bit in an earlier step.
         steps: in a run without faults, its steps.
     """
 
@@ -457,8 +460,9 @@ class _Campaign:
             kinds.append(chance.choice(names))
         persistence, first = chance.choice(list(PERSISTENCES)), chance.choice(FIRST_STEPS)
         steps = {"steps": [first, first if persistence == ONCE else None], "seed": chance.randrange(1 << 30)}
-        specs = [{**spec, **steps, **PERSISTENCES[persistence]} for kind in kinds for spec in KINDS[kind](cell)]
-        return Planned(number, self._layout, self._precision, tuple(kinds), persistence, tuple(specs))
+        drawn = [(kind, {**spec, **steps, **PERSISTENCES[persistence]}) for kind in kinds for spec in KINDS[kind](cell)]
+        owners, specs = zip(*drawn, strict=True)
+        return Planned(number, self._layout, self._precision, tuple(kinds), persistence, specs, owners)
 
     def _clean(self) -> ChainDrill:
         steps = math.ceil(self._plan.clean / len(self._plan.precisions))
@@ -483,8 +487,10 @@ class _Campaign:
                 differs = why_different(read_end(run.parent, run.parent / "checkpoints"), end)
             common = (one.number, one.layout, one.precision, one.kinds, one.persistence, one.specs)
             changed = _changed(run.parent)
-            told = all(_is_told(run.parent, ROWS[kind], one.persistence) for kind in one.kinds)
-            drills.append(ChainDrill(*common, changed, found, named, own, tuple(differs), told, _is_late(run.parent)))
+            passed = _passed(run.parent)
+            told = all(_is_told(run.parent, ROWS[one.owners[spec]], one.persistence) for spec in passed)
+            late = bool(found and passed)
+            drills.append(ChainDrill(*common, changed, found, named, own, tuple(differs), told, late))
         return drills
 
     def _launch(self, launches: Sequence[tuple[Path, list[str]]]) -> list[tuple[int, ...]]:
@@ -532,11 +538,12 @@ def _found(run: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(sorted({one.fields["tier"] for one in events})), tuple(sorted(named))
 
 
-def _is_late(run: Path) -> bool:
-    """Whether a fault changed a bit in a step before the first in which something was found."""
-    fired = [one.step for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
-    found = [one.step for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
-    return bool(fired and found) and min(fired) < min(found)
+def _passed(run: Path) -> list[int]:
+    """Faults that changed a bit in a step before the first in which something was found, or in any if nothing was."""
+    found = [one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
+    first = min(found, default=STEPS + 1)
+    fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
+    return sorted({one.fields["spec"] for one in fired if (one.step or 0) < first})
 
 
 def _changed(run: Path) -> tuple[int, ...]:
