@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megasdc.durable import write_durably
+from megasdc.errors import StorageError
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -187,28 +188,43 @@ def wait_for_room(
     """
     limit, begins = _process.limit_s if at_most_s is None else min(at_most_s, _process.limit_s), True
     hurries_since = _process.hurries_since or time.monotonic()
+    since = _process.since.get(str(what), time.monotonic())
     while True:
         try:
             result = action()
         except Exception as error:
-            if not lacks_room(error) or not limit:
+            waited_s = time.monotonic() - (since if at_most_s is None else hurries_since)
+            is_over = waited_s >= limit
+            if not lacks_room(error) or is_over:
+                if at_most_s is not None or not lacks_room(error):  # nobody writes it any more
+                    _process.mark(what, waits=False)
                 raise
             _process.mark(what, waits=True)
             if at_most_s is not None:
                 _process.hurries_since = hurries_since
-            waited_s = time.monotonic() - (_process.since[str(what)] if at_most_s is None else hurries_since)
-            if waited_s >= limit:
-                raise
             if begins:
                 say(f"there is no room for {what} ({error}): waiting up to {limit:g} s")
             begins = False
             time.sleep(RETRY_S)
         else:
             if not begins:
-                say(f"there is room for {what} again, after {time.monotonic() - _process.since[str(what)]:.0f} s")
+                say(f"there is room for {what} again, after {time.monotonic() - since:.0f} s")
             _process.mark(what, waits=False)
             _process.hurries_since = None
             return result
+
+
+def need_room(action: Callable[[], T], what: Path | str, say: Say = say_on_stderr) -> T:
+    """``wait_for_room``, where no room for too long is the end of what this process does.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        return wait_for_room(action, what, say)
+    except OSError as error:
+        text = f"{what} cannot be written: {error.strerror or error}"
+        raise StorageError(text, no_room=lacks_room(error)) from error
 
 
 def finish(say: Say = say_on_stderr) -> None:

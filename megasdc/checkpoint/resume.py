@@ -287,7 +287,7 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -
         problems += find_unexpected(folder, manifest) + find_incomplete(manifest)
     if place.leader and manifest.wrong_place is not None:
         problems.append(manifest.wrong_place)
-    elif place.leader and verify and (wrong := find_wrong_place(read_shared_state(folder))):
+    elif place.leader and (wrong := find_wrong_place(read_shared_state(folder))):
         problems.append(wrong)
     loaded_by = {rank: set(needed_files(manifest, rank)) for rank in place.ranks} if same_size else {}
     own, loaded = loaded_by.get(place.rank, set()), set[str]().union(*loaded_by.values())

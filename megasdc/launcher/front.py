@@ -102,7 +102,7 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     plan = make_plan(request, say)
     room.set_limit(plan.program.wait_for_room_s)
     if not dry_run:
-        room.wait_for_room(partial(_probe, plan.run_dir), plan.run_dir, say)
+        room.need_room(partial(_probe, plan.run_dir), plan.run_dir, say)
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.

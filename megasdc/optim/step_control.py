@@ -82,9 +82,9 @@ class StepControl:
         answer = None if self._listener is None or not numbers.numel() else self._listener(slot, numbers.detach())
         return numbers if answer is None else answer
 
-    def record(self) -> None:
-        """From now on keep the numbers of each step's norm for ``take``; no bit of a step changes."""
-        self._used = Used()
+    def record(self, *, on: bool = True) -> None:
+        """From now on keep the numbers of each step's norm for ``take``, or no more; no bit of a step changes."""
+        self._used = Used() if on else None
         self._follow()
 
     def take(self) -> Used:

@@ -141,10 +141,11 @@ class FrontEngine:
 
         Raises:
             OSError: it cannot be started.
+            StorageError: the run folder has no room for too long.
         """
         hostfile = self._file(attempt, "hosts")
         text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
-        room.wait_for_room(lambda: room.write_whole(hostfile, text), hostfile)
+        room.need_room(lambda: room.write_whole(hostfile, text), hostfile)
         of_size = self._sizes.get(len(attempt.hosts), ())
         overrides = (*self._request.overrides, *of_size, *overrides_of(attempt, self._skip))
         request = replace(self._request, hostfile=hostfile, overrides=overrides)
@@ -153,7 +154,7 @@ class FrontEngine:
         words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
         path = self._file(attempt, "log")
         self._shown[path] = path.stat().st_size if path.exists() else 0
-        room.wait_for_room(path.touch, path)
+        room.need_room(path.touch, path)
         self._room.seen = False
         writer = [sys.executable, "-m", attempt_log.MODULE, str(path), str(room.limit_s())]
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
@@ -186,6 +187,8 @@ class FrontEngine:
             pid, status = os.waitpid(process.pid, os.WNOHANG)
             self._ended_with = os.waitstatus_to_exitcode(status) if pid else None
         self._room.look()
+        if self._log is not None and self._log.poll() is None:  # the front waits for it
+            self._waker.look(self._log.pid)
         if run_lock.start_ticks(process.pid) != process.ticks:
             with suppress(subprocess.TimeoutExpired):  # what it has said last
                 if self._log is not None:

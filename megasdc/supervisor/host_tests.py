@@ -100,17 +100,22 @@ class StressTests:
 
     def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
-        try:
-            probe(self._folder)
-        except OSError as error:
-            if lacks_room(error):  # it could not tell what it finds; the next call starts it
-                return
-            raise
+        if not self._has_room():  # it could not tell what it finds; the next call starts it
+            return
         self._file(host, "fit.json").unlink(missing_ok=True)
         asked = {"checks": asdict(self._checks), "host": host, "slots": slots, "run": dict(run)}
         asked |= {"beside": _beside(run, [host]), "result": str(self._file(host, "fit.json"))}
         command = [sys.executable, "-m", fitness.MODULE, json.dumps(asked, default=str)]
         self._checking[host] = self._process(host, command), slots
+
+    def _has_room(self) -> bool:
+        try:
+            probe(self._folder)
+        except OSError as error:
+            if lacks_room(error):
+                return False
+            raise
+        return True
 
     def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
         """See ``Tests``."""
@@ -144,7 +149,7 @@ class StressTests:
         """See ``Tests``."""
         unfit = list[HostTest]()
         for host, (process, slots) in list(self._checking.items()):
-            if process.poll() is None:
+            if process.poll() is None or not self._has_room():  # what it found may not be there, nor what comes next
                 continue
             del self._checking[host]
             if (found := self._unfit(host, process.returncode)) is not None:

@@ -25,10 +25,12 @@ from tools.bench.detection.overhead_model import (
     AMORTISED,
     AUDIT,
     BETWEEN,
+    CHAIN,
     OFF,
     PERMUTED,
     ROWS,
     SLICES,
+    TOKENS,
     TOLERANCED,
     asked_by,
 )
@@ -87,6 +89,8 @@ def test_a_sample(tmp_path: Path) -> None:
         PERMUTED: {*COMPARED, *AUDITED, *EACH_STEP, "replay"},
         ROWS: {*COMPARED, "before_forward", "after_backward", "forward", "backward", "weight_grad"},
         SLICES: {"before_reduction", "before_optimizer_step", "after_optimizer_step"},
+        CHAIN: {*COMPARED, "before_optimizer_step", "after_optimizer_step"},
+        TOKENS: {*COMPARED, "before_forward", "after_forward"},
         TOLERANCED: {"before_reduction", "before_optimizer_step", "update", "after_step"},
     }
     for model in found["models"]:
@@ -97,7 +101,7 @@ def test_a_sample(tmp_path: Path) -> None:
         for name, tier in model["tiers"].items():
             assert tier["own"]["count"] == 2 and tier["own"]["median"] > 0
             assert all(tier["parts"][part] > 0 for part in parts[name]), (name, tier["parts"])
-            assert (tier["predicted"] is None) == (name in (ROWS, SLICES, TOLERANCED))
+            assert (tier["predicted"] is None) == (name in (ROWS, SLICES, CHAIN, TOKENS, TOLERANCED))
     assert [tier["bar"] for tier in found["models"][0]["tiers"].values() if tier["bar"]] == [0.003, 0.003, 0.005]
     assert not [tier["bar"] for tier in found["models"][1]["tiers"].values() if tier["bar"]]
     assert list(map(int, found["extrapolated"][ALWAYS_ON])) == list(ACCELERATOR_SIZES)

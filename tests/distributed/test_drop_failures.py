@@ -21,6 +21,7 @@ from whole_runs import (
     pretrain_rank,
     state_of,
     train_run,
+    verdicts_of,
     write_config,
 )
 
@@ -155,9 +156,18 @@ def test_a_larger_batch_is_limited_by_its_own_size_and_repeats(tmp_path: Path, d
     larger = {**NEVER, "threshold": "auto", "max_drop_rate": 0.5, "window_steps": 3}
     larger |= {"samples": "discard", "compensation": "larger_batch"}
     late = {"kind": "gamma", "mean_s": 0.1, "std_s": 0.2, "seed": 4}
-    options = {"deepspeed__train_batch_size": 8, "checkpoint__interval": 6, "training__steps": 6}
-    config = _config(tmp_path, data, drop_compute=larger, delay=[late], **options)
-    assert [code for code, _ in train_run(config, 2)] == [0, 0]
+    options = {
+        "deepspeed__train_batch_size": 8,
+        "checkpoint__interval": 6,
+        "training__steps": 6,
+        "determinism__enabled": True,
+    }
+    # Checks that follow the places in the data know with how many micro-batches each step began.
+    followed = {"enabled": True, **dict.fromkeys(("recompute", "finite", "chain", "tokens"), False)}
+    config = _config(tmp_path, data, drop_compute=larger, delay=[late], sdc={"always_on": followed}, **options)
+    results = train_run(config, 2)
+    assert [code for code, _ in results] == [0, 0], results
+    assert verdicts_of(tmp_path / "run") == []
     (told,) = events_of(tmp_path / "run", "drop", "threshold")
     assert 4 < told["micro_batches"] <= 8 and told["completed"] == pytest.approx(4, rel=0.01)
     planned = [

@@ -12,7 +12,7 @@ import megasdc
 
 PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
-    "errors": 0,
+    "errors": -1,
     "addresses": 0,
     "durable": -1,
     "imports": 0,

@@ -129,6 +129,38 @@ def test_all_kinds_of_no_room_are_alike(tmp_path: Path, monkeypatch: pytest.Monk
     lines.close()
 
 
+def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:
+    """Nothing waits then, and nothing is lost."""
+    lines = room.LineFile(small / "lines")
+    filler = fill(small)
+    lines.write("x" * 5000 + "\n")
+    timer = threading.Timer(1.5, filler.unlink)
+    timer.start()
+    lines.close()
+    timer.join()
+    assert (small / "lines").read_text() == "x" * 5000 + "\n"
+    assert room.waiting_s() == 0
+
+
+def test_what_was_given_up_does_not_wait_any_more(small: Path) -> None:
+    """A run that has room again is not stopped for the sake of a file that nobody writes."""
+    filler = fill(small)
+    with pytest.raises(OSError, match="No space"):
+        room.wait_for_room(lambda: (small / "file").write_text("x" * 5000), small / "file", at_most_s=0.1)
+    filler.unlink()
+    assert room.waiting_s() == 0
+
+
+def test_no_room_for_too_long_has_an_exit_code_of_its_own(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says which file it was."""
+    monkeypatch.setattr(room._process, "limit_s", 0.1)
+    fill(small)
+    with pytest.raises(StorageError, match="file cannot be written: No space") as caught:
+        room.need_room(lambda: (small / "file").write_text("x" * 5000), small / "file")
+    assert caught.value.no_room
+    room._process.since.clear()
+
+
 def test_what_can_neither_be_written_nor_kept_is_counted_and_said(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

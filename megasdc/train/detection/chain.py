@@ -107,7 +107,7 @@ class Sums(Hook):
         self._chain = chain
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Start the sums; no sync."""
+        """Add up; waits for the device in steps that look."""
         self._chain.add_up(engine)
 
 
@@ -337,15 +337,21 @@ class Chain(Hook):
         """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
         every: list[Links] = gather_objects(links, self._group)
         if any(one.block is not None for one in every):
-            return Settled(NORM, None, self._of_blocks(links.step, every, earlier), len(every))
-        address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "norm")
+            rulings = self._of_blocks(links.step, every, earlier)
+            rest = self._without_blocks(every, links.step, earlier)
+            named = {one.rank for one in rulings}
+            rulings += tuple(one for one in rest if one.rank is not None and one.rank not in named)
+            return Settled(NORM, None, rulings, len(every))
+        return Settled(NORM, None, self._without_blocks(every, links.step, earlier), len(every))
+
+    def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[Ruling, ...]:
+        """Rulings on norms and parts alone."""
+        address = Address(step, None, REDUCED_GRAD, GRADIENT, "norm")
         norms = {rank: _bits(one.norm) for rank, one in enumerate(every)}
         within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
         if len(set(norms.values())) > 1:
-            rulings = self._rule(norms, address, earlier, within)
-        else:
-            rulings = self._of_parts(every, address, earlier)
-        return Settled(NORM, None, rulings, len(every))
+            return self._rule(norms, address, earlier, within)
+        return self._of_parts(every, address, earlier)
 
     def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[Ruling, ...]:
         """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""

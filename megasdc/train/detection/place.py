@@ -55,6 +55,7 @@ class PlaceCheck:
         self._before: list[Position] = []
         self._orders = NONE
         self._source: int | None = None
+        self._planned = run.engine.micro_batches
         self._is_accepted = False
         engine, dims = run.engine, run.dims
         self.completed = Field(
@@ -85,6 +86,7 @@ class PlaceCheck:
     def begin(self, source: int | None) -> None:
         """Begin a step; ``source``: replica whose first micro-batch all compute, None: each computes its own."""
         self._source = source
+        self._planned = self._run.engine.micro_batches  # at its end DropCompute may have planned those of the next
 
     def in_step(self, completed: int) -> WrongPlace | None:
         """Compare this rank's place after it has read the micro-batches of the running step."""
@@ -129,10 +131,10 @@ class PlaceCheck:
         return self._dims.is_first_stage or self._dims.pp_rank == self._dims.pipeline - 1
 
     def _work(self, completed: tuple[int, ...]) -> StepWork:
-        loader, planned = self._run.loader, self._run.engine.micro_batches
+        loader = self._run.loader
         return StepWork(
             size=loader.micro_batch_size,
-            planned=planned,
+            planned=self._planned,
             completed=completed,
             source=self._source,
             given_up=self._given_up,

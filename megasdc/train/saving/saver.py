@@ -172,12 +172,12 @@ class Saver(Hook):
         """Whether a save that had no room may have some now."""
         if self._without_room_since is None or time.monotonic() < self._again_at:
             return 0.0
-        self._again_at = time.monotonic() + AGAIN_S
         try:
             room.probe(self.folder)
         except OSError:
+            self._again_at = time.monotonic() + AGAIN_S
             return 0.0
-        return 1.0
+        return 1.0  # until all ranks say so in one step
 
     def _look(self, run: Run) -> None:
         """Look whether memory has room for snapshots, and take it; after a step, since moments begin with the first.

@@ -191,6 +191,9 @@ class OverheadRank:
         detection = build_detection(config, self._run, self._batches, self._signals, None, plan)
         always_on = config.megasdc.sdc.always_on
         detection.search = build_search(always_on, detection, self._run, Observation(self.engine, []))
+        place, detection.place = detection.place, None  # steps of other kinds move it
+        if place is not None:  # in a run it is agreed on with what other hooks agree on in each step
+            detection.fields = tuple(one for one in detection.fields if one is not place.completed)
         detection.on_start(self._run)
         return detection
 
@@ -276,6 +279,8 @@ class OverheadRank:
             self._batches.begin(None)
             self.engine.agreement = TimedAgreement(one, self._run.host_group)
             wall_s = self._wall(*hooks)
+        detection.close()
+        self.engine.step_control.record(on=False)
         return wall_s
 
     def _detecting_step(self, name: str, clock: Clock) -> float:
