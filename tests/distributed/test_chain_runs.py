@@ -109,6 +109,19 @@ def test_a_wrong_copy_that_all_have_gathered_is_put_right(tmp_path: Path, data: 
     assert _end(tmp_path / "clean") == _end(tmp_path / "run"), "what was wrong was put right"
 
 
+def test_a_wrong_copy_is_its_owners_and_another_wrong_parameter_its_ranks(tmp_path: Path, data: Path) -> None:
+    """Both in one step: a rank that has only what the owner gave it is not named; all are put right."""
+    other = _fault(0, STEP - 1, "parameter", "weight", submodule="3.*.linear_proj")
+    config = _write(tmp_path, data, "run", (1, 1, 3), faults=[*COPY["faults"], *other["faults"]])
+    results = train_run(config, 3)
+    assert len(events_of(tmp_path / "run", "fault", "injected")) == 2, results
+    copy = (STEP, "copy", 1, "not_reproduced", "master shard", "repair")
+    assert verdicts_of(tmp_path / "run") == [copy, (STEP, "parameters", 0, *copy[3:])], results
+    assert {code for code, _ in results} == {0}, results
+    assert {code for code, _ in train_run(_write(tmp_path, data, "clean", (1, 1, 3)), 3)} == {0}
+    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+
+
 def _in_fp16(config: str) -> tuple[int, str | None]:
     """Body of a rank that trains in fp16, which DeepSpeed does not say of a CPU, though PyTorch computes it."""
     from deepspeed.accelerator import get_accelerator

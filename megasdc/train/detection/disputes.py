@@ -160,15 +160,12 @@ class Disputes:
             found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
             if self._act(step, found, repaired):
                 return True
-        if agreed.differing[PARAMETERS]:
-            again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired)
-            if audit_differs and not again:  # ranks with wrong parameters computed other results
+        if agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]:
+            again = self._settle_parameters(engine, evidence, agreed, repaired)
+            if agreed.differing[PARAMETERS] and audit_differs and not again:
+                # Ranks with wrong parameters computed other results.
                 self._findings.tell("audit_void", step=step, reason="the parameters were not equal")
             return again
-        if agreed.stages[COPIES]:
-            return self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired)
-        if agreed.raised[COPY] and evidence.copy is not None:
-            return self._act(step, evidence.copy(earlier), repaired)
         again = False
         if agreed.raised[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
             found = self._findings.of_tokens(engine, evidence.given, earlier)
@@ -207,12 +204,19 @@ class Disputes:
             if is_of_place(agreed):
                 found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
                 again = self._act(step, found, repaired)
-            if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
-                differ = self._findings.of_parameters if agreed.differing[PARAMETERS] else self._findings.of_copies
-                again = self._act(step, differ(engine, evidence.parameters), repaired) or again
-            elif agreed.raised[COPY] and evidence.copy is not None:
-                again = self._act(step, evidence.copy(self._suspects.ranks), repaired) or again
+            again = self._settle_parameters(engine, evidence, agreed, repaired) or again
         return self._commit(engine.step_number, again)
+
+    def _settle_parameters(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, repaired: bool) -> bool:
+        """What owners gave to all first, then what ranks have otherwise; whether the step is to be computed again."""
+        again, step = False, engine.step_number
+        if agreed.raised[COPY] and evidence.copy is not None:
+            again = self._act(step, evidence.copy(self._suspects.ranks), repaired)
+        if agreed.differing[PARAMETERS]:
+            again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired) or again
+        elif agreed.stages[COPIES]:
+            again = self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired) or again
+        return again
 
     def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:
         """Act by policy on what was found in a slice of a shard; returns whether what was not reproduced is repaired.

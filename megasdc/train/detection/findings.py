@@ -210,31 +210,42 @@ class Findings:
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
 
-        A wrong master shard is gathered by all ranks and is not detected here.
+        Where all replicas had the same wrong one, its owner has given it to them, and none is named here. A wrong
+        master shard is gathered by all ranks and is not detected here.
         """
         engine.optimizer.update_lp_params()
         self._parameters.start()
         now = self._parameters.take()
-        triples = zip(own.addresses, own.checksums, now.checksums, strict=True)
-        changed = [(address, before, after) for address, before, after in triples if before != after]
+        every = gather_objects((own.checksums, now.checksums), self._group)
+        alike: dict[int, list[bool]] = {}
+        """By position whether all replicas had the same, which then is their owner's: it gave it to all."""
+        for rank in range(self._dims.world_size):
+            replicas = [one for other, (one, _) in enumerate(every) if self._first(other) == self._first(rank)]
+            alike[self._first(rank)] = [len(set(values)) == 1 for values in zip(*replicas, strict=True)]
+        rows = zip(own.addresses, own.checksums, now.checksums, alike[self._first(self._dims.rank)], strict=True)
+        changed = [row[:3] for row in rows if row[1] != row[2] and not (row[3] and self._dims.data > 1)]
         counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
-        found = gather_objects((changed[0] if changed else None, counts, now.checksums), self._group)
+        found = gather_objects((changed[0] if changed else None, counts), self._group)
         rulings = []
-        for rank, (first, _, _) in enumerate(found):
+        for rank, (first, _) in enumerate(found):
             if first is not None:
                 address, before, after = first
                 self.tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
-        for rank, (_, _, values) in enumerate(found):
-            by_position.setdefault(self._dims.at(rank).first_replica_rank, set()).add(tuple(values))
+        for rank, (_, values) in enumerate(every):
+            by_position.setdefault(self._first(rank), set()).add(tuple(values))
         if any(len(values) > 1 for values in by_position.values()):
             suspects = tuple(range(self._dims.world_size))
             rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
         compared = self._dims.world_size * len(own)
-        merged = merge_counts(of_rank for _, of_rank, _ in found)
+        merged = merge_counts(of_rank for _, of_rank in found)
         return Settled("parameters", None, tuple(rulings), compared, merged)
+
+    def _first(self, rank: int) -> int:
+        """The rank of the first replica at the same position."""
+        return self._dims.at(rank).first_replica_rank
 
     def of_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
         """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.

@@ -45,7 +45,7 @@ from megasdc.train.detection.evidence import (
 from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
-DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {PLACE: False}, {PLACES: True})
+DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {PLACE: False, COPY: False}, {PLACES: True})
 
 
 class Parameters:

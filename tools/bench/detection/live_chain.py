@@ -241,9 +241,9 @@ class ChainDrill:
         named: ranks that were named, in the same.
         codes: of the ranks in the first launch; empty: a rank did not come back.
         differs: what differs at the end from a run without faults.
-        told: whether the run's coverage says that what has passed may pass: faults that changed a bit in a step before
-            the first in which something was found, or in any if nothing was.
-        late: whether something was found, and a fault changed a bit in an earlier step.
+        told: whether the run's coverage says that what has passed may pass: faults that changed a bit before anything was
+            found, in a step that the start after it went on from; or in any step if nothing was.
+        late: whether something was found, and a fault had passed so.
         steps: in a run without faults, its steps.
     """
 
@@ -539,11 +539,15 @@ def _found(run: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _passed(run: Path) -> list[int]:
-    """Faults that changed a bit in a step before the first in which something was found, or in any if nothing was."""
+    """Faults that changed a bit before anything was found, in a step that is part of where the run was started again.
+
+    All that changed one where nothing was found.
+    """
     found = [one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
-    first = min(found, default=STEPS + 1)
+    kept = [one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")]
+    last = min(min(found) - 1, max(kept, default=0)) if found else STEPS
     fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
-    return sorted({one.fields["spec"] for one in fired if (one.step or 0) < first})
+    return sorted({one.fields["spec"] for one in fired if (one.step or 0) <= last})
 
 
 def _changed(run: Path) -> tuple[int, ...]:
