@@ -241,8 +241,8 @@ class ChainDrill:
         named: ranks that were named, in the same.
         codes: of the ranks in the first launch; empty: a rank did not come back.
         differs: what differs at the end from a run without faults.
-        told: whether the run's coverage says that what has passed may pass: faults that changed a bit before anything was
-            found, in a step that the start after it went on from; or in any step if nothing was.
+        told: whether the run's coverage says that what has passed may pass: faults that changed a bit before anything
+            was found, in a step that the start after it went on from; or in any step if nothing was.
         late: whether something was found, and a fault had passed so.
         steps: in a run without faults, its steps.
     """
@@ -545,7 +545,7 @@ def _passed(run: Path) -> list[int]:
     """
     found = [one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
     kept = [one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")]
-    last = min(min(found) - 1, max(kept, default=0)) if found else STEPS
+    last = min(min(found, default=STEPS + 1) - 1, max(kept, default=STEPS))
     fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
     return sorted({one.fields["spec"] for one in fired if (one.step or 0) <= last})
 
