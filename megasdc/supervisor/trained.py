@@ -70,11 +70,11 @@ def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
     lines = [row for row in new if any(name in row for name in _SIGNS)]
     usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
     if start is not None and start.step is not None:
-        began_at = clock.at(start.time, start.monotonic) - start.fields.get("step_s", 0.0)
+        began_at = clock.at(start.time, start.monotonic, start.attempt) - start.fields.get("step_s", 0.0)
         loading_s = start.fields["phases"].get("resume", 0.0)
         # Of later ones, which have left replicas out in the same processes, all but their first step stands still.
         loading_s += sum(sum(one.fields["phases"].values()) - one.fields.get("step_s", 0.0) for one in starts[1:])
-        reported = (start.step, clock.at(start.time, start.monotonic))
+        reported = (start.step, clock.at(start.time, start.monotonic, start.attempt))
     elif lines:
         began_at = clock.of(lines[0]) - (lines[0]["step"] - resumed) * usual_s
         loading_s, reported = 0.0, (resumed, began_at)
@@ -108,25 +108,28 @@ class _Clock:
     """
 
     def __init__(self, launch: Launch, events: Sequence[Event], clocks: Mapping[str, HostClock]) -> None:
-        first = next((one for one in events if one.monotonic is not None and one.boot is not None), None)
-        self._base: float | None = None
-        if first is None or first.monotonic is None or first.boot is None:
-            return
-        self._base = first.time - first.monotonic
-        if launch.boot is not None and launch.monotonic is not None:
-            planned = launch.planned_at - launch.monotonic
-            if first.boot == launch.boot:
-                self._base = planned
-            elif (found := clocks.get(first.boot)) is not None:
-                self._base = planned - found.monotonic_s
+        self._bases: dict[int | None, float] = {}
+        """By start: another may have rank 0 on another host, where replicas were left out."""
+        for one in events:
+            if one.monotonic is None or one.boot is None or one.attempt in self._bases:
+                continue
+            base = one.time - one.monotonic
+            if launch.boot is not None and launch.monotonic is not None:
+                planned = launch.planned_at - launch.monotonic
+                if one.boot == launch.boot:
+                    base = planned
+                elif (found := clocks.get(one.boot)) is not None:
+                    base = planned - found.monotonic_s
+            self._bases[one.attempt] = base
 
-    def at(self, time: float, monotonic: float | None) -> float:
-        """Of something with both times of rank 0's host."""
-        return time if self._base is None or monotonic is None else self._base + monotonic
+    def at(self, time: float, monotonic: float | None, attempt: int | None) -> float:
+        """Of something of a start with both times of rank 0's host."""
+        base = self._bases.get(attempt)
+        return time if base is None or monotonic is None else base + monotonic
 
     def of(self, row: Mapping[str, Any]) -> float:
         """Of a line of metrics."""
-        return self.at(row["time"], row.get("monotonic"))
+        return self.at(row["time"], row.get("monotonic"), row.get("attempt"))
 
 
 def rows_of(rows: Sequence[dict[str, Any]], events: Sequence[Event], launch: Launch) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from megasdc.events import EventLog
 from megasdc.health.incident import INCIDENT_FOLDER
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.origin import LAUNCH_ID_VARIABLE, Origin
+from megasdc.origin import LAUNCH_ID_VARIABLE, Launch, Origin
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.supervisor import front
@@ -162,6 +162,27 @@ def test_evidence_of_an_earlier_version_is_matched_by_its_date_which_is_told(tmp
     assert found.corruption is not None and found.by_time
     old = replace(second, planned_at=NOW + 60)
     assert engine(tmp_path, old, 73).evidence(old, {}).corruption is None
+
+
+def test_the_last_step_is_where_it_was_though_rank_0_has_come_to_another_host(tmp_path: Path) -> None:
+    """The first rank 0 was left out within a launch: the next one's host has been up for days longer."""
+    rows = [(1, 10.0, 4, 100.0, "one"), (2, 20.0, 8, 500_000.0, "other")]
+    (tmp_path / "events").mkdir()
+    with (
+        open(tmp_path / "events" / "rank_00000.jsonl", "w") as events,
+        open(tmp_path / "metrics.jsonl", "w") as metrics,
+    ):
+        for attempt, at, step, up, boot in rows:
+            common = {"attempt": attempt, "time": NOW + at, "monotonic": up}
+            said = {**common, "launch": "one", "boot": boot, "rank": 0, "host": boot, "step": step, "micro_batch": None}
+            events.write(json.dumps({**said, "kind": "start", "name": "phases", "fields": {"phases": {}}}) + "\n")
+            metrics.write(
+                json.dumps({**common, "step": step, "time": NOW + at + 3.0, "monotonic": up + 3.0, "train/loss": 1})
+                + "\n"
+            )
+    found = trained_in(tmp_path, Launch("one", NOW, 95.0, "front"))
+    assert found is not None and found.last == 8
+    assert found.last_at == pytest.approx(NOW + 23.0) and found.began_at == pytest.approx(NOW + 10.0)
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
