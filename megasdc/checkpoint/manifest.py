@@ -281,7 +281,7 @@ def list_continued(known: Mapping[int, KnownState]) -> list[int]:
     state stays there. What was saved since is finite too where all steps are skipped, but leads nowhere.
     """
     sound = list_sound(known)
-    reached = max((one.finite_step or 0 for one in known.values()), default=0)
+    reached = max((one.finite_step or 0 for one in known.values() if one.non_finite is None), default=0)
     return [step for step in sound if step < reached]
 
 
