@@ -116,7 +116,7 @@ def test_a_wrong_copy_is_its_owners_and_another_wrong_parameter_its_ranks(tmp_pa
     results = train_run(config, 3)
     assert len(events_of(tmp_path / "run", "fault", "injected")) == 2, results
     copy = (STEP, "copy", 1, "not_reproduced", "master shard", "repair")
-    assert verdicts_of(tmp_path / "run") == [copy, (STEP, "parameters", 0, *copy[3:])], results
+    assert verdicts_of(tmp_path / "run") == [(STEP, "parameters", 0, *copy[3:]), copy], results
     assert {code for code, _ in results} == {0}, results
     assert {code for code, _ in train_run(_write(tmp_path, data, "clean", (1, 1, 3)), 3)} == {0}
     assert _end(tmp_path / "clean") == _end(tmp_path / "run")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,14 +209,21 @@ class Disputes:
         return self._commit(engine.step_number, again)
 
     def _settle_parameters(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, repaired: bool) -> bool:
-        """What owners gave to all first, then what ranks have otherwise; whether the step is to be computed again."""
-        again, step = False, engine.step_number
+        """What ranks have otherwise than others, then what owners gave to all; whether the step is computed again.
+
+        A rank whose own part changed after it was gathered is both, and is ruled on once.
+        """
+        again, step, named = False, engine.step_number, set[int | None]()
+        if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
+            differ = self._findings.of_parameters if agreed.differing[PARAMETERS] else self._findings.of_copies
+            found = differ(engine, evidence.parameters)
+            named = {one.rank for one in found.rulings}
+            again = self._act(step, found, repaired)
         if agreed.raised[COPY] and evidence.copy is not None:
-            again = self._act(step, evidence.copy(self._suspects.ranks), repaired)
-        if agreed.differing[PARAMETERS]:
-            again = self._act(step, self._findings.of_parameters(engine, evidence.parameters), repaired) or again
-        elif agreed.stages[COPIES]:
-            again = self._act(step, self._findings.of_copies(engine, evidence.parameters), repaired) or again
+            found = evidence.copy(self._suspects.ranks)
+            rest = tuple(one for one in found.rulings if one.rank not in named)
+            if rest:
+                again = self._act(step, replace(found, rulings=rest), repaired) or again
         return again
 
     def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:
