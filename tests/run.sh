@@ -39,6 +39,7 @@ if [ $quick = 0 ]; then
         megasdc config-table --check "docs/reference/$page.md"
     done
     python -m tools.bench reference --check docs/reference/command-line.md
+    python -m tools.bench figures --check
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
 fi
 echo "== tests"

@@ -6,15 +6,23 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("--out", "--log", "--figure")
+"""Options of a benchmark that name files alone, and so say nothing about what it measures."""
 PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Date (UTC), processor, cores this process may use, load before the measurement, and versions."""
+    """Command, commit, date (UTC), processor, cores this process may use, load before the measurement, and versions."""
     return {
+        "command": _command(sys.argv[1:]),
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -24,6 +32,29 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def _command(arguments: list[str]) -> str:
+    """The benchmark as it can be given again, without the files that it writes."""
+    kept, skipped = list[str](), False
+    for one in arguments:
+        if not skipped and not one.startswith(FILES):
+            kept.append(one)
+        skipped = not skipped and one in FILES
+    return shlex.join(["python", "-m", "tools.bench", *kept])
+
+
+def _commit() -> str:
+    """Commit of this checkout, with ``+`` where a file of it was changed; ``unknown`` where there is none."""
+
+    def ask(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return ask("rev-parse", "--short=10", "HEAD") + "+" * bool(ask("status", "--porcelain", "-uno"))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _cpu_model() -> str:

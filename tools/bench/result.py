@@ -43,9 +43,10 @@ class Result:
         yield from ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON holds it, with verdicts."""
+        """The result as JSON holds it, with verdicts, the exit code, and lines and tables as they are printed."""
+        printed = [part if isinstance(part, str) else _cells(part) for part in self.report()]
         found: dict[str, Any] = plain(self)
-        return found
+        return found | {"exit_code": int(not self.passed), "report": printed}
 
     def render(self, console: Console) -> None:
         """Print machine, lines and tables, and the verdict where there is a bar."""
@@ -150,6 +151,13 @@ def table(
     for number, row in enumerate(listed, 1):
         found.add_row(*row, style="bold" if total and number == len(listed) else None)
     return found
+
+
+def _cells(one: Table) -> dict[str, Any]:
+    """A table as JSON."""
+    columns = [list(column.cells) for column in one.columns]
+    headings = [str(column.header) for column in one.columns]
+    return {"title": str(one.title), "columns": headings, "rows": [list(row) for row in zip(*columns, strict=True)]}
 
 
 def interval(estimate: Estimate, digits: int = 3, scale: float = 1.0, link: str = " to ") -> str:

@@ -6,7 +6,7 @@ from megasdc.program import run as run_program
 from tools.bench.commands.app import app
 
 # isort: off
-from tools.bench.commands import training, detection, bounds, checkpoints, drops, health, supervised, reference  # noqa: F401 - in the order of --help
+from tools.bench.commands import training, detection, bounds, checkpoints, drops, health, supervised, reference, figures  # noqa: F401 - in the order of --help
 # isort: on
 
 __all__ = ["app", "main"]
