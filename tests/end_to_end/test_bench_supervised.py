@@ -17,10 +17,10 @@ from megasdc.supervisor.goodput import PARTS
 from megasdc.supervisor.journal import Entry
 from tools.bench.commands import app
 from tools.bench.supervised.campaign import _plan, _truthful_end
-from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again
-from tools.bench.supervised.faults import CONDITIONS
+from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again, used_up
+from tools.bench.supervised.faults import CONDITIONS, FULL_S, KINDS
 from tools.bench.supervised.options import SupervisedOptions
-from tools.bench.supervised.target import SshTarget, clock_library
+from tools.bench.supervised.target import RUN_BYTES, SshTarget, _own_file_system, clock_library
 from tools.bench.supervised.verdict import SupervisedResult
 from tools.hosts import Cluster, unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
@@ -138,6 +138,37 @@ def test_a_clock_that_is_off(tmp_path: Path) -> None:
             found[host] = round((wall - time.time()) / 60), round((monotonic - time.monotonic()) / 60)
         date_s = float(hosts.run("node1", ["date", "+%s"]).stdout)
     assert found == {"node1": (-60, 0), "node2": (0, 0)} and round((date_s - time.time()) / 60) == -60
+
+
+def test_a_run_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can write for the time that is said, though files are deleted; then all the room is there again."""
+    target = SshTarget(Cluster(tmp_path / "hosts", 2), tmp_path, 1, 1, random.Random(1))
+    strike, now = KINDS["run_full"].strike, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with _own_file_system(target.run):
+        for name in ("kept", "old"):
+            (target.run / name).write_bytes(bytes(1 << 20))
+        assert strike is not None
+        strike(target)
+        (target.run / "old").unlink()
+        for now[0] in (0.3, FULL_S[0] - 0.1):
+            target.undo()
+            with pytest.raises(OSError, match="No space left"):
+                (target.run / "new").write_bytes(bytes(1))
+            (target.run / "new").unlink()
+        now[0] = FULL_S[1]
+        target.undo()
+        (target.run / "new").write_bytes(bytes(RUN_BYTES // 2))
+        (target.run / "new").unlink()
+    assert not target.back
+
+
+def test_a_fault_that_is_waited_out_ends_no_attempt() -> None:
+    """Beside others an attempt may end for those, but not for want of room."""
+    full = replace(LOST, ended="folder_full")
+    assert not used_up(["run_full"], [DONE]) and not used_up(["run_full", "rank"], [LOST, DONE])
+    assert used_up(["run_full"], [LOST, DONE]) == ["attempt 1 ended as rank_lost, for a fault that is waited out"]
+    assert used_up(["run_full", "rank"], [full, DONE]) and not used_up([], [LOST, DONE])
 
 
 def test_a_host_that_computed_wrong_results_is_not_used_again() -> None:

@@ -158,6 +158,7 @@ def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequenc
     problems = []
     if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
         problems.append(f"it took {len(attempts)} attempts")
+    problems += used_up(kinds, attempts)
     passed = [host for host, one in history.replaced.items() if one.test is not None and one.test.passed]
     problems += [f"{host} is away, although its test has passed" for host in passed]
     problems += used_again(entries)
@@ -222,6 +223,14 @@ def blamed_wrongly(entries: Sequence[Entry], struck: Collection[str]) -> list[st
             what, hosts = "found unfit", [said["host"]] if entry.kind == TESTED and said["exit_code"] else []
         found += [f"{host} is {what}, and no fault has struck it" for host in hosts if host not in struck]
     return list(dict.fromkeys(found))
+
+
+def used_up(kinds: Sequence[str], attempts: Sequence[Tried]) -> list[str]:
+    """Attempts that ended for faults that the run has to wait out: all, where it had no others."""
+    alone = bool(kinds) and all(KINDS[kind].waited_out for kind in kinds)
+    waited = any(KINDS[kind].waited_out for kind in kinds)
+    ended = [one for one in attempts if (waited and one.ended == "folder_full") or (alone and one.ended != "done")]
+    return [f"attempt {one.number} ended as {one.ended}, for a fault that is waited out" for one in ended]
 
 
 def used_again(entries: Sequence[Entry]) -> list[str]:

@@ -27,6 +27,8 @@ SSH, SLURM = "ssh", "slurm"
 INJECTED, SKIPPED = ("fault", "injected"), ("skip", "optimizer_step")
 START_S = 60.0
 """Longest time until ranks of the next start are waited for."""
+FULL_S = (15.0, 40.0)
+"""For how many seconds the run folder has no room."""
 POISON = Path(__file__).with_name("poison.py")
 _WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.health.agent"
 
@@ -249,15 +251,26 @@ def _own_checkpoints(run: Target, sections: dict[str, Any]) -> None:
 
 
 def _run_folder_full(run: Target) -> None:
-    """For a while, on all hosts."""
-    file_system = os.statvfs(run.run)
-    used = (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
-    _resize(run.run, used + file_system.f_frsize)
-    run.later(lambda: _resize(run.run, RUN_BYTES))
+    """For a while, on all hosts; what is deleted meanwhile makes no room."""
+    seconds = run.chance.uniform(*FULL_S)
+    until = time.monotonic() + seconds
+    run.told.append(f"the run folder is full for {seconds:.0f} s")
+
+    def keep_full() -> None:
+        if time.monotonic() >= until:
+            _resize(run.run, RUN_BYTES)
+            return
+        while (file_system := os.statvfs(run.run)).f_bfree:  # somebody may write between this and the next line
+            with suppress(subprocess.CalledProcessError):
+                _resize(run.run, (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize)
+        run.later(keep_full, (0.0, 0.0))
+
+    keep_full()
 
 
 def _resize(folder: Path, size_bytes: int) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={size_bytes}", str(folder)], check=True)
+    command = ["mount", "-o", f"remount,size={size_bytes}", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def _journal_flipped(run: Target) -> None:
@@ -371,6 +384,7 @@ class Kind:
         may_end: exit codes with which a run may end that has too few hosts left, naming one.
         before: what is done to the hosts before the run begins; None: nothing.
         blames: no other host may be blamed, or not be used, than those that the fault says (``Target.blamed``).
+        waited_out: the run waits until it is over: no attempt ends for it.
     """
 
     title: str
@@ -385,6 +399,7 @@ class Kind:
     may_end: tuple[int, ...] = ()
     before: Callable[[Target], None] | None = None
     blames: bool = False
+    waited_out: bool = False
 
 
 def _checked(title: str, prepare: Callable[[Target, dict[str, Any]], None], **more: Any) -> Kind:
@@ -407,7 +422,7 @@ CONDITIONS = {
     "local_full": _condition(
         "a host's own checkpoint folder is full", _local_folder_full, StorageError, prepare=_own_checkpoints
     ),
-    "run_full": _condition("the run folder's file system is full for a while", _run_folder_full),
+    "run_full": _condition("the run folder's file system is full for a while", _run_folder_full, waited_out=True),
     "journal": _condition("a bit flips in the journal, and the supervisor is killed", _journal_flipped),
     "hup": _condition("SIGHUP to one process", _signal(signal.SIGHUP, SUPERVISOR)),
     "int": _condition("SIGINT to one process", _signal(signal.SIGINT)),
