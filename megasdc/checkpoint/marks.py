@@ -2,8 +2,9 @@
 
 A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; then
 it is verified, if its own state was found to be finite when it was saved, and its place in the data to follow from its
-steps: the ranks that saved it still computed the same. The mark is a file in the checkpoint's folder with its
-``save_id``, so that a new save of the same step is a candidate again. A run that ends because of corruption writes
+steps: the ranks that saved it still computed the same. What was saved with a host that takes no part in the audit, or
+with fewer ranks, stays a candidate. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new
+save of the same step is a candidate again. A run that ends because of corruption writes
 ``corruption.json`` beside the checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
 """
 
@@ -132,7 +133,8 @@ def mark_verified(
 
     Args:
         up_to_step: last step whose state the audit used: the one before it.
-        place: of this rank; the leader of each folder writes, the others do nothing.
+        place: of this rank, with the hosts that took part in the audit; the leader of each folder writes, the others do
+            nothing.
         passed_over: steps whose checkpoints the resume passed over; they are not part of this run's history.
         events: log of the rank that writes.
         told: of each step, why its checkpoint stays a candidate, as it was told before and is not told again; kept up
@@ -161,6 +163,11 @@ def mark_verified(
                 raise CheckpointError("a version saved it that did not look whether its state is finite")
             if (problem := manifest.problem) is not None:
                 raise CheckpointError(problem)
+            if lacking := place.lacks(manifest.nodes):
+                raise CheckpointError(
+                    f"it was saved with {', '.join(lacking)}, of which no rank, or fewer, are in this start: what its "
+                    "audits agree on says nothing of them"
+                )
             mark = VerifiedMark(
                 format_version=_VERSION,
                 save_id=manifest.save_id,

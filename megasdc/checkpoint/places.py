@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -73,6 +74,14 @@ class Place:
     def leader(self) -> bool:
         """Whether this rank writes what is written once per folder."""
         return self.rank == self.ranks[0]
+
+    def lacks(self, then: Mapping[str, Sequence[int]]) -> list[str]:
+        """Hosts that run fewer ranks now than they did then: what is agreed on now says nothing of what they computed.
+
+        Args:
+            then: ranks of each host.
+        """
+        return sorted(name for name, ranks in then.items() if len(self.nodes.get(name, ())) < len(ranks))
 
     def share(self, count: int) -> range:
         """Indices out of ``count`` items that this rank processes when the ranks of the folder divide them."""

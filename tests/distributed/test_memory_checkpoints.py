@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from megasdc.checkpoint.snapshots.held import (
     write_line,
 )
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.recover import find_in_memory, restore
+from megasdc.checkpoint.snapshots.recover import Found, find_in_memory, restore
 from megasdc.checkpoint.snapshots.room import why_not
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.errors import CheckpointError
@@ -104,7 +105,22 @@ def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str,
     loaded = load_checkpoint(again.engine, chosen, again.dims, ranks)
     restore_rng(loaded.rank_state["rng"])
     again.consumed = loaded.rank_state["consumed"]
+    if what == "nothing":
+        _audit_on(("host0", "host2"), folder, found, ranks)
+        assert find_in_memory(folder, RUN, again.dims, ranks, verified_only=True) is None, "host1 took no part"
+        _audit_on(("host1", "host0"), folder, found, ranks)
+        verified = find_in_memory(folder, RUN, again.dims, ranks, verified_only=True)
+        assert verified is not None and verified.verified and verified.step == found.step
+        _audit_on(("host0", "host2"), folder, verified, ranks)
+        assert find_in_memory(folder, RUN, again.dims, ranks, verified_only=True) is not None, "it was so before"
     return found.step, found.origin, found.skipped, again.digest() == digests[found.step]
+
+
+def _audit_on(hosts: tuple[str, str], folder: Path, found: Found, ranks: Ranks) -> None:
+    """Start 2 goes on from what was found, on hosts of which each has one rank, and an audit of it agrees."""
+    place = replace(find_place(ranks), nodes={host: [rank] for rank, host in enumerate(hosts)})
+    write_line(folder, found.line(2, place))
+    mark_verified_up_to(folder, found.step + 3)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,8 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     data = prepare_text(tmp_path)
     clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean", checkpoint__interval=2)
     config = write_config(tmp_path / "run.json", data, tmp_path / "run", checkpoint__interval=2)
-    leader = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
+    host = socket.gethostname()
+    leader = Place(rank=0, node=host, nodes={host: [0, 1]}, ranks=[0, 1], save_id="x")
     folder = tmp_path / "run" / "checkpoints"
     assert [code for code, _ in train_run(clean, 2)] == [0, 0]
     assert [code for code, _ in train_run(config, 2, "megasdc.training.stop_step=5")] == [0, 0]

@@ -89,6 +89,8 @@ class Line(Record):
         start: number of that start.
         from_start, from_step: start and step of the snapshot that it went on from; 0: it went on from none.
         verified: last step of that line after which an audit has agreed; 0: of none.
+        from_counts: whether ``verified`` says something of the snapshot that the start went on from: it was verified
+            before, or the hosts that made it are all in the start.
     """
 
     format_version: int = FORMAT_VERSION
@@ -96,10 +98,15 @@ class Line(Record):
     from_start: Count = 0
     from_step: Count = 0
     verified: Count = 0
+    from_counts: bool = True
 
     def has(self, record: HeldRecord) -> bool:
         """Whether a slot's step is of this line: made by its start, or what that went on from."""
         return record.start >= self.start or (record.start, record.step) == (self.from_start, self.from_step)
+
+    def verifies(self, record: HeldRecord) -> bool:
+        """Whether an audit has agreed after a slot's step, on the hosts that made it."""
+        return self.has(record) and record.step <= self.verified and (record.start >= self.start or self.from_counts)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,24 @@ class Found:
         guests = [rank for rank, source in self.sources.items() if source.held.is_guest]
         return f"memory, ranks {', '.join(map(str, guests))} from their partners" if guests else "memory"
 
+    def line(self, start: int, place: Place) -> Line:
+        """What counts from now on, where a start goes on from it.
+
+        Args:
+            start: its number.
+            place: of this rank, with the hosts of the start.
+        """
+        made_by: dict[str, list[int]] = {}
+        for rank, source in self.sources.items():
+            made_by.setdefault(source.held.record.host, []).append(rank)
+        return Line(
+            start=start,
+            from_start=self.start,
+            from_step=self.step,
+            verified=self.step if self.verified else 0,
+            from_counts=self.verified or not place.lacks(made_by),
+        )
+
 
 def find_in_memory(
     folder: Path,
@@ -115,14 +133,14 @@ def find_in_memory(
             problem = f"start {line.start} of the run went on without it"
         elif newest is not None and step > newest:
             problem = too_new(newest)
-        elif problem is None and verified_only and step > line.verified:
+        elif problem is None and verified_only and not line.verifies(those[0].held.record):
             problem = "no audit has agreed after it"
         if problem is None:
             whole = _check(those, place)
             chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
             lacking = sorted(set(range(layout.world_size)) - chosen.keys())
             if not lacking:
-                return Found(step, start, chosen, step <= line.verified, skipped)
+                return Found(step, start, chosen, line.verifies(those[0].held.record), skipped)
             problem = f"files of rank {lacking[0]} were changed"
         skipped[step] = problem
         place.emit("skip", "memory", step=step, reason=problem)

@@ -102,7 +102,7 @@ class Incidents:
         run = self._run.events.origin.run
         folder = memory_folder(run)
         line, held = read_line(folder), find_held(folder, run)[0]
-        return {one.record.step for one in held if one.record.step <= line.verified and line.has(one.record)}
+        return {one.record.step for one in held if line.verifies(one.record)}
 
     def report(self, step: int, found: Settled, action: str) -> str | None:
         """Write the reports; before a halt, name the page in the mark for the next start.

@@ -230,15 +230,15 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
     Other hosts may hold more: from now on that does not count.
     """
     folder = memory_folder(run.events.origin.run)
-    if not find_place(Ranks("node_local", run.host_group)).leader:
+    place = find_place(Ranks("node_local", run.host_group))
+    if not place.leader:
         return
     shutil.rmtree(folder / RESTORE, ignore_errors=True)
     try:
-        origin = (0, 0) if found is None else (found.start, found.step)
-        verified = found.step if found is not None and found.verified else 0
         number = _number_of_start(run)
-        write_line(folder, Line(start=number, from_start=origin[0], from_step=origin[1], verified=verified))
-        forget(folder, lambda record: (record.start, record.step) == origin)
+        line = Line(start=number) if found is None else found.line(number, place)
+        write_line(folder, line)
+        forget(folder, lambda record: (record.start, record.step) == (line.from_start, line.from_step))
     except OSError as error:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)
 

@@ -40,8 +40,8 @@ from megasdc.report.summary import render, summarize
 from megasdc.run_lock import HeldFolders
 from megasdc.train.main import tell_failure
 
-LEADER = Place(rank=0, node="a", nodes={"a": [0, 1]}, ranks=[0, 1], save_id="x")
-OTHER = Place(rank=1, node="a", nodes={"a": [0, 1]}, ranks=[0, 1], save_id="x")
+LEADER = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
+OTHER = Place(rank=1, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
 
 
 def make_folder(folder: Path, *steps: int) -> Path:
@@ -250,3 +250,18 @@ def test_a_checkpoint_that_stays_a_candidate_is_told_once(tmp_path: Path) -> Non
     assert [event.step for event in read_events(tmp_path, name="checkpoint_not_marked")] == [2, 2]
     write_manifest(path, Manifest.model_validate({**manifest, "not_finite": []}))
     assert mark_verified(tmp_path, 2, 11, LEADER, events=events, told=told) == [2]
+
+
+def test_an_audit_says_nothing_of_what_other_hosts_have_saved(tmp_path: Path) -> None:
+    """A host that is not in the start, or with fewer ranks, has not computed the same afterwards."""
+    saved_with = {2: {"n": [0], "m": [1]}, 4: {"n": [0, 1]}, 6: {"n": [0], "o": [1]}, 8: {"n": [0]}}
+    for step, nodes in saved_with.items():
+        manifest = read_manifest(path := make_checkpoint(tmp_path, step))
+        ranks = {"layout": {"tensor": 1, "pipeline": 1, "data": 2}, "world_size": 2} if step < 8 else {}
+        write_manifest(path, Manifest.model_validate({**manifest.model_dump(), "nodes": nodes, **ranks}))
+    now, events = Place(0, "n", {"n": [0], "m": [1]}, [0, 1], "x"), EventLog(tmp_path, 0)
+    assert mark_verified(tmp_path, 8, 9, now, events=events) == [2, 8]
+    told = {event.step: event.fields["message"] for event in read_events(tmp_path, name="checkpoint_not_marked")}
+    assert told.keys() == {4, 6} and "saved with o" in told[6]
+    returned = Place(0, "o", {"o": [0], "n": [1]}, [0, 1], "x")
+    assert mark_verified(tmp_path, 8, 12, returned) == [6], "the host is back, and computes the same"

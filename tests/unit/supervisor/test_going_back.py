@@ -65,7 +65,7 @@ def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> 
         log.emit("resume", "memory", step=8)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried"
         log.emit("resume", "checkpoint", step=12)
-        mark_verified(folder, 4, 5, Place(0, "a", {"a": [0]}, [0], "x"))
+        mark_verified(folder, 4, 5, Place(0, "n", {"n": [0]}, [0], "x"))
         assert find_back(run_dir, Launch("x", 0.0), 0) == Back(4), "no audit has agreed after a newer one"
     (run_dir / "resolved.json").unlink()
     assert find_back(run_dir, Launch("x", 0.0), 0) is None
