@@ -31,13 +31,16 @@ from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import records_dir
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
-from megasdc.launcher.verdict import Verdict, judge, launcher_killed
+from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import held_port
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records."""
+    """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records.
+
+    ``met``: faults and standstills of this launch, also where it ended well.
+    """
 
     exit_code: int
     launch_id: str
@@ -50,6 +53,7 @@ class LaunchResult:
     lines: list[str]
     stopped_by: int | None
     ended_by: int | None
+    met: list[Met]
 
 
 def launch(
@@ -134,6 +138,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:
+        say(line)
+    for line in lines_of(result.met):
         say(line)
     return result
 
@@ -264,6 +270,7 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
         lines=verdict.lines,
         stopped_by=verdict.stopped_by,
         ended_by=verdict.ended_by,
+        met=read_met(plan.run_dir, lambda launch: launch == plan.launch_id),
     )
 
 

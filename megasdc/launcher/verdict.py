@@ -1,17 +1,26 @@
-"""Verdict on a launch: how it ended, who failed first and why, from the ranks' records and the exit code; pure."""
+"""Verdict on a launch: how it ended, who failed first and why, from the ranks' records and the exit code; what it met.
+
+What a run has met - faults and standstills, what was done about each, what a person should do - is one list for the
+last lines of a launch and of a supervisor, for the summary, pages, live views and alerts: a run that has ended well
+says it, too. What a supervisor has done is added by ``megasdc.supervisor.met``. No torch.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
 
 from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, HangError, LaunchError, NonFiniteError, PeerError
 from megasdc.health.incident import STANDSTILL
+from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import DoneRecord, EndedRecord, LaunchRecords
 from megasdc.moment import HostClock, first_of
+from megasdc.sdc.incidents.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents
 
 MAX_RANKS_SHOWN = 8
 AGREED = (CorruptionError.exit_code, HangError.exit_code, NonFiniteError.exit_code)
@@ -31,6 +40,18 @@ ABORTED = (
 
 Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` (2.10 to 2.13), ``Watchdog::run``, which raises in a thread
 of its own. ``TORCH_NCCL_BLOCKING_WAIT=1`` raises in the rank instead, but waits for the device at every collective."""
+SHOWN = 8
+"""Of a long list the last ones are shown, and how many there are in all."""
+REPORTS = "reports"
+"""Folder of incidents of corruption in the run folder."""
+CORRUPTION, STUCK, REPLACED, REWOUND, RETURNED = "corruption", "standstill", "replaced", "rewound", "returned"
+_OF_RANKS = (CORRUPTION, STUCK)
+_DONE = {
+    "halted": "the run was halted",
+    "isolated": "its replica was left out, and the others went on",
+    "repaired": "the step was repaired",
+    "committed": "nothing was done, as the policy says",
+}
 
 
 @dataclass(frozen=True)
@@ -301,3 +322,149 @@ def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:
     shown = [f"{rank} on {host_of_rank[rank]}" for rank in ranks[:MAX_RANKS_SHOWN] if rank < len(host_of_rank)]
     more = len(ranks) - len(shown)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
+
+
+# --- what a run has met -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Met:
+    """One of the things that a run has met.
+
+    Args:
+        attempt: number of the start in which it was, of what a supervisor did that of its attempt; 0: not known.
+        step: optimizer step, the first is 1; 0: before it.
+        time: ISO 8601, UTC, by the clock of the host that wrote it.
+        kind: corruption, standstill, replaced (hosts), rewound (to an earlier save), or returned (hosts).
+        what: what was found, in a few words.
+        hosts: that it is about, as the run names them.
+        ranks: that it is about; empty where it is about hosts.
+        devices: of these ranks, in their order.
+        place: phase and submodule of the first wrong result; None: it has none.
+        verdict: of an incident of corruption; None: of others.
+        done: what was done about it.
+        to_do: what a person should do; empty: nothing.
+        page: file with the evidence; None: there is none.
+        launch: id of the launch in which it was; None: not known.
+    """
+
+    attempt: int
+    step: int
+    time: str
+    kind: str
+    what: str
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+    devices: tuple[str, ...] = ()
+    place: str | None = None
+    verdict: str | None = None
+    done: str = ""
+    to_do: str = ""
+    page: str | None = None
+    launch: str | None = None
+
+    def __str__(self) -> str:
+        number = f" of {'start' if self.kind in _OF_RANKS else 'attempt'} {self.attempt}" if self.attempt else ""
+        when = f"step {self.step}{number}"
+        parts = (f"{when}: {self.what}", self.done, f"to do: {self.to_do}" if self.to_do else "", self.page or "")
+        return "; ".join(part for part in parts if part)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def read_met(run_dir: Path, wanted: Callable[[str | None], bool] = lambda launch: True) -> list[Met]:
+    """What ranks and agents have reported in a run folder, oldest first by start, step and time.
+
+    Files that cannot be read are left out, as in reports, which say so.
+
+    Args:
+        wanted: whether incidents of a launch are, by its id; None: of one without.
+    """
+    incidents = [pair for pair in load_incidents(run_dir / REPORTS, []) if wanted(pair[1].launch)]
+    hangs = [one for one in load_hangs(run_dir)[0] if wanted(one.launch)]
+    return in_order([*(of_incident(*pair) for pair in incidents), *map(of_hang, hangs)])
+
+
+def in_order(some: Sequence[Met], launches: Sequence[str] = ()) -> list[Met]:
+    """By start and step, and only then by time.
+
+    Args:
+        launches: ids of a supervisor's, in order, which come after all others.
+    """
+    place = {launch: number for number, launch in enumerate(launches)}
+    return sorted(
+        some,
+        key=lambda one: (
+            place.get(one.launch or "", -1),
+            0 if one.launch in place else one.attempt,
+            one.step,
+            one.time,
+        ),
+    )
+
+
+def of_incident(page: Path, incident: Incident) -> Met:
+    """What a report on corruption says."""
+    suspects = incident.suspects
+    named = ", ".join(f"rank {one.rank} on {one.host} ({one.device})" for one in suspects)
+    verdict = incident.verdict.replace("_", " ")
+    place = f"{suspects[0].first.phase.replace('_', ' ')} of {suspects[0].first.fqn}"
+    who = named if incident.flagged else f"one of {named}"
+    return Met(
+        attempt=incident.attempt or 0,
+        step=incident.step,
+        time=incident.time,
+        kind=CORRUPTION,
+        what=f"{who}: wrong {place}, {verdict}, found by {incident.tier}",
+        hosts=tuple(incident.hosts),
+        ranks=tuple(one.rank for one in suspects),
+        devices=tuple(one.device for one in suspects),
+        place=place,
+        verdict=incident.verdict,
+        done=_DONE[incident.done],
+        to_do=_to_do(incident, suspects),
+        page=str(page),
+        launch=incident.launch,
+    )
+
+
+def _to_do(incident: Incident, suspects: Sequence[FlaggedRank | DisputedRank]) -> str:
+    hosts = " and ".join(dict.fromkeys(one.host for one in suspects))
+    if incident.injected:
+        return f"nothing: {INJECTED[0].lower()}{INJECTED[1:]} ({', '.join(incident.injected)})"
+    if incident.flagged and incident.verdict == "not_reproduced":
+        return f"watch {hosts}; if it is named again, {drain(hosts)}"
+    return drain(hosts)
+
+
+def drain(hosts: str) -> str:
+    """What to do with hosts that may be wrong."""
+    return f"drain {hosts}, test with `megasdc stress`, return what passes"
+
+
+def of_hang(hang: HangIncident) -> Met:
+    """What a report on a standstill says."""
+    hosts = hang.hosts or tuple(dict.fromkeys(one.host for one in hang.named))
+    return Met(
+        attempt=hang.attempt,
+        step=hang.step,
+        time=datetime.fromtimestamp(hang.time, UTC).isoformat(timespec="seconds"),
+        kind=STUCK,
+        what=f"{hang.kind}: {hang.message}",
+        hosts=hosts,
+        ranks=hang.ranks,
+        done="the launch was ended",
+        to_do=f"look at {' and '.join(hosts)}; if it comes again, {drain('it')}" if hosts else "",
+        page=str(hang.path),
+        launch=hang.launch,
+    )
+
+
+def lines_of(some: Sequence[Met]) -> list[str]:
+    """For a terminal, a line each; empty where nothing was met."""
+    if not some:
+        return []
+    more = f", the last {SHOWN}" if len(some) > SHOWN else ""
+    return [f"the run met {len(some)} {'fault' if len(some) == 1 else 'faults'}{more}:", *map(str, some[-SHOWN:])]

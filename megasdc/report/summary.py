@@ -17,12 +17,14 @@ from megasdc.events import Event
 from megasdc.health.front.clocks import differing
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import HangIncident
+from megasdc.launcher.verdict import SHOWN, Met
 from megasdc.metrics.writer import read_metrics
 from megasdc.report.run_pages.record import CONFIG_FILE, Ending, RunRecord, load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.sdc.incidents.incident import how_often, without_faults
 from megasdc.study.log import STUDY_FOLDER
 from megasdc.supervisor.goodput import Goodput, goodput_of
+from megasdc.supervisor.met import all_met
 
 _SHOWN_SKIPS = 5
 
@@ -90,7 +92,8 @@ class RunSummary:
     ``skipped``: by start, those whose steps were done again included;
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
     what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
-    ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
+    ``met``: faults and standstills of all starts, hosts that were replaced and steps back, with what to do, oldest
+    first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
     """
 
     run_dir: str
@@ -114,6 +117,7 @@ class RunSummary:
     goodput: Goodput | None = None
     clocks: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    met: tuple[Met, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -166,6 +170,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         goodput=goodput_of(folder, time.time()),
         clocks=tuple(differing(folder / "health")),
         skipped=tuple(_skipped(run)),
+        met=tuple(all_met(folder)),
     )
 
 
@@ -316,6 +321,9 @@ def render(summary: RunSummary) -> str:
     if summary.hangs:
         last = summary.hangs[-1]
         lines.append(f"hangs             {len(summary.hangs)}, the last ({last.kind}, {last.who}): {last.path}")
+    lines += [f"{'met' if not place else '':<18}{one}" for place, one in enumerate(summary.met[-SHOWN:])]
+    if len(summary.met) > SHOWN:
+        lines.append(f"{'':<18}and {len(summary.met) - SHOWN} before: see --json")
     if summary.tokens_per_s is not None:
         losses = " -> ".join(map(_nats, (summary.first_loss, summary.last_loss)))
         lines.append(f"training loss     {losses} nats per token")

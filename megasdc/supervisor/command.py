@@ -76,7 +76,8 @@ def supervise_run(
         script=DEFAULT_SCRIPT if script is None else script.absolute(),
     )
     steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
-    engine = FrontEngine(run_dir / FOLDER, run_dir, steps, skip, section.rewind_steps, request, allocation, sizes)
+    alert_command = config.megasdc.health.alert_command
+    engine = FrontEngine(run_dir, steps, skip, section.rewind_steps, request, allocation, sizes, alert_command)
     return _supervise(str(request.config_path), engine, run_dir, section, num_hosts, list(sizes), allocation)
 
 
@@ -96,7 +97,7 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
     run_dir = Path.cwd() / settings.logging.run_dir
     request = replace(command, num_hosts=None).request(str(run_dir), settings.health)
     sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
-    engine = FrontEngine(run_dir / FOLDER, run_dir, 0, [], 0, request, allocation, sizes)
+    engine = FrontEngine(run_dir, 0, [], 0, request, allocation, sizes, settings.health.alert_command)
     name = shlex.join([command.script, *command.arguments])
     return _supervise(name, engine, run_dir, section, num_hosts, list(sizes), allocation)
 

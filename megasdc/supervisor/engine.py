@@ -17,11 +17,13 @@ from typing import Any, Protocol
 from megasdc import room, run_lock
 from megasdc.errors import DataError, LaunchError, PeerError, StorageError
 from megasdc.events import read_events
+from megasdc.health.alert import alert
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
 from megasdc.health.process_state import Waker
 from megasdc.launcher.records import collect
 from megasdc.launcher.request import LaunchRequest
+from megasdc.launcher.verdict import Met
 from megasdc.metrics.writer import read_metrics
 from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
@@ -32,6 +34,7 @@ from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence
 from megasdc.supervisor.fitness import HostChecks
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
+from megasdc.supervisor.journal import FOLDER
 from megasdc.supervisor.trained import Trained, trained_in
 
 FIND_S = 2.0
@@ -77,19 +80,26 @@ class Engine(Protocol):
     def release(self, hosts: Sequence[str]) -> None:
         """Let the memory of hosts go that holds snapshots of the run: it does not go on there."""
 
+    def alert(self, decision: int, some: Sequence[Met]) -> str:
+        """Alert of hosts that are replaced and of steps back, once; returns what went wrong, empty: nothing.
+
+        Args:
+            decision: number of its entry in the journal.
+        """
+
 
 class FrontEngine:
     """Attempts by ``megasdc launch``, a process of its own session, which outlives the supervisor.
 
     Args:
-        folder: of the supervisor, for hostfiles and what fronts say.
-        run_dir: of the run.
+        run_dir: of the run; in its folder ``supervise`` are hostfiles and what fronts say.
         steps: of the run; 0: not known, it is done when it ends well.
         skip: samples that the configuration skips, ranges [first, end).
         rewind_steps: see ``megasdc.supervisor.back.find_back``.
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
         sizes: settings of an attempt by its number of hosts, as of ``--set``.
+        alert_command: see ``megasdc.health.alert``.
 
     Attributes:
         checks: of hosts.
@@ -97,7 +107,6 @@ class FrontEngine:
 
     def __init__(
         self,
-        folder: Path,
         run_dir: Path,
         steps: int,
         skip: Sequence[Sequence[int]],
@@ -105,8 +114,10 @@ class FrontEngine:
         request: LaunchRequest,
         allocation: Allocation,
         sizes: Mapping[int, Sequence[str]],
+        alert_command: Sequence[str] = (),
     ) -> None:
-        self._folder, self._run_dir, self._steps, self._request = folder, run_dir, steps, request
+        self._folder, self._run_dir, self._steps, self._request = run_dir / FOLDER, run_dir, steps, request
+        self._alert_command = alert_command
         self._skip, self._rewind_steps, self._allocation = skip, rewind_steps, allocation
         self._sizes = sizes
         prefixes = {host: tuple(words) for host in allocation.slots if (words := allocation.prefix(host))}
@@ -271,6 +282,18 @@ class FrontEngine:
         with suppress(StorageError):  # the run was never started, or cannot be resumed either
             if hosts and (identity := read_identity(self._run_dir)) is not None:
                 self._allocation.release(hosts, identity.run)
+
+    def alert(self, decision: int, some: Sequence[Met]) -> str:
+        """See ``Engine``."""
+        if not some or not self._alert_command:
+            return ""
+        path = self._folder / f"decision_{decision:05d}.json"
+        text = json.dumps([one.as_dict() for one in some], indent=1) + "\n"
+        try:
+            room.write_whole(path, text)
+        except OSError as error:
+            return f"alert of {path}, which cannot be written: {error}"
+        return alert(self._alert_command, path, text)
 
     def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""

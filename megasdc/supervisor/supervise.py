@@ -13,6 +13,7 @@ from threading import Event
 
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.plan import new_launch_id
+from megasdc.launcher.verdict import lines_of
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
@@ -20,6 +21,7 @@ from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import HostTest, Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
+from megasdc.supervisor.met import of_journal, with_journal
 from megasdc.supervisor.policy import Action, Limits, decide, may_return
 
 POLL_S = 0.2
@@ -228,6 +230,7 @@ class Supervisor:
     def _follow(self) -> None:
         history, decision = self._history, self._history.decision
         assert decision is not None, "it is made"
+        self._alert()
         self._engine.release(decision.replaced)  # here, so that also a supervisor does it that was started meanwhile
         code = history.failures[-1].exit_code
         code = LaunchError.exit_code if code is None else code
@@ -245,6 +248,14 @@ class Supervisor:
             self._test_hosts()
             self._stop.wait(min(POLL_S, left_s))
         self._plan()
+
+    def _alert(self) -> None:
+        """Alert of what was decided last, if hosts are replaced or the run goes back; once, whoever follows it."""
+        entries = self._journal.entries
+        last = max(place for place, entry in enumerate(entries) if entry.kind == "decided")
+        before = len(of_journal(entries[:last]))
+        if problem := self._engine.alert(entries[last].number, of_journal(entries[: last + 1])[before:]):
+            self._say(problem)
 
     @property
     def _num_others(self) -> int:
@@ -291,6 +302,8 @@ class Supervisor:
 
     def _finish(self, code: int, text: str) -> None:
         self._say(f"finished with exit code {code}: {text}")
+        for line in lines_of(with_journal(self._journal.path.parents[1], self._journal.entries)):
+            self._say(line)
         if code == 0:  # else a person may go on from memory; before it is written down, after which nobody does it
             self._engine.release(list(self._history.slots))
         self._write("finished", exit_code=code, text=text)

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from megasdc.errors import StorageError
+from megasdc.launcher.verdict import read_met
 from megasdc.report.result.page import Page, Section, State, plain_values
 from megasdc.report.result.table import Cell, Table, number, table_of
 from megasdc.report.run_pages.drops import Drops, load_drops
@@ -35,6 +36,7 @@ from megasdc.report.run_pages.record import RunRecord
 from megasdc.report.run_pages.status import Status, status_of
 from megasdc.sdc.incidents.page import headline
 from megasdc.supervisor.goodput import Goodput, goodput_of
+from megasdc.supervisor.met import all_met
 
 _COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
 """Marks that are counted at the top of the page where there are any; incidents and findings always."""
@@ -49,6 +51,7 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     goodput = _goodput(run, now, notes)
     figures = run_figures(run, marks)
     sections = [
+        _met(run, notes),
         Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
         *hang_sections(run),
         None if goodput is None else goodput_section(goodput),
@@ -82,6 +85,25 @@ def _goodput(run: RunRecord, now: float, notes: list[str]) -> Goodput | None:
     except StorageError as error:
         notes.append(f"where the time went is not shown: {error}")
         return None
+
+
+def _met(run: RunRecord, notes: list[str]) -> Section | None:
+    """What the run has met in all of its starts; None: nothing, or the journal cannot be used, which is noted."""
+    try:
+        found = all_met(run.path)
+    except StorageError as error:
+        notes.append(f"what a supervisor did is not shown: {error}")
+        found = read_met(run.path)
+    columns: dict[str, Any] = {
+        **{name: name for name in ("attempt", "step", "kind")},
+        "hosts": lambda one: ", ".join(one.hosts),
+        "ranks": lambda one: ", ".join(map(str, one.ranks)),
+        "what": "what",
+        "then": "done",
+        "to do": "to_do",
+        "time": "time",
+    }
+    return Section("What the run met", tables=[table_of("met", found, columns, filters=("kind",))]) if found else None
 
 
 def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:

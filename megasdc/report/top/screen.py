@@ -19,6 +19,8 @@ from megasdc.report.top.view import RunView
 
 FIT = "fit"
 """Verdict of a device that nothing is wrong with."""
+SHOWN_MET = 3
+"""The last things that the run has met, beside the newest incident."""
 OLD_S = 3.0
 """An older description of a host is shown with its age."""
 _STATES = {"running": "green", "done": "green", "starting": "bold", "stopped": "bold", "silent": "yellow"}
@@ -181,6 +183,10 @@ def _foot(view: RunView) -> list[RenderableType]:
     if view.last_incident is not None:
         last = view.last_incident
         lines.append(Text(f"  {last.time}  {last.kind}: {last.text}; {last.path}", style="red"))
+    others = (
+        view.met if view.last_incident is None else [one for one in view.met if one.page != view.last_incident.path]
+    )
+    lines += [_line(f"  {one}", "red") for one in others[-SHOWN_MET:]]
     if view.local_clock:
         lines.append(_line("ages are by this host's clock: no file can be made in the run folder", "yellow"))
     return [*lines, *(_line(f"note: {one}", "yellow") for one in view.notes)]

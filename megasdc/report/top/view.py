@@ -17,6 +17,7 @@ from megasdc.health.board import LOST_S
 from megasdc.health.front.clocks import differing
 from megasdc.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.health.links.judgement import places_of
+from megasdc.launcher.verdict import Met, read_met
 from megasdc.report.result.page import plain_values
 from megasdc.report.run_pages.marks import details, lane_of
 from megasdc.report.run_pages.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run
@@ -27,6 +28,7 @@ from megasdc.run_lock import read_holder
 from megasdc.sdc.incidents.page import headline
 from megasdc.study.log import STUDY_FOLDER
 from megasdc.supervisor.goodput import goodput_of
+from megasdc.supervisor.met import all_met
 
 SHOWN_EVENTS = 5
 GOODPUT_S = 30.0
@@ -63,6 +65,7 @@ class RunView:
         slow: of ``health/suspects.json``: host, ranks, ratio, since_step.
         slow_links: what is slow, by the two hosts.
         incidents: number by kind: ``sdc``, ``hang``.
+        met: faults, standstills, hosts that were replaced and steps back of all starts, oldest first.
         events: the last ones, oldest first.
         local_clock: ages are by this host's clock, since no file could be made in the run folder.
         notes: what was left out, clocks that differ, and a folder without room, a sentence each.
@@ -87,6 +90,7 @@ class RunView:
     slow_links: dict[str, str]
     incidents: dict[str, int]
     last_incident: LastIncident | None
+    met: tuple[Met, ...]
     events: tuple[str, ...]
     local_clock: bool
     notes: tuple[str, ...]
@@ -157,10 +161,18 @@ class RunWatcher:
             slow_links=_slow_links(run),
             incidents={"sdc": len(run.incidents), "hang": len(run.hangs)},
             last_incident=_last_incident(run),
+            met=self._met(notes),
             events=_last_events(run),
             local_clock=self._clock.is_local,
             notes=tuple(notes),
         )
+
+    def _met(self, notes: list[str]) -> tuple[Met, ...]:
+        try:
+            return tuple(all_met(self._folder))
+        except StorageError as error:
+            notes.append(f"what a supervisor did is left out: {error}")
+            return tuple(read_met(self._folder))
 
     def _effective(self, notes: list[str]) -> float | None:
         """Effective training time ratio; None: the run is not supervised, or its journal cannot be used."""

@@ -78,7 +78,7 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
     """It counted as one that runs, for ever."""
     monkeypatch.setattr(engine_module, "STOPPED_S", 0.05)
     nothing: Any = None
-    engine = FrontEngine(tmp_path, tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
+    engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
     with stopped() as process:
         ticks = start_ticks(process.pid)
         assert ticks is not None
@@ -98,7 +98,7 @@ def test_a_front_that_waits_for_a_disk_has_a_limit(
     subprocess.run(["cc", "-x", "c", "-o", str(program), "-"], input=source, text=True, check=True)
     nothing: Any = None
     for kills in (True, False):
-        engine = FrontEngine(tmp_path, tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
+        engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
         process = subprocess.Popen([str(program)], start_new_session=True)
         while psutil.Process(process.pid).status() != psutil.STATUS_DISK_SLEEP:
             time.sleep(0.01)

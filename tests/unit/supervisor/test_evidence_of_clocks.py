@@ -90,10 +90,12 @@ def second(tmp_path: Path) -> Attempt:
 
 def engine(folder: Path, attempt: Attempt, code: int) -> FrontEngine:
     """Of a run of 30 steps, whose attempt has ended with a code."""
-    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run" / FOLDER).mkdir(parents=True, exist_ok=True)
     result = FrontResult(code, None, None, [f"ended with {code}"])
-    front.file_of(folder, attempt.number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
-    return FrontEngine(folder, folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
+    front.file_of(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
+        json.dumps(asdict(result))
+    )
+    return FrontEngine(folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)

@@ -192,7 +192,7 @@ def test_a_cancelled_step_is_told_from_one_that_lost_a_node(programs: Programs) 
 def test_an_attempt_that_ended_from_outside_is_known(programs: Programs, tmp_path: Path) -> None:
     """With its job, or while that is about to end; that of this job is not."""
     job = SlurmJob(ENVIRON)
-    engine = FrontEngine(tmp_path, tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), job, {})
+    engine = FrontEngine(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), job, {})
     assert engine.evidence(attempt("6.0", node1=1), {}).interrupted == "its job has ended"
     assert not engine.evidence(attempt(node1=1), {}).interrupted
     job.is_ending = True

@@ -19,6 +19,7 @@ from threading import Event
 import pytest
 
 from megasdc.errors import LaunchError
+from megasdc.launcher.verdict import Met
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.back import overrides_of
@@ -59,6 +60,7 @@ class SmallProcesses:
         self.stopped = False
         self.wrong = ""
         self.released: list[str] = []
+        self.alerts: dict[int, list[str]] = {}
         self.ended: list[str] = []
 
     @property
@@ -118,6 +120,11 @@ class SmallProcesses:
     def release(self, hosts: Sequence[str]) -> None:
         """See ``Engine``."""
         self.released += hosts
+
+    def alert(self, decision: int, some: Sequence[Met]) -> str:
+        """See ``Engine``."""
+        self.alerts[decision] = [str(one) for one in some]
+        return ""
 
     def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
         """See ``Engine``."""
@@ -214,6 +221,7 @@ def supervise(
     ledger: Ledger | None = None,
     allocation: Allocation | None = None,
     sizes: Sequence[int] = (2,),
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Supervise two of four hosts, or as many as can be; ``on_write`` is called before and after each entry."""
     allocation = Allocation("hosts", SLOTS) if allocation is None else allocation
@@ -234,7 +242,7 @@ def supervise(
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
         stop = _Stop(allocation)
-        return Supervisor(journal, engine, tests, limits, allocation, stop, lambda line: None, ledger).run()
+        return Supervisor(journal, engine, tests, limits, allocation, stop, say, ledger).run()
 
 
 ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, None, (), 25), (0, None, (), STEPS)]
@@ -243,8 +251,8 @@ ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, Non
 
 def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     """Spares take the places of the lost host, and of the one that failed twice; the others keep their ranks."""
-    engine = SmallProcesses(tmp_path, ENDS)
-    assert supervise(tmp_path, engine) == 0
+    engine, said = SmallProcesses(tmp_path, ENDS), list[str]()
+    assert supervise(tmp_path, engine, say=said.append) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,c", "c,a", "c,a"]
     assert engine.released == ["b", "z", *SLOTS], "hosts that were replaced, and all at the end, keep nothing"
     assert engine.ended == [one.split()[0] for one in engine.started][:-1], (
@@ -254,7 +262,13 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
         history = History.of(journal.entries)
         turns = ["planned", "started", "ended", "decided"]
         assert [one.kind for one in journal.entries] == ["hosts", "opened", *turns * 5, "finished"]
+        decided = [one.number for one in journal.entries if one.kind == "decided"]
     assert list(history.replaced) == ["b", "z"] and history.usable == ["c", "a"]
+    lost, killed = said[-2:]
+    assert said[-3] == "the run met 2 faults:"
+    assert "b: a host cannot be reached" in lost and "drain b, test with `megasdc stress`" in lost
+    assert killed.startswith("step 25 of attempt 3: z: a rank was killed")
+    assert engine.alerts == dict(zip(decided, [[lost], [], [killed], [], []], strict=True))
 
 
 @pytest.mark.parametrize("after", [False, True])
