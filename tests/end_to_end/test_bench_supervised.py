@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.errors import ConfigError
+from megasdc.launcher.command import NODE_MODULE
 from megasdc.supervisor.goodput import PARTS
-from megasdc.supervisor.journal import Entry
+from megasdc.supervisor.journal import FOLDER, Entry, Journal
 from tools.bench.commands import app
 from tools.bench.supervised.campaign import _plan, _truthful_end
 from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again, used_up
@@ -161,6 +164,24 @@ def test_a_run_folder_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (target.run / "new").write_bytes(bytes(RUN_BYTES // 2))
         (target.run / "new").unlink()
     assert not target.back
+
+
+def test_launchers_of_hosts_are_found(tmp_path: Path) -> None:
+    """By the launch, which their command lines have instead of the folder: a fault that finds none strikes nothing."""
+    target = SshTarget(Cluster(tmp_path / "hosts", 2), tmp_path, 1, 1, random.Random(1))
+    with Journal(target.run / FOLDER, print) as journal:
+        journal.write("planned", launch_id="20260102-030405-abcdef")
+    program = [sys.executable, "-S", "-c", "import time; time.sleep(60)", NODE_MODULE]
+    with (
+        subprocess.Popen([*program, "20260102-030405-abcdef"]) as launcher,
+        subprocess.Popen([*program, "20260102-030405-fedcba"]) as other,
+    ):
+        assert [one.pid for one in target.launchers()] == [launcher.pid]
+        strike = KINDS["launcher"].strike
+        assert strike is not None
+        strike(target)
+        assert launcher.wait(10) == -signal.SIGKILL and other.poll() is None
+        other.kill()
 
 
 def test_a_fault_that_is_waited_out_ends_no_attempt() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
+from megasdc.launcher.command import NODE_MODULE
 from megasdc.shared_memory import own_prefix
 from megasdc.supervisor import front
 from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
@@ -95,7 +96,8 @@ def _front_killed(run: Target) -> None:
 
 
 def _launchers_killed(run: Target) -> None:
-    run.kill(run.processes("deepspeed.launcher.launch")[:1])
+    launchers = run.launchers()
+    run.kill([run.chance.choice(launchers)] if launchers else [])
 
 
 def _agent_killed(run: Target) -> None:
@@ -286,10 +288,11 @@ def _signal(number: int, *more: str) -> Callable[[Target], None]:
     """A signal to a front, a launcher, an agent, a rank, or what has these words in its command line."""
 
     def strike(run: Target) -> None:
-        words = run.chance.choice([front.MODULE, "deepspeed.launcher.launch", _AGENT, "", *more])
-        found = run.processes(words) if words else run.a_rank()
+        words = run.chance.choice([front.MODULE, NODE_MODULE, _AGENT, "", *more])
+        found = run.launchers() if words == NODE_MODULE else run.processes(words) if words else run.a_rank()
         found = [one for one in found if "python" in Path(one.info["cmdline"][0]).name]  # not what enters a host
         run.kill([run.chance.choice(found)] if found else [], number)
+        run.told.append(f"{signal.Signals(number).name} to {words or 'a rank'}, {min(len(found), 1)} process")
 
     return strike
 

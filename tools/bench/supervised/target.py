@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from megasdc.errors import LaunchError
+from megasdc.launcher.command import NODE_MODULE
 from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
 from tools.hosts import Cluster
 
@@ -149,6 +150,16 @@ class Target(ABC):
         for one in psutil.process_iter(["cmdline"]):
             said = " ".join(one.info["cmdline"] or [])
             if all(word in said for word in words) and str(self.folder) in said:
+                found.append(one)
+        return found
+
+    def launchers(self) -> list[psutil.Process]:
+        """DeepSpeed's launchers of hosts, whose command lines have the launch's id instead of the run's folder."""
+        launches = [one["launch_id"] for one in self.entries("planned")]
+        found = []
+        for one in psutil.process_iter(["cmdline"]):
+            words = one.info["cmdline"] or []  # not of what brings the command there, in which it is one word
+            if NODE_MODULE in words and any(launch in words for launch in launches):
                 found.append(one)
         return found
 
