@@ -175,6 +175,7 @@ def test_launchers_of_hosts_are_found(tmp_path: Path) -> None:
     with (
         subprocess.Popen([*program, "20260102-030405-abcdef"]) as launcher,
         subprocess.Popen([*program, "20260102-030405-fedcba"]) as other,
+        subprocess.Popen(["sh", "-c", "sleep 60 && true", NODE_MODULE, "20260102-030405-abcdef"]) as carrier,
     ):
         assert [one.pid for one in target.launchers()] == [launcher.pid]
         strike = KINDS["launcher"].strike
@@ -182,6 +183,7 @@ def test_launchers_of_hosts_are_found(tmp_path: Path) -> None:
         strike(target)
         assert launcher.wait(10) == -signal.SIGKILL and other.poll() is None
         other.kill()
+        carrier.kill()
 
 
 def test_a_fault_that_is_waited_out_ends_no_attempt() -> None:

@@ -158,8 +158,8 @@ class Target(ABC):
         launches = [one["launch_id"] for one in self.entries("planned")]
         found = []
         for one in psutil.process_iter(["cmdline"]):
-            words = one.info["cmdline"] or []  # not of what brings the command there, in which it is one word
-            if NODE_MODULE in words and any(launch in words for launch in launches):
+            words = one.info["cmdline"] or [""]  # not of what brings the command to a host, which has the same words
+            if "python" in words[0] and NODE_MODULE in words and any(launch in words for launch in launches):
                 found.append(one)
         return found
 
