@@ -4,7 +4,8 @@ No room is a full file system, a quota that is used up, or a file system that ha
 kept in the process that wrote it, and written as soon as there is room: lines by ``LineFile``, small files by
 ``write_when_room``. Who cannot go on without what it writes tries again each second, by ``wait_for_room``. Both end
 after ``limit_s`` without room: then the ranks of a run stop together (``megasdc.train.stop``), and others raise what
-the system has said. Lines that do not fit into ``MAX_KEPT_BYTES`` are counted, and told of.
+the system has said. A process that is asked to end waits for ``END_S`` more. Lines that do not fit into
+``MAX_KEPT_BYTES`` are counted, and told of.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 WAIT_S = 900.0
 """Default of ``megasdc.logging.wait_for_room_s``."""
 END_S = 10.0
-"""Seconds that a process waits at its end where it has failed: others wait for it."""
+"""Seconds that a process waits where it has failed, or is asked to end: others wait for it."""
 RETRY_S = 1.0
 MAX_KEPT_BYTES = 64 << 20
 PROBE_BYTES = 1 << 16
@@ -75,6 +76,8 @@ class _Process:
         lines: all files of lines that are open.
         lost: lines that were not kept.
         hurries_since: when the first of several writes began that may not wait for long; None: there is room.
+        asked: tells whether it is asked to end.
+        asked_since: when that was first seen; None: it was not.
     """
 
     def __init__(self) -> None:
@@ -85,6 +88,8 @@ class _Process:
         self.lost = 0
         self.retry_at = 0.0
         self.hurries_since: float | None = None
+        self.asked: Callable[[], object] = bool
+        self.asked_since: float | None = None
         self.lock = threading.RLock()
 
     def mark(self, what: Path | str, waits: bool) -> None:
@@ -107,6 +112,26 @@ def set_limit(limit_s: float) -> None:
 def limit_s() -> float:
     """Seconds that this process waits for room."""
     return _process.limit_s
+
+
+def end_waits_when(asked: Callable[[], object]) -> None:
+    """Set what tells whether this process is asked to end: then it does not wait for long any more."""
+    _process.asked, _process.asked_since = asked, None
+
+
+def is_asked_to_end() -> bool:
+    """Whether this process is asked to end."""
+    return bool(_process.asked())
+
+
+def _asked_for_s() -> float:
+    """Seconds since it was first seen that this process is asked to end; 0.0: it is not."""
+    if not is_asked_to_end():
+        _process.asked_since = None
+        return 0.0
+    if _process.asked_since is None:
+        _process.asked_since = time.monotonic()
+    return time.monotonic() - _process.asked_since
 
 
 def lost_lines() -> int:
@@ -185,6 +210,7 @@ def wait_for_room(
 
     Raises:
         OSError, MegasdcError: of ``action``: no room for too long, or it cannot be written for another reason.
+            For too long is also ``END_S`` after this process was asked to end.
     """
     limit, begins = _process.limit_s if at_most_s is None else min(at_most_s, _process.limit_s), True
     hurries_since = _process.hurries_since or time.monotonic()
@@ -194,7 +220,7 @@ def wait_for_room(
             result = action()
         except Exception as error:
             waited_s = time.monotonic() - (since if at_most_s is None else hurries_since)
-            is_over = waited_s >= limit
+            is_over = waited_s >= limit or _asked_for_s() >= END_S
             if not lacks_room(error) or is_over:
                 if at_most_s is not None or not lacks_room(error):  # nobody writes it any more
                     _process.mark(what, waits=False)

@@ -134,6 +134,7 @@ def _supervise(
             allocation.is_ending = True
         stop.set()
 
+    room.end_waits_when(stop.is_set)
     folder = run_dir / FOLDER
     with (
         lasting_output(folder / LOG_FILE),

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,8 +55,8 @@ class Engine(Protocol):
     def find(self, attempt: Attempt) -> Process:
         """The process of an attempt that was started; ``ENDED``: it has ended."""
 
-    def start(self, attempt: Attempt) -> Process:
-        """Start an attempt."""
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
+        """Start an attempt; ``check`` is called just before, after all waits, and raises where it is not to be."""
 
     def lives(self, process: Process) -> bool:
         """Whether it still runs."""
@@ -147,13 +147,19 @@ class FrontEngine:
             time.sleep(0.1)
         return ENDED
 
-    def start(self, attempt: Attempt) -> Process:
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
         """See ``Engine``.
 
         Raises:
             OSError: it cannot be started.
             StorageError: the run folder has no room for too long.
+            MegasdcError: of ``check``.
         """
+
+        def claim() -> None:
+            check()
+            path.touch()
+
         hostfile = self._file(attempt, "hosts")
         text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
         room.need_room(lambda: room.write_whole(hostfile, text), hostfile)
@@ -165,7 +171,7 @@ class FrontEngine:
         words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
         path = self._file(attempt, "log")
         self._shown[path] = path.stat().st_size if path.exists() else 0
-        room.need_room(path.touch, path)
+        room.need_room(claim, path)
         self._room.seen = False
         writer = [sys.executable, "-m", attempt_log.MODULE, str(path), str(room.limit_s())]
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)

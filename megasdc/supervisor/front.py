@@ -93,8 +93,9 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     result = run(request["launch"])
     path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
-    # Without room the exit code says it all; other results are waited for.
-    at_most_s = END_S if result.exit_code == StorageError.exit_code else None
+    # Without room the exit code says it all, and who has asked it to end waits for it; other results are waited for.
+    is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
+    at_most_s = END_S if is_short else None
     try:
         wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
     except OSError as error:

@@ -89,7 +89,7 @@ class Journal:
         StorageError: it was changed and there is no ``rebuild``, or it cannot be read or written.
 
     An entry waits for room (``megasdc.room``). A file server that takes this host for lost may give the lock to another
-    supervisor. So each entry is written only where the file still is as this one has left it.
+    supervisor. So each entry is written only where the file still is as this one has left it, at each try.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], rebuild: Rebuild | None = None) -> None:
@@ -129,7 +129,6 @@ class Journal:
             LaunchError: another supervisor has gone on with the run meanwhile; nothing is written.
             StorageError: it cannot be written.
         """
-        self._check_owned()
         number = len(self.entries) + 1
         now = Moment.now()
         # Of more digits than a float has the last one may change, and nothing would show it.
@@ -146,7 +145,8 @@ class Journal:
         return entry
 
     def _append(self, line: bytes) -> None:
-        """Append a line, and wait until it is on the disk; after an error nothing has changed."""
+        """Append a line to what is this supervisor's, and wait until it is on the disk; an error changes nothing."""
+        self.check_owned()
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -155,8 +155,13 @@ class Journal:
             os.ftruncate(self._file.fileno(), self._size)
             raise
 
-    def _check_owned(self) -> None:
-        """Raise LaunchError if the file has another's entries, or is another one; StorageError if it is not there."""
+    def check_owned(self) -> None:
+        """Let go on only the supervisor whose run this is.
+
+        Raises:
+            LaunchError: another supervisor has gone on with the run.
+            StorageError: the file is not there, or cannot be read.
+        """
         try:
             with open(self.path, "rb") as now:  # opened anew, a file server is asked
                 found, own = os.fstat(now.fileno()), os.fstat(self._file.fileno())

@@ -56,6 +56,7 @@ class Supervisor:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
         self._allocation, self._stop, self._say, self._ledger = allocation, stop, say, ledger
         self._has_left = False
+        self._process = self._asked = ENDED
         self._look_at = 0.0
         self._history = History.of(journal.entries)
 
@@ -77,9 +78,36 @@ class Supervisor:
         try:
             while self._history.exit_code is None and not self._has_left:
                 turns[self._history.stage]()
+        except StorageError:
+            self._end_without_journal()
+            raise
         finally:
             self._tests.close()
         return 0 if self._history.exit_code is None else self._history.exit_code
+
+    def _end_without_journal(self) -> None:
+        """Let what runs save and end where that is asked for and nothing can be written down any more.
+
+        The next supervisor finds out how it has ended.
+        """
+        if not self._stop.is_set() or not self._engine.lives(self._process):
+            return
+        self._ask_to_end()
+        while self._engine.lives(self._process):
+            self._show()
+            time.sleep(POLL_S)
+        self._show()
+
+    def _ask_to_end(self) -> None:
+        """Ask what runs to save and end, once."""
+        if self._asked != self._process:
+            self._asked = self._process
+            self._say("the run is asked to save and end")
+            self._engine.stop(self._process)
+
+    def _show(self) -> None:
+        if self._history.attempt is not None:
+            self._engine.show(self._history.attempt)
 
     def _write(self, kind: str, **fields: object) -> None:
         self._history.add(self._journal.write(kind, **fields))
@@ -164,19 +192,18 @@ class Supervisor:
             fewer = len(attempt.hosts) < self._history.num_hosts
             of_all = f", {len(attempt.hosts)} of {self._history.num_hosts} hosts" if fewer else ""
             self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}{of_all}")
-            process = self._engine.start(attempt)
+            process = self._engine.start(attempt, self._journal.check_owned)
+        self._process = process
         self._write("started", pid=process.pid, ticks=process.ticks)
 
     def _wait(self) -> None:
         attempt = self._history.attempt
         assert attempt is not None and attempt.process is not None, "it is started"
-        stopped = False
+        self._process = ENDED if attempt.job != self._allocation.job else attempt.process
         while self._runs(attempt):
             self._engine.show(attempt)
-            if not stopped and (self._stop.is_set() or self._grows(attempt)):
-                stopped = True
-                self._say("the run is asked to save and end")
-                self._engine.stop(attempt.process)
+            if self._stop.is_set() or self._grows(attempt):
+                self._ask_to_end()
             self._test_hosts()
             time.sleep(POLL_S)
         self._engine.show(attempt)

@@ -90,6 +90,7 @@ def pretrain(
         sections = (config if cut is None else replica_config(config, cut.replica)).megasdc
         held.folder, folder = Path(config.megasdc.logging.run_dir), Path(sections.logging.run_dir)
         room.set_limit(sections.logging.wait_for_room_s)
+        room.end_waits_when(lambda: signals.received)
         set_deterministic_environment(config.megasdc.determinism, os.environ)  # before torch is imported
         if sections.health.is_on(launched=leave is not None, studied=cut is not None):
             record_collectives(os.environ)  # likewise

@@ -194,11 +194,16 @@ class StopWatch(Hook):
 
     def on_start(self, run: Run) -> None:
         """Stop before the first step if a signal came while the run was built; the time limit is not checked yet."""
+        room.end_waits_when(self._is_due)
         self._decide(run, max(gather_objects(self.signals.received, run.host_group)), time_is_up=False)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Stop if a rank has a reason."""
         self._decide(run, int(self._signal.value), time_is_up=self._time_left_s.value <= 0)
+
+    def _is_due(self) -> bool:
+        left_s = self._own_time_left_s()
+        return bool(self.signals.received) or (left_s is not None and left_s <= 0)
 
     def _own_time_left_s(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.monotonic()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import run_distributed
+from small_disk import small_disk
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -164,8 +166,6 @@ def test_resume_after_kill_is_bit_identical(
     tmp_path: Path, data: Path, whole: Any, rank: int, step: int, moment: str
 ) -> None:
     """SIGKILL of a rank in a step or inside a save loses at most the steps since the last checkpoint."""
-    from harness import run_distributed
-
     parts = write_config(tmp_path / "parts.json", data, tmp_path / "parts", checkpoint__interval=2)
     run_distributed(
         _pretrain_then_die, 2, str(parts), rank, step, moment, init=False, expect_exit={rank: -9}, grace_s=5.0
@@ -206,12 +206,38 @@ def _pretrain_with_sigterm(config: str, rank: int, step: int) -> tuple[int, str 
 
 def test_sigterm_saves_and_ends_well(tmp_path: Path, data: Path) -> None:
     """SIGTERM to one rank ends all ranks after that step with a checkpoint and exit code 0."""
-    from harness import run_distributed
-
     config = write_config(tmp_path / "a.json", data, tmp_path / "a", checkpoint__interval=0)
     _ok(run_distributed(_pretrain_with_sigterm, 2, str(config), 1, 3, init=False))
     assert (tmp_path / "a" / "checkpoints" / "step_00000003").is_dir()
     assert {event["reason"] for event in events_of(tmp_path / "a", "stop", "requested")} == {"signal SIGTERM"}
+
+
+def _stopped_while_the_last_save_waits(config: str) -> tuple[int, str | None]:
+    from megasdc.train.saving import saver
+
+    saver.AGAIN_S = 0.5
+    original = saver.Saver._wait_for_room
+
+    def signalled(self: Any, run: Any, error: Exception | None) -> bool:
+        assert run.is_last_step and not run.is_hurried
+        is_over = original(self, run, error)
+        if int(os.environ["RANK"]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            saver.Saver._wait_for_room = original  # type: ignore[method-assign]
+        return is_over
+
+    if int(os.environ["RANK"]) == 1:
+        saver.Saver._wait_for_room = signalled  # type: ignore[method-assign]
+    return pretrain_rank(config, [])
+
+
+def test_a_stop_signal_ends_the_wait_of_the_last_save_for_room(tmp_path: Path, data: Path) -> None:
+    """To one rank, all end together with 77 and their reason; nobody waits for the rest of a quarter of an hour."""
+    with small_disk(tmp_path / "disk", 300_000) as disk:
+        config = write_config(tmp_path / "a.json", data, tmp_path / "a", checkpoint__folder=str(disk / "checkpoints"))
+        ended = run_distributed(_stopped_while_the_last_save_waits, 2, str(config), init=False, timeout_s=60)
+    assert [code for code, _ in ended] == [77, 77], ended
+    assert all("step 6" in text for _, text in ended), ended
 
 
 def test_metrics_are_cut_back_on_resume(tmp_path: Path, data: Path) -> None:
@@ -264,8 +290,6 @@ def _pretrain_with_bad_gradient(config: str, step: int, value: float) -> tuple[i
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_skipped_step_is_told(tmp_path: Path, data: Path, precision: str, value: float) -> None:
     """A step whose gradient is not finite is skipped on all ranks, told and counted, and training goes on."""
-    from harness import run_distributed
-
     changes = {"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}
     config = write_config(tmp_path / "a.json", data, tmp_path / "a", **changes)
     _ok(run_distributed(_pretrain_with_bad_gradient, 2, str(config), 3, value, init=False))
@@ -278,8 +302,6 @@ def test_a_skipped_step_is_told(tmp_path: Path, data: Path, precision: str, valu
 
 def test_too_many_skipped_steps_end_the_run(tmp_path: Path, data: Path) -> None:
     """Past the limit of skipped steps in a row all ranks end with code 74."""
-    from harness import run_distributed
-
     config = write_config(tmp_path / "a.json", data, tmp_path / "a", training__max_skipped_steps=2)
     results = run_distributed(_pretrain_with_bad_gradient, 2, str(config), -2, float("nan"), init=False)
     assert {code for code, _ in results} == {74}
@@ -312,8 +334,6 @@ def test_given_layer_counts_and_llama_stages(tmp_path: Path, data: Path) -> None
 def test_random_kills_never_change_the_result(tmp_path: Path, data: Path) -> None:
     """20 SIGKILLs of random ranks at random moments, some inside saves, each resumed: the end is bit-identical."""
     import random
-
-    from harness import run_distributed
 
     whole = write_config(tmp_path / "whole.json", data, tmp_path / "whole", training__steps=40)
     options = {"training__steps": 40, "checkpoint__interval": 2}

@@ -15,7 +15,7 @@ import pytest
 
 from megasdc import room
 from megasdc.durable import append_bounded
-from megasdc.errors import StorageError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.metrics.writer import MetricsWriter, read_metrics
 from megasdc.supervisor.journal import Journal, read_journal
@@ -91,6 +91,42 @@ def test_the_journal_waits_for_room_and_gives_up_after_the_limit(small: Path, mo
             journal.write("long", text="x" * 5000)
         assert time.monotonic() - began > 1.0
     assert [one.kind for one in read_journal(small)] == ["opened", "long"]
+
+
+def test_an_entry_that_waits_is_not_written_to_another_supervisors_journal(small: Path) -> None:
+    """Which has taken the run over meanwhile, as it may where a file server gives the lock away."""
+    with Journal(small, lambda text: None) as journal:
+        journal.write("opened", config="x")
+        filler = fill(small)
+
+        def take_over() -> None:
+            filler.unlink()
+            with open(journal.path, "a", encoding="utf-8") as file:
+                file.write("another's\n")
+
+        timer = threading.Timer(1.5, take_over)
+        timer.start()
+        with pytest.raises(LaunchError, match="changed by another supervisor"):
+            journal.write("long", text="x" * 5000)
+        timer.join()
+        assert journal.path.read_text().splitlines()[-1] == "another's"
+
+
+def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it waits for at that moment, and what it writes after that; who is not asked waits on."""
+    monkeypatch.setattr(room, "END_S", 1.0)
+    monkeypatch.setattr(room._process, "limit_s", 20.0)
+    asked = threading.Event()
+    room.end_waits_when(asked.is_set)
+    fill(small)
+    began = time.monotonic()
+    threading.Timer(1.5, asked.set).start()
+    for name in ("first", "second"):
+        with pytest.raises(StorageError, match="No space left"):
+            room.need_room(lambda name=name: (small / name).write_text("x" * 5000), small / name)  # type: ignore[misc]
+    assert 1.5 < time.monotonic() - began < 10.0
+    room.end_waits_when(bool)
+    assert not room.is_asked_to_end()
 
 
 def test_an_agents_line_that_has_room_in_part_is_not_there(small: Path) -> None:

@@ -273,6 +273,8 @@ class Saver(Hook):
                     raise
                 is_over = self._wait_for_room(run, error)
                 if run.is_last_step and (is_over or run.is_hurried or run.stop_error is not None):
+                    if run.dims.rank == 0 and not is_over:
+                        logger.warning("the last checkpoint is not waited for: the run is to end")
                     raise
                 if not run.is_last_step:
                     self._failed += 1
@@ -286,7 +288,8 @@ class Saver(Hook):
     def _wait_for_room(self, run: Run, error: Exception | None) -> bool:
         """Note that a save had no room, and that it is owed; returns whether that has lasted for too long.
 
-        The run then stops after this step, with all that can be saved elsewhere.
+        The run then stops after this step, with all that can be saved elsewhere. It is in a hurry from when a rank is
+        asked to end, which steps look at, but a last save that waits does not.
 
         Collective: all ranks of the world.
         """
@@ -294,7 +297,9 @@ class Saver(Hook):
         if self._without_room_since is None:
             self._without_room_since = now
         self._again_at = now + AGAIN_S
-        waited_s: float = gather_objects(now - self._without_room_since, run.host_group)[0]
+        told = gather_objects((now - self._without_room_since, room.is_asked_to_end()), run.host_group)
+        waited_s: float = told[0][0]
+        run.is_hurried = run.is_hurried or any(asked for _, asked in told)
         if error is not None and run.dims.rank == 0:
             logger.warning("%s; it is tried again for up to %g s", error, room.limit_s())
         if waited_s < room.limit_s():

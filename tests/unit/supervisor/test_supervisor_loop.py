@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,8 @@ from threading import Event
 
 import pytest
 
-from megasdc.errors import LaunchError
+from megasdc import room
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.verdict import Met
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor.allocation import Allocation
@@ -59,6 +61,7 @@ class SmallProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopped = False
         self.wrong = ""
+        self.before_start: Callable[[], None] = lambda: None
         self.released: list[str] = []
         self.alerts: dict[int, list[str]] = {}
         self.ended: list[str] = []
@@ -84,8 +87,10 @@ class SmallProcesses:
             time.sleep(0.02)
         return ENDED
 
-    def start(self, attempt: Attempt) -> Process:
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
         """See ``Engine``."""
+        self.before_start()
+        check()
         self.ended = list(attempt.ended)
         hostfile = file_of(self._log.parent, attempt.number, attempt.launch_id, "hosts")
         hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()))
@@ -341,6 +346,52 @@ def test_a_supervisor_whose_run_another_has_taken_over_starts_nothing(tmp_path: 
         supervise(tmp_path, engine, lose)
     assert len(engine.started) == 1
     assert supervise(tmp_path, engine) == 0 and len(engine.started) == 5
+
+
+def test_a_supervisor_that_waited_before_a_start_looks_again_whose_run_it_is(tmp_path: Path) -> None:
+    """Another one has gone on with it meanwhile, so that two launches would run."""
+    engine = SmallProcesses(tmp_path, ENDS)
+
+    def lose() -> None:
+        journal = (tmp_path / "journal.jsonl").read_text().splitlines()[-1]
+        if json.loads(journal)["kind"] == "planned" and len(engine.started) == 1:
+            engine.before_start = lambda: None
+            (tmp_path / "journal.jsonl").open("a").write("what another one has written\n")
+
+    engine.before_start = lose
+    with pytest.raises(LaunchError, match="changed by another supervisor"):
+        supervise(tmp_path, engine)
+    assert len(engine.started) == 1
+
+
+def test_a_request_to_stop_is_heard_while_the_journal_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt is asked to save and end, and then the supervisor ends; with room the next one finds out how."""
+    monkeypatch.setattr(room, "END_S", 0.5)
+    monkeypatch.setattr(room._process, "limit_s", 15.0)
+    engine, stop, append = SmallProcesses(tmp_path, [(0, None, (), STEPS)], seconds=60.0), Event(), Journal._append
+    room.end_waits_when(stop.is_set)
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots=SLOTS, num_hosts=2)
+        journal.write("opened", config="c.json")
+
+        def without_room(self: Journal, line: bytes) -> None:
+            if json.loads(line)["kind"] == "tested":
+                stop.set()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(self, line)
+
+        monkeypatch.setattr(Journal, "_append", without_room)
+        began, limits = time.monotonic(), Limits(pause_s=0.01, spare_test_s=60.0)
+        hosts = Allocation("hosts", SLOTS)
+        with pytest.raises(StorageError, match="No space left"):
+            Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None).run()
+        assert time.monotonic() - began < 10.0 and engine.stopped
+        assert not any(engine.lives(Process(child.pid, 1)) for child in engine._children)
+    room.end_waits_when(bool)
+    monkeypatch.undo()
+    assert supervise(tmp_path, engine) == 0 and len(engine.started) == 1
 
 
 def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
