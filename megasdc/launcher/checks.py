@@ -13,7 +13,7 @@ from typing import Any
 from megasdc.errors import DataError, LaunchError, MegasdcError, StorageError
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import probe
-from megasdc.launcher.remote import Transport
+from megasdc.launcher.remote import Transport, Watch
 from megasdc.versions.installed import check_range
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
@@ -87,6 +87,7 @@ def inspect_hosts(
     *,
     trusted: Collection[str] = (),
     among_others: bool = False,
+    watch: Watch | None = None,
 ) -> HostReport:
     """Probe every host, and this one to compare versions; returns facts and problems of all hosts.
 
@@ -94,6 +95,7 @@ def inspect_hosts(
         placement: the first host is that of rank 0.
         trusted: hosts whose data are right where others differ from them; empty: what most of them have is.
         among_others: the run has further hosts.
+        watch: what is done meanwhile; None: nothing.
     """
     request = {
         "cwd": needs.cwd,
@@ -107,9 +109,10 @@ def inspect_hosts(
     }
     program = Path(probe.__file__)
     first, *others = placement.hosts
-    answers = transport.run([first], program, {**request, "master_port": needs.master_port}, timeout_s=PROBE_TIMEOUT_S)
+    of_first = {**request, "master_port": needs.master_port}
+    answers = transport.run([first], program, of_first, timeout_s=PROBE_TIMEOUT_S, watch=watch)
     if others:
-        answers += transport.run(others, program, request, timeout_s=PROBE_TIMEOUT_S)
+        answers += transport.run(others, program, request, timeout_s=PROBE_TIMEOUT_S, watch=watch)
     report = HostReport()
     for answer in answers:
         if answer.problem:

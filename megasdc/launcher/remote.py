@@ -1,22 +1,33 @@
 """Transport of a Python program to many hosts at once over SSH, and of their answers.
 
 The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that the host
-needs only Python, no argument is read by a shell, and login messages do not matter.
+needs only Python, no argument is read by a shell, and login messages do not matter. Lines of progress come in the same
+way meanwhile. Who waits may give up: what still runs is ended, here and, once nobody reads what it prints, there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+from megasdc.launcher.on_host.module import PROGRESS_MARK
+
 MAX_PARALLEL = 64
+POLL_S = 0.2
+KILL_S = 2.0
+"""After SIGTERM, on which srun ends its tasks."""
 ANSWER_MARK = "megasdc-answer:"
 REMEDY_OF_SIGN = {
     "Permission denied": "let this user log in without a password (ssh-copy-id {host})",
@@ -37,6 +48,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """What is done while hosts work, several times a second.
+
+    Attributes:
+        stops: whether they are not waited for any longer.
+        tell: receives what each host that works has said last of its progress; empty: nothing.
+    """
+
+    stops: Callable[[], bool] = lambda: False
+    tell: Callable[[Mapping[str, str]], None] = lambda said: None
+
+
+@dataclass(frozen=True)
 class Transport:
     """Connection to hosts.
 
@@ -52,21 +76,34 @@ class Transport:
     connect_timeout_s: int = 10
     prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def run(self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float) -> list[Answer]:
-        """Run the same program on all hosts, in parallel.
+    def run(
+        self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: Watch | None = None
+    ) -> list[Answer]:
+        """Run the same program on all hosts, in parallel; an exception, as a signal may raise, ends it everywhere.
 
         Args:
             program: a Python file that needs only the standard library and defines ``answer(request)``.
             request: argument of ``answer``, sent as JSON.
             timeout_s: time limit per host.
+            watch: what is done meanwhile; None: nothing.
 
         Returns:
             One answer per host, in the order of ``hosts``.
         """
+        watch, over, said = watch or Watch(), Event(), dict[str, str]()
         call = f"import json\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
         text = f"{program.read_text(encoding='utf-8')}\n{call}"
         with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
-            return list(pool.map(lambda host: self._run_on(host, text, timeout_s), hosts))
+            try:
+                work = [pool.submit(self._run_on, host, text, timeout_s, over, said) for host in hosts]
+                while wait(work, POLL_S).not_done:
+                    if watch.stops():
+                        over.set()
+                    watch.tell(dict(said))
+            except BaseException:
+                over.set()
+                raise
+        return [one.result() for one in work]
 
     def command(self, host: str, argv: Sequence[str]) -> list[str]:
         """The command that runs ``argv``, quoted against shells, on a host."""
@@ -78,25 +115,47 @@ class Transport:
         port = [] if self.ssh_port is None else ["-p", str(self.ssh_port)]
         return ["ssh", *options, *port, "--", host, f"exec {shlex.join(argv)}"]
 
-    def _run_on(self, host: str, text: str, timeout_s: float) -> Answer:
+    def _run_on(self, host: str, text: str, timeout_s: float, over: Event, said: dict[str, str]) -> Answer:
+        """Run a program on one host.
+
+        Args:
+            text: of the program.
+            over: set once nobody waits any longer.
+            said: gets what the host says of its progress, as long as it works.
+        """
+        if over.is_set():
+            return Answer(host, problem=f"{host}: was not asked, since nobody waits any longer")
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 self.command(host, [sys.executable, "-"]),
-                input=text,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,  # a terminal that goes does not end it
             )
-        except subprocess.TimeoutExpired:
-            return Answer(host, problem=f"{host}: gave no answer in {timeout_s:g} s; check whether the host hangs")
         except OSError as error:
             return Answer(host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host")
-        for line in done.stdout.splitlines():
+        given: bytes | None = text.encode()
+        end = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    out, err = (one.decode(errors="replace") for one in process.communicate(given, POLL_S))
+                    break
+                except subprocess.TimeoutExpired as waited:
+                    given, said[host] = None, _progress(waited.output or b"")
+                if over.is_set():
+                    return Answer(host, problem=f"{host}: was not waited for any longer")
+                if time.monotonic() > end:
+                    limit = f"gave no answer in {timeout_s:g} s"
+                    return Answer(host, problem=f"{host}: {limit}; check whether the host hangs")
+        finally:
+            said.pop(host, None)
+            _end(process)
+        for line in out.splitlines():
             if line.startswith(ANSWER_MARK):
                 return Answer(host, json.loads(line.removeprefix(ANSWER_MARK)))
-        return Answer(host, problem=self.failure(host, done.returncode, done.stderr))
+        return Answer(host, problem=self.failure(host, process.returncode, err))
 
     def failure(self, host: str, code: int, said: str) -> str:
         """Message why a host gave no answer, with a remedy.
@@ -116,3 +175,24 @@ class Transport:
                 "install the same Python environment at the same path on every host"
             )
         return f"{host}: the check ended with exit code {code}: {last}"
+
+
+def _progress(out: bytes) -> str:
+    """The last whole line of progress of a program; empty: it has said nothing."""
+    lines = [line for line in out.decode(errors="replace").split("\n")[:-1] if line.startswith(PROGRESS_MARK)]
+    return lines[-1].removeprefix(PROGRESS_MARK).strip() if lines else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that still runs, and all that it has started here."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_S)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()

@@ -143,11 +143,13 @@ class Checked:
         unfit: what was found.
         fit: hosts on which nothing was found; those that gave no answer are neither.
         silent: why hosts gave none.
+        given_up: it was not done to its end, as a stop was asked for meanwhile.
     """
 
     unfit: tuple[Unfit, ...] = ()
     fit: tuple[str, ...] = ()
     silent: dict[str, str] = field(default_factory=dict)
+    given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
 
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
         said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
+        if evidence.checked.given_up:
+            said += "; a stop was asked for before it was known whether one host alone has it"
         named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()
         back = evidence.back if kind in ("checkpoint", "non_finite") else None
         return Diagnosis(kind, named, evidence.reached, said, incident, back)
@@ -256,6 +260,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
         kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
         return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))
+    if evidence.checked.given_up and evidence.interrupted:  # the next start ends in the same way, and checks
+        return found("preempted", text=evidence.interrupted)
     if code in (USAGE, ConfigError.exit_code):
         return found("memory" if NO_MEMORY in " ".join(evidence.lines) else "input")
     if evidence.unreachable:

@@ -22,6 +22,7 @@ from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
 from megasdc.health.process_state import Waker
 from megasdc.launcher.records import collect
+from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import LaunchRequest
 from megasdc.launcher.verdict import Met
 from megasdc.metrics.writer import read_metrics
@@ -31,7 +32,7 @@ from megasdc.supervisor import attempt_log, front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.back import find_back, overrides_of
 from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence
-from megasdc.supervisor.fitness import HostChecks
+from megasdc.supervisor.fitness import HostChecks, tell_every
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.journal import FOLDER
@@ -70,11 +71,14 @@ class Engine(Protocol):
     def left_out(self, attempt: Attempt) -> Sequence[str]:
         """Hosts of ranks that were found wrong, and without whose replicas an attempt goes on."""
 
-    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
+    def evidence(
+        self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
+    ) -> Evidence:
         """How an attempt has ended.
 
         Args:
             waiting: ranks of hosts that it did not use, and others may; they are checked beside its own.
+            stops: whether a stop is asked for, so that nothing long is begun or gone on with.
         """
 
     def release(self, hosts: Sequence[str]) -> None:
@@ -232,7 +236,9 @@ class FrontEngine:
         events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, launch=attempt.launch, broken=[])
         return next((one.fields for one in reversed(list(events))), None)
 
-    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
+    def evidence(
+        self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
+    ) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         result = front.load_result(self._file(attempt, "json"))
         if result is None and self._ended_with == StorageError.exit_code:  # which had no room either
@@ -246,7 +252,7 @@ class FrontEngine:
         # A rank that was killed has the code of a launch that failed, and says nothing of its host.
         is_asked = code in OF_HOSTS and not (code == LaunchError.exit_code and trained is not None)
         whole = code == DataError.exit_code
-        checked = self._check(attempt, waiting, set(unreachable), whole) if is_asked else Checked()
+        checked = self._check(attempt, waiting, set(unreachable), whole, stops) if is_asked else Checked()
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
         own = [one for one in incidents if wrote(one.launch, one.found_at + 1.0)]  # their times are whole seconds
         return Evidence(
@@ -273,15 +279,26 @@ class FrontEngine:
             by_time=any(one.launch is None for one in hangs) or any(one.launch is None for one in own),
         )
 
-    def _check(self, attempt: Attempt, waiting: Mapping[str, int], away: Collection[str], whole: bool) -> Checked:
+    def _check(
+        self,
+        attempt: Attempt,
+        waiting: Mapping[str, int],
+        away: Collection[str],
+        whole: bool,
+        stops: Callable[[], bool],
+    ) -> Checked:
         """Check the hosts of an attempt that can be reached, in order of ranks, and then those that wait.
 
         Args:
             whole: read every byte of the data.
+            stops: see ``evidence``.
         """
         slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
         overrides = (*self._sizes.get(len(attempt.hosts), ()), *overrides_of(attempt, self._skip))
-        return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole)
+        how = "every byte of the data is read there" if whole else "what a start needs"
+        _say(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
+        watch = Watch(stops, tell_every(_say))
+        return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole, watch=watch)
 
     def release(self, hosts: Sequence[str]) -> None:
         """See ``Engine``."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megasdc.launcher.checks import HostNeeds, HostReport, inspect_hosts
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import module
 from megasdc.launcher.plan import needs_of
-from megasdc.launcher.remote import Transport
+from megasdc.launcher.remote import Transport, Watch
 from megasdc.launcher.request import LaunchRequest
 from megasdc.supervisor import host_check
 from megasdc.supervisor.diagnosis import Checked, Unfit
@@ -34,6 +35,7 @@ from megasdc.supervisor.host_check import HostRequest
 MODULE = "megasdc.supervisor.fitness"
 START_S, WHOLE_S = 120.0, 1800.0
 """For what a start checks of a host, and where every byte of the data is read."""
+TELL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ class HostChecks:
         overrides: tuple[str, ...] = (),
         deep: bool = True,
         whole: bool = False,
+        watch: Watch | None = None,
     ) -> Checked:
-        """Check hosts; nothing is found where the request itself is refused here.
+        """Check hosts; nothing is found where the request itself is refused here, or the check is given up.
 
         Args:
             slots: ranks of each of the hosts; on the first of them rank 0 could listen.
@@ -69,7 +72,9 @@ class HostChecks:
             overrides: settings beside those of the request.
             deep: also what needs megasdc on the host: what it lacks of data, memory and room.
             whole: read every byte of the data.
+            watch: what is done meanwhile, and whether the check is given up; None: nothing, and it is not.
         """
+        watch = watch or Watch()
         if not slots:
             return Checked()
         request = replace(self.request, overrides=(*self.request.overrides, *overrides))
@@ -79,14 +84,17 @@ class HostChecks:
             return Checked()
         transport = replace(transport, prefixes=self.prefixes)
         placement = Placement({host: [0] for host in (*slots, *beside)}, remote=True)
-        report = inspect_hosts(placement, transport, needs, trusted=beside, among_others=len(run) > 1)
+        several = len(run) > 1
+        report = inspect_hosts(placement, transport, needs, trusted=beside, among_others=several, watch=watch)
         silent = {one.hosts[0]: one.text for one in report.found if one.silent and one.hosts[0] in slots}
         unfit = [found for found in _of_report(report) if found.host in slots]
         asked = [host for host in slots if host not in silent]
         if deep and request.config_path is not None:
             common = self._host_request(request, run, whole)
-            lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common)
+            lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common, watch)
             unfit, silent = unfit + lacks, silent | more
+        if watch.stops():
+            return Checked(given_up=True)
         bad = {one.host for one in unfit}
         return Checked(tuple(unfit), tuple(host for host in slots if host not in bad | silent.keys()), silent)
 
@@ -117,7 +125,7 @@ class HostChecks:
 
 
 def _ask(
-    slots: Mapping[str, int], transport: Transport, needs: HostNeeds, common: HostRequest
+    slots: Mapping[str, int], transport: Transport, needs: HostNeeds, common: HostRequest, watch: Watch
 ) -> tuple[list[Unfit], dict[str, str]]:
     """What hosts lack, and why others gave no answer."""
     limit_s = WHOLE_S if common.whole else START_S
@@ -132,7 +140,7 @@ def _ask(
     for count in dict.fromkeys(slots.values()):
         alike = [host for host, own in slots.items() if own == count]
         asked = how | {"argument": json.dumps(asdict(replace(common, slots=count)))}
-        for answer in transport.run(alike, Path(module.__file__), asked, timeout_s=limit_s + START_S):
+        for answer in transport.run(alike, Path(module.__file__), asked, timeout_s=limit_s + START_S, watch=watch):
             if answer.problem or answer.value["code"]:
                 said = answer.problem or "".join(answer.value["err"].strip().splitlines()[-1:])
                 silent[answer.host] = said or f"{answer.host}: the check ended with code {answer.value['code']}"
@@ -151,6 +159,19 @@ def _of_report(report: HostReport) -> list[Unfit]:
     return [Unfit(host, one.code, one.text) for one in report.found if not one.silent for host in one.hosts]
 
 
+def tell_every(say: Callable[[str], None], every_s: float = TELL_S) -> Callable[[Mapping[str, str]], None]:
+    """What tells every few seconds which hosts still work, and how far each is; see ``Watch``."""
+    told_at = time.monotonic()
+
+    def tell(said: Mapping[str, str]) -> None:
+        nonlocal told_at
+        if said and time.monotonic() - told_at >= every_s:
+            told_at = time.monotonic()
+            say("hosts are checked: " + ", ".join(f"{host} {text}".rstrip() for host, text in sorted(said.items())))
+
+    return tell
+
+
 def checks_of(raw: Mapping[str, Any]) -> HostChecks:
     """Checks from their fields as JSON has them."""
     prefixes = {host: tuple(words) for host, words in raw["prefixes"].items()}
@@ -161,7 +182,8 @@ def main() -> int:
     """Check a host as the first argument says; returns 0."""
     said = json.loads(sys.argv[1])
     host, checks = said["host"], checks_of(said["checks"])
-    checked = checks.check({host: said["slots"]}, said["run"], beside=said["beside"], whole=True)
+    watch = Watch(tell=tell_every(lambda line: print(line, file=sys.stderr, flush=True)))
+    checked = checks.check({host: said["slots"]}, said["run"], beside=said["beside"], whole=True, watch=watch)
     found = [asdict(one) for one in checked.unfit]
     write_durably(Path(said["result"]), json.dumps({"unfit": found, "silent": checked.silent}) + "\n")
     return 0

@@ -9,6 +9,7 @@ leaves none.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +24,8 @@ from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.launcher.supervision import say
 from megasdc.moment import boot_id
 from megasdc.room import END_S, wait_for_room
+from megasdc.supervisor.diagnosis import SIGNALS
+from megasdc.train.process.signals import exiting_on_signals
 
 MODULE = "megasdc.supervisor.front"
 
@@ -63,14 +66,20 @@ def load_result(path: Path) -> FrontResult | None:
 
 
 def run(launch: dict[str, Any]) -> FrontResult:
-    """Launch, and wait for the end; every error becomes a result."""
+    """Launch, and wait for the end; every error becomes a result, and a signal before the launcher passes it on."""
     try:
-        found = launch_run(request_of(launch))
+        with exiting_on_signals():
+            found = launch_run(request_of(launch))
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
         return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())
+    except SystemExit as end:
+        code = int(end.code or 0)
+        text = f"{signal.Signals(code - SIGNALS).name} before ranks were started, or after they had ended"
+        say(text)
+        return FrontResult(code, None, None, [text], stopped_by=code - SIGNALS)
     except Exception as error:  # whatever it is, the supervisor has to know
         traceback.print_exc()
         return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])

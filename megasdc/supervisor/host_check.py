@@ -3,7 +3,8 @@
     python -m megasdc.supervisor.host_check REQUEST
 
 ``REQUEST`` is JSON with the fields of ``HostRequest``. Printed is a JSON list of ``Lack``, what the host lacks, empty
-where it is fit. What a launch asks of every host (``megasdc.launcher.checks``) is not asked again.
+where it is fit; on standard error lines of progress while every byte of the data is read. What a launch asks of every
+host (``megasdc.launcher.checks``) is not asked again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +24,7 @@ from megasdc.config import Layout, RunConfig, check_layout, load_config
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared
 from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
+from megasdc.launcher.on_host.module import PROGRESS_MARK
 from megasdc.memory_limits import free_memory
 from megasdc.shared_memory import SNAPSHOT_SHARE, shared_folder
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
@@ -30,6 +33,7 @@ MODULE = "megasdc.supervisor.host_check"
 WHOLE_BYTES = 64 << 30
 """Of data whose every byte is read where that is asked for; of more what a start reads."""
 GIB = 1 << 30
+TELL_S = 1.0
 _CAUTION = 0.5
 """Of what a checkpoint is predicted to take: less room than that is too little for certain."""
 
@@ -109,11 +113,26 @@ def _check_data(config: RunConfig, whole: bool) -> None:
     folders = [Path(folder) for folder in config.megasdc.data.folders]
     manifests = [Manifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
+    advance = _progress_of(size)
     for folder in folders:
         if not whole or size > WHOLE_BYTES:
             verify_prepared(folder)
-        elif problems := check_folder(folder).problems:
+        elif problems := check_folder(folder, advance).problems:
             raise DataError("; ".join(problems))
+
+
+def _progress_of(size: int) -> Callable[[int], None]:
+    """A function of the bytes of each piece read, which tells once a second how many there are."""
+    done, told_at = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, told_at
+        done += count
+        if time.monotonic() - told_at >= TELL_S:
+            told_at = time.monotonic()
+            print(PROGRESS_MARK, f"{done / GIB:,.1f} of {size / GIB:,.1f} GiB", file=sys.stderr, flush=True)
+
+    return advance
 
 
 def _check_memory(config: RunConfig, layout: Layout, vocab_size: int, slots: int) -> None:

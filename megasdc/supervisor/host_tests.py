@@ -10,12 +10,18 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from megasdc.errors import LaunchError
+from megasdc.launcher.process import end_launcher
+from megasdc.launcher.remote import KILL_S, Watch
 from megasdc.room import lacks_room, probe
 from megasdc.supervisor import fitness
 from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Unfit
@@ -24,6 +30,8 @@ from megasdc.supervisor.fitness import HostChecks
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _COMPARED = 3
+CLOSE_S = 10.0
+"""In which all tests together end that are interrupted, with what they have started on hosts."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,13 @@ class Tests(Protocol):
             run: ranks of the hosts of the run, which it is compared with.
         """
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """Look at once whether hosts are fit, as far as that takes no longer than a start; those that are not.
 
         Args:
             slots: ranks of each.
             run: those of the hosts of the run, they among them.
+            stops: whether a stop is asked for: then nothing is found.
         """
 
     def take(self) -> list[HostTest]:
@@ -117,9 +126,9 @@ class StressTests:
             raise
         return True
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
-        checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False)
+        checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False, watch=Watch(stops))
         return _tests(checked)
 
     def _stress(self, host: str, slots: int) -> None:
@@ -184,12 +193,12 @@ class StressTests:
         under_way = [*self._running.values(), *(process for process, _ in self._checking.values())]
         for one in under_way:
             one.send_signal(signal.SIGINT)  # so that it ends what it has started on the host
+        end = time.monotonic() + CLOSE_S
         for one in under_way:
-            try:
-                one.wait(30)
-            except subprocess.TimeoutExpired:
-                one.kill()
-                one.wait()
+            with suppress(subprocess.TimeoutExpired):
+                one.wait(max(0.0, end - time.monotonic()))
+        for one in under_way:
+            _kill(one)
         self._running.clear()
         self._checking.clear()
 
@@ -207,6 +216,22 @@ def _tests(checked: Checked) -> list[HostTest]:
     found = {one.host: HostTest(one.host, one.code, one.text) for one in reversed(checked.unfit)}
     silent = {host: HostTest(host, LaunchError.exit_code, text) for host, text in checked.silent.items()}
     return list((silent | found).values())
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that still runs, and all that it has started here; what runs on hosts ends without them."""
+    if process.poll() is not None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        own = psutil.Process(process.pid)
+        for one in [*own.children(recursive=True), own]:
+            with suppress(psutil.NoSuchProcess):
+                end_launcher(one)
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def end_with_parent() -> None:

@@ -155,7 +155,7 @@ class Supervisor:
         history = self._history
         while history.attempt is not None:
             new = {host: count for host, count in history.chosen.items() if host not in history.attempt.slots}
-            unfit = self._tests.look(new, history.chosen) if new else []
+            unfit = self._tests.look(new, history.chosen, self._stop.is_set) if new else []
             if not unfit:
                 return
             for test in unfit:
@@ -208,7 +208,7 @@ class Supervisor:
             time.sleep(POLL_S)
         self._engine.show(attempt)
         waiting = {host: self._history.slots[host] for host in self._history.waiting}
-        evidence = self._engine.evidence(self._history.attempt or attempt, waiting)
+        evidence = self._engine.evidence(self._history.attempt or attempt, waiting, self._stop.is_set)
         if evidence.by_time:
             self._say("an incident does not name its launch, as of an earlier version; its host's date was believed")
         diagnosis = diagnose(evidence)

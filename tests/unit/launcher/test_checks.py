@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,8 @@ from megasdc.launcher.checks import (
     version_problems,
 )
 from megasdc.launcher.front import launch_run
-from megasdc.launcher.on_host import files, probe
-from megasdc.launcher.remote import Transport
+from megasdc.launcher.on_host import files, module, probe
+from megasdc.launcher.remote import Transport, Watch
 from megasdc.launcher.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
@@ -71,6 +75,71 @@ def test_program_runs_on_this_host(tmp_path: Path) -> None:
     (tmp_path / name).write_text('quote " and \\ and ä\n')
     (answer,) = Transport(remote=False).run(["here"], Path(files.__file__), {"folder": str(tmp_path)}, timeout_s=60)
     assert answer.value == {name: 'quote " and \\ and ä\n'}
+
+
+LONG = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+print("megasdc-progress:", "3 of 4", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> tuple[dict[str, object], Path]:
+    """A request to run a module that works for ten minutes, and the file in which it says who it is."""
+    (tmp_path / "long.py").write_text(LONG)
+    asked = {"module": "long", "argument": str(tmp_path / "pids"), "cwd": str(tmp_path), "python_path": [str(tmp_path)]}
+    return {**asked, "environment": {}, "timeout_s": 600.0}, tmp_path / "pids"
+
+
+def have_ended(pids: Path) -> bool:
+    """Whether processes end within ten seconds."""
+    paths = [Path("/proc") / pid for pid in pids.read_text().split()]
+    end = time.monotonic() + 10
+    while any(one.exists() and "Z" not in (one / "stat").read_text().split()[2] for one in paths):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[dict[str, object], Path]) -> None:
+    """What a host says comes while it works; once a stop is asked for, or a signal raises, nothing of it is left."""
+    request, pids = long
+    heard: list[str] = []
+
+    def tell(said: Mapping[str, str]) -> None:
+        heard.extend(said.values())
+
+    watch = Watch(lambda: "3 of 4" in heard, tell)
+    here, program = Transport(remote=False), Path(module.__file__)
+    (answer,) = here.run(["here"], program, request, timeout_s=600, watch=watch)
+    assert answer.problem == "here: was not waited for any longer" and have_ended(pids)
+
+    def interrupt(said: Mapping[str, str]) -> None:
+        if "3 of 4" in said.values():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        here.run(["here"], program, request, timeout_s=600, watch=Watch(tell=interrupt))
+    assert have_ended(pids)
+
+
+def test_a_host_goes_on_with_nothing_that_nobody_reads(long: tuple[dict[str, object], Path], tmp_path: Path) -> None:
+    """Where the connection is gone, as SSH's is that was ended, a module is ended there."""
+    request, pids = long
+    (tmp_path / "sent.py").write_text(f"{Path(module.__file__).read_text()}\nanswer({request!r})\n")
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "sent.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as one:
+        assert one.stdout is not None
+        while b"3 of 4" not in one.stdout.readline():
+            pass
+        one.stdout.close()
+        assert one.wait(30) != 0
+    assert have_ended(pids)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,9 @@ def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
     for same in (Checked(lacks, ()), Checked((), ("a", "b"))):
         assert diagnose(replace(ENDED, exit_code=code, checked=same)).kind not in ("unfit", "no_room")
     assert diagnose(replace(ENDED, exit_code=79, checked=Checked(lacks, ("a",)))).kind == "rank_lost"
+    given_up = replace(ENDED, exit_code=code, checked=Checked(given_up=True))
+    assert "before it was known whether one host alone has it" in diagnose(given_up).text
+    assert diagnose(replace(given_up, interrupted="the job is about to end")).kind == "preempted", "the next one looks"
 
 
 def test_what_all_hosts_have_is_the_inputs_though_one_lacks_something_else() -> None:

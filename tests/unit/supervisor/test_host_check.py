@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megasdc.config import parse_config
-from megasdc.data.prepare import prepare
+from megasdc.launcher.on_host.module import PROGRESS_MARK
 from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor.fitness import Checked, HostChecks
+from megasdc.supervisor import host_check
+from megasdc.supervisor.fitness import Checked, HostChecks, tell_every
 from megasdc.supervisor.host_check import HostRequest, check_host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """A run with prepared data."""
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words of text that are repeated. " * 60)
-    data = {
-        "path": str(tmp_path / "data"),
-        "sequence_length": 32,
-        "split": [90, 5, 5],
-        "sources": [{"kind": "files", "path": str(tmp_path / "text")}],
-        "tokenizer": {"vocab_size": 300, "train_characters": 20_000},
-    }
-    raw: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
-        "megasdc": {
-            "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
-            "data": data,
-            "training": {"steps": 5},
-            "checkpoint": {"memory": {"interval": 1}},
-            "logging": {"run_dir": str(tmp_path / "run")},
-        },
-    }
-    prepare(parse_config(raw).megasdc.data, tmp_path / "data", 1, progress=False)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(raw))
-    return path
 
 
 def request(config: Path, *overrides: str, **changes: Any) -> HostRequest:
@@ -76,6 +43,22 @@ def test_a_host_lacks_what_a_rank_would_end_with(config: Path, tmp_path: Path) -
     path.unlink()
     (missing,) = check_host(request(config))
     assert missing.code == 71 and "is missing" in missing.text
+
+
+def test_who_reads_every_byte_says_how_far_it_is(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host in lines of progress; who waits for several of them in one line, of those that still work."""
+    monkeypatch.setattr(host_check, "TELL_S", 0.0)
+    assert check_host(request(config)) == [] and not capsys.readouterr().err
+    assert check_host(request(config, whole=True)) == []
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(PROGRESS_MARK)]
+    assert lines and all(line.endswith(" GiB") for line in lines)
+    said: list[str] = []
+    tell = tell_every(said.append, 0.0)
+    for hosts in ({"b": "1.0 of 2.0 GiB", "a": ""}, {"b": "2.0 of 2.0 GiB"}, {}):
+        tell(hosts)
+    assert said == ["hosts are checked: a, b 1.0 of 2.0 GiB", "hosts are checked: b 2.0 of 2.0 GiB"]
 
 
 def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

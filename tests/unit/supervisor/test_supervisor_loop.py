@@ -131,7 +131,7 @@ class SmallProcesses:
         self.alerts[decision] = [str(one) for one in some]
         return ""
 
-    def evidence(self, attempt: Attempt, waiting: Mapping[str, int]) -> Evidence:
+    def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
         """See ``Engine``."""
         code, host, unreachable, reached = self._ends[attempt.number - 1]
         rank = None if host is None else attempt.hosts.index(host)
@@ -201,7 +201,7 @@ class SmallTests:
         self.started.append(host)
         self._running.append(host)
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int]) -> list[HostTest]:
+    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
         assert slots.keys() <= run.keys()
         self.looked += slots
