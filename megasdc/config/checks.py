@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from megasdc.config.fields import LARGEST_INTEGER
 from megasdc.config.problems.detection import (
     MOST_SAMPLES_LOST,
-    golden_warnings,
     isolation_layout_problems,
     samples_lost,
 )
 from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warnings
 from megasdc.config.problems.faults import fault_place_problems
 from megasdc.config.problems.health import health_warnings
+from megasdc.config.problems.without_effect import idle_warnings
 from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def find_warnings(config: RunConfig) -> list[str]:
             f"samples, with M = {accumulation} micro-batches a step; from {enough} on it is at most "
             f"{MOST_SAMPLES_LOST:.1%}."
         )
-    warnings += [*golden_warnings(file), *drop_warnings(file), *health_warnings(file)]
+    warnings += [*drop_warnings(file), *health_warnings(file), *config.reset, *idle_warnings(file, "megasdc.")]
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")
     return warnings

@@ -38,5 +38,5 @@ def with_replicas(config: RunConfig, whole: Layout, replicas: int) -> RunConfig:
     Raises:
         ConfigError: something in it contradicts that.
     """
-    fewer = parse_config(config.resolved(), settings_for(config, whole, replicas), config.source)
+    fewer = parse_config(config.resolved(), settings_for(config, whole, replicas), config.source, stored=True)
     return replace(fewer, allow_changed=config.allow_changed)

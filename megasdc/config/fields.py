@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,16 +31,56 @@ APPLIED: dict[str, Any] = {"at_resume": "applied"}
 NO_MATTER: dict[str, Any] = {"at_resume": "-"}
 
 
+@dataclass(frozen=True)
+class Needs:
+    """Settings without which a field has no effect.
+
+    Attributes:
+        settings: all must hold. Each is a dotted path from the root of the sections, which must be none of false, 0,
+            null and empty, or ``path=value`` with the value as JSON; " or " separates alternatives.
+        refused: whether a value that asks for something is refused without them; False: it is warned of.
+    """
+
+    settings: tuple[str, ...]
+    refused: bool
+
+
+def asks(*settings: str) -> Needs:
+    """Relation of a field that asks for a check or another protection: without these settings it is refused."""
+    return Needs(settings, refused=True)
+
+
+def tunes(*settings: str) -> Needs:
+    """Relation of a field that only tunes: without these settings one warning says that it has no effect."""
+    return Needs(settings, refused=False)
+
+
+def alternatives(setting: str) -> list[tuple[str, str | None]]:
+    """Path and wanted value, as JSON, of each alternative of one of `Needs.settings`; None: anything that is on."""
+    parts = [one.partition("=") for one in setting.split(" or ")]
+    return [(path, value if equals else None) for path, equals, value in parts]
+
+
+ALWAYS_READ = Needs((), refused=False)
+"""Relation of a field that is read whatever its section needs."""
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict about types, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     at_resume: ClassVar[AtResume | None] = None
     """Class of fields without one in ``json_schema_extra``; None: every field that is not a section needs one there."""
+    needs: ClassVar[Needs] = ALWAYS_READ
+    """Relation of fields without one of their own."""
 
 
 def setting(
-    default: Any, description: str | None = None, at_resume: dict[str, Any] | None = None, **limits: Any
+    default: Any,
+    description: str | None = None,
+    at_resume: dict[str, Any] | None = None,
+    needs: Needs | None = None,
+    **limits: Any,
 ) -> Any:
     """A field of a section.
 
@@ -47,8 +88,12 @@ def setting(
         default: of the field; ``...``: it must be given.
         description: meaning, unit, range, and what 0 or null means.
         at_resume: effect of a change at a resume, such as ``REFUSED``; None: the one that its section states.
+        needs: without what it has no effect, such as ``asks("audit.enabled")``; None: as its section states.
     """
-    return Field(default, description=description, json_schema_extra=at_resume, **limits)
+    extra = dict(at_resume or {})
+    if needs is not None:
+        extra |= {"needs": list(needs.settings), "without": "refused" if needs.refused else "warning"}
+    return Field(default, description=description, json_schema_extra=extra or None, **limits)
 
 
 def section(kind: type[Section], **settings: Any) -> Any:
@@ -63,7 +108,17 @@ def section(kind: type[Section], **settings: Any) -> Any:
 def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
     """The effect of a change of this field at a resume; ValueError if neither the field nor its section states it."""
     extra = field.json_schema_extra
-    stated = extra.get("at_resume") if isinstance(extra, dict) else getattr(section, "at_resume", None)
+    stated = extra.get("at_resume") if isinstance(extra, dict) else None
+    if stated is None:
+        stated = getattr(section, "at_resume", None)
     if stated not in get_args(AtResume):
         raise ValueError(f"{section.__name__}: a field states no at_resume ({field.description})")
     return stated  # type: ignore[return-value]
+
+
+def needs_of(section: type[BaseModel], field: FieldInfo) -> Needs:
+    """Without what this field has no effect: as it states, or else its section."""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "needs" in extra:
+        return Needs(tuple(extra["needs"]), extra["without"] == "refused")  # type: ignore[arg-type, union-attr]
+    return getattr(section, "needs", ALWAYS_READ)

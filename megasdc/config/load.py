@@ -20,6 +20,7 @@ from megasdc.config.fields import at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problems.contradictions import find_problems
 from megasdc.config.problems.problem import Problem
+from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json, shown
 from megasdc.config.schema import Path_, homes_of, locate, nearest, remove, type_problems, unusable_problems
 from megasdc.config.sections.deepspeed import DeepSpeedPart
@@ -27,6 +28,7 @@ from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
 
+_PREFIX = "megasdc."
 SCHEMA_KEY = "$schema"
 """Key by which a file names its schema, for editors."""
 
@@ -47,12 +49,15 @@ class RunConfig:
         megasdc: our sections, presets expanded.
         source: the file it was read from; None if it came from a dict. Ignored by ``==``.
         allow_changed: fields that may differ from the checkpoint at a resume. Ignored by ``==``.
+        reset: sentences about fields that were reset since an override has turned off what they need. Ignored by
+            ``==``.
     """
 
     deepspeed: dict[str, Any]
     megasdc: MegasdcSection
     source: str | None = field(default=None, compare=False)
     allow_changed: tuple[str, ...] = field(default=(), compare=False)
+    reset: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def precision(self) -> str:
@@ -79,17 +84,21 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
     return replace(_build(raw, overrides, str(path), problems), allow_changed=tuple(allow_changed))
 
 
-def parse_config(raw: dict[str, Any], overrides: Sequence[str] = (), source: str | None = None) -> RunConfig:
+def parse_config(
+    raw: dict[str, Any], overrides: Sequence[str] = (), source: str | None = None, *, stored: bool = False
+) -> RunConfig:
     """Check and complete a configuration that is already a dict, which is not modified.
 
     Args:
         overrides: as in `load_config`.
         source: its origin, for messages.
+        stored: it is what `RunConfig.resolved` gave, maybe changed, maybe by a version that accepted what is refused
+            now: fields that lack what they need are reset without a word, in place of being refused.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    return _build(copy.deepcopy(raw), overrides, source, [])
+    return _build(copy.deepcopy(raw), overrides, source, [], stored=stored)
 
 
 def json_schema() -> dict[str, Any]:
@@ -104,22 +113,27 @@ def json_schema() -> dict[str, Any]:
     return {SCHEMA_KEY: "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A run of megasdc"}
 
 
-def _build(raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str]) -> RunConfig:
+def _build(
+    raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str], *, stored: bool = False
+) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
     problems += apply_overrides(raw, overrides, _list_default)
     wrong = _expand_preset(raw) | unusable_problems(raw) | type_problems(raw, WholeFile)
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))
+    own, names = raw.get("megasdc"), [text.partition("=")[0].strip() for text in overrides]
+    reset, refused = sort_out(file, own if isinstance(own, dict) else {}, names, _PREFIX, stored=stored)
+    file = _repaired(raw, [("megasdc", *one.path.split(".")) for one in reset]) if reset else file
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
-    for problem in find_problems(deepspeed, given, file):
+    for problem in (*refused, *find_problems(deepspeed, given, file)):
         if not any(_inside(path, other) for path in problem.paths for other in bad):
             found.append(problem)
     problems += [problem.text for problem in found]
     if problems:
         raise ConfigError(problems, source)
-    return RunConfig(deepspeed, file, source)
+    return RunConfig(deepspeed, file, source, reset=() if stored else tuple(reset_warnings(reset, _PREFIX)))
 
 
 def _allowance_problems(names: Iterable[str]) -> list[str]:

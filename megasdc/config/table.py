@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megasdc.config.fields import LARGEST_INTEGER, AtResume, at_resume_of
+from megasdc.config.fields import LARGEST_INTEGER, AtResume, Needs, alternatives, at_resume_of, needs_of
 from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.megasdc import MegasdcSection
 
@@ -109,6 +109,26 @@ def rows_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
             yield from rows_of(inner, f"{path}[].")
 
 
+def relations(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Needs]]:
+    """Yield path, field and relation of every field that needs others to have an effect; entries of lists have none."""
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{name}"
+        if (inner := model_in(field.annotation)) is not None:
+            yield from relations(inner, f"{path}.")
+            continue
+        needs = needs_of(section, field)
+        if needs.settings and all(path != other for one in needs.settings for other, _ in alternatives(one)):
+            yield path, field, needs
+
+
+def _needs_text(needs: Needs) -> str:
+    wanted = [
+        " or ".join(f"`{path}`" if value is None else f"`{path}` {value}" for path, value in alternatives(one))
+        for one in needs.settings
+    ]
+    return f" Needs {'; and '.join(wanted)}{', else it is refused' if needs.refused else ''}."
+
+
 def _default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "**needed**"
@@ -123,8 +143,10 @@ def _default_text(field: FieldInfo) -> str:
 def render_table() -> str:
     """The markdown tables: every field under `megasdc`, and DeepSpeed's keys by effect of a change at a resume."""
     lines = ["| field | type | default | at resume | meaning |", "|---|---|---|---|---|"]
+    needs = {path: _needs_text(needs) for path, _, needs in relations(MegasdcSection, "")}
     for path, field, at_resume in rows_of(MegasdcSection, ""):
-        cells = (f"`{path}`", field_text(field), _default_text(field), at_resume, field.description or "")
+        meaning = (field.description or "") + needs.get(path, "")
+        cells = (f"`{path}`", field_text(field), _default_text(field), at_resume, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", *_deepspeed_lines()]) + "\n"
 

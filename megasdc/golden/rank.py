@@ -75,7 +75,7 @@ class Reports:
 
 
 def _record(request: dict[str, Any], to: Reports) -> None:
-    config = parse_config(request["config"])
+    config = parse_config(request["config"], stored=True)
     set_deterministic_environment(config.megasdc.determinism, os.environ)  # before a device or NCCL is used
     prepare_cpu(config.megasdc.parallel.threads)
     groups.init_process_group(request["timeout_s"] + LONGER_S, share_devices=config.megasdc.parallel.share_devices)

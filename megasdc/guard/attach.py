@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megasdc.config.problems.without_effect import idle_warnings
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.errors import ConfigError, StorageError
@@ -113,6 +114,9 @@ class Guard:
         except BaseException:
             self._undo.close()
             raise
+        if self.dims.rank == 0 and trial is None:  # a trial turns audits off itself
+            for warning in idle_warnings(settings, ""):
+                logger.warning("guard: %s", warning)
         names = [one.fqn for one in training.watched]
         training.tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
 

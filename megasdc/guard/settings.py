@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json
-from megasdc.config.schema import type_problems, unusable_problems
+from megasdc.config.schema import remove, type_problems, unusable_problems
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 """Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
@@ -72,7 +76,14 @@ def load_settings(
     problems += [one.text for one in found.values()]
     if not problems:
         settings = GuardSettings.model_validate(raw)
-        if not (problems := _unsupported(settings.supervise)):
+        names = [text.partition("=")[0].strip() for text in overrides]
+        reset, refused = sort_out(settings, raw, names, "", stored=False)
+        for one in reset:
+            remove(raw, tuple(one.path.split(".")))
+        for warning in reset_warnings(reset, ""):
+            logger.warning("%s", warning)
+        settings = GuardSettings.model_validate(raw)
+        if not (problems := [one.text for one in refused] + _unsupported(settings.supervise)):
             return settings
     raise ConfigError(problems, source)
 

@@ -132,7 +132,7 @@ def main() -> None:
     messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))
     try:
-        config = parse_config(request["config"], source=request["source"])
+        config = parse_config(request["config"], source=request["source"], stored=True)
         set_deterministic_environment(config.megasdc.determinism, os.environ)
         run_steps(config, request["steps"], request["prepared"], Path(request["folder"]), messages)
     except Exception as error:

@@ -61,7 +61,7 @@ def load_run_costs(path: Path) -> RunCosts:
         duration_s=statistics.median(durations) if durations else None,
         size_bytes=_median(run, "checkpoint/bytes"),
         saves=len(stalls),
-        sections=parse_config(run.config, source=str(path / CONFIG_FILE)).megasdc if run.config else None,
+        sections=parse_config(run.config, source=str(path / CONFIG_FILE), stored=True).megasdc if run.config else None,
         notes=tuple(notes),
     )
 

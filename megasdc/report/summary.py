@@ -142,7 +142,7 @@ def summarize(run_dir: Path | str) -> RunSummary:
         raise DataError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = None
     if run.config:
-        sections = parse_config(run.config, source=str(folder / CONFIG_FILE)).megasdc
+        sections = parse_config(run.config, source=str(folder / CONFIG_FILE), stored=True).megasdc
     named = None if sections is None else sections.checkpoint.folder
     checkpoints = Path(named or folder / "checkpoints")
     rates = sorted(row["speed/tokens_per_s"] for row in trained)

@@ -209,4 +209,4 @@ def _config_of(weights: WeightSource, path: Path | str | None, overrides: Sequen
         return load_config(path, overrides)
     if weights.config is None:
         raise ConfigError(f"{weights.path} holds initial weights, which name no data: give --config F.json")
-    return parse_config(weights.config, overrides, str(weights.path))
+    return parse_config(weights.config, overrides, str(weights.path), stored=True)

@@ -45,7 +45,7 @@ def workload_config(config: RunConfig) -> RunConfig:
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True
     sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}
-    return parse_config(raw, source=config.source)
+    return parse_config(raw, source=config.source, stored=True)
 
 
 def workload_cases(config: RunConfig) -> tuple[Case, ...]:

@@ -150,4 +150,4 @@ def _config(plan: ReplayPlan, folder: Path) -> RunConfig:
     sections |= {"faults": [], "process_faults": [], "delay": []}
     if plan.decisions is not None:
         sections["drop_compute"] |= {"replay_decisions": str(plan.folder / DECISIONS_FILE), "record_times": False}
-    return parse_config(raw, source=plan.config.source)
+    return parse_config(raw, source=plan.config.source, stored=True)

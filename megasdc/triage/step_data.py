@@ -154,7 +154,7 @@ def data_of_run(folder: Path, wanted: Wanted, overrides: Sequence[str] = ()) -> 
 
 def read_past(folder: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RunPast]:
     """Read the configuration of a run's last start, and what is known of its steps; errors as of ``data_of_run``."""
-    config = parse_config(_read_resolved(folder), overrides, str(folder / CONFIG_FILE))
+    config = parse_config(_read_resolved(folder), overrides, str(folder / CONFIG_FILE), stored=True)
     if config.megasdc.study.replicas is not None:
         raise DataError(f"{folder} holds a study of several runs; give one of its folders replica_K")
     history, section = read_history(folder), config.megasdc.checkpoint

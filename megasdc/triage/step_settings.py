@@ -92,7 +92,7 @@ def configs_of_starts(
         for path, old in start.changed.items():
             if path.startswith(fields):
                 _put(raw, path, old)
-        found.append(parse_config(raw, source=config.source))
+        found.append(parse_config(raw, source=config.source, stored=True))
     return found[::-1]
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from megasdc.config.credentials import find_credentials
-from megasdc.config.fields import Section
 from megasdc.config.network import split_address
 from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
@@ -19,7 +18,7 @@ from megasdc.config.problems.optimizer_hooks import hook_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
 from megasdc.config.read import shown
-from megasdc.config.sections.megasdc import MegasdcSection, TrainingSection
+from megasdc.config.sections.megasdc import MegasdcSection
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
@@ -32,7 +31,6 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from model_problems(file)
     yield from data_problems(file.data)
     yield from _training_problems(file)
-    yield from _garbage_problems(file.training)
     yield from _determinism_problems(file)
     yield from _trace_problems(file)
     yield from detection_problems(file, deepspeed)
@@ -55,12 +53,6 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
             'got "async", but faults of phase checkpoint are injected right after the step, when the checkpoint is not '
             'written yet; set "sync".',
         )
-    if not file.checkpoint.memory.interval:
-        path, why = "megasdc.checkpoint.memory", "0, where nothing is kept in memory; set that to 1 or more"
-        yield from _without_effect(file.checkpoint.memory, path, ("partners", "linger_s"), "interval", why)
-    if file.checkpoint.writing == "sync":
-        why = '"sync", where no save is ever late; set that to "auto" or "async"'
-        yield from _without_effect(file.checkpoint, "megasdc.checkpoint", ("when_late",), "writing", why)
     local = file.checkpoint.storage == "node_local"
     if local and file.supervise.min_hosts is not None:
         yield Problem(
@@ -81,14 +73,6 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
         )
 
 
-def _without_effect(section: Section, path: str, names: Sequence[str], other: str, why: str) -> Iterator[Problem]:
-    """Fields of a section that are set, but have no effect with what another field of it has, and why."""
-    for name in names:
-        if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            problem = f"got {shown(value)}, which has no effect with {path}.{other} {why}."
-            yield Problem((f"{path}.{name}", f"{path}.{other}"), problem)
-
-
 def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
     if file.logging.prometheus is not None:
         try:
@@ -101,8 +85,6 @@ def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
 def _archive_problems(file: MegasdcSection) -> Iterator[Problem]:
     archive, path = file.checkpoint.archive, "megasdc.checkpoint.archive"
     if archive.address is None:
-        why = "null, where nothing is archived; give an address"
-        yield from _without_effect(archive, path, ("every", "keep_last"), "address", why)
         return
     if problem := find_credentials(archive.address):
         yield Problem((f"{path}.address",), f"is refused and not shown here: {problem}.")
@@ -135,23 +117,9 @@ def _training_problems(file: MegasdcSection) -> Iterator[Problem]:
         )
 
 
-def _garbage_problems(training: TrainingSection) -> Iterator[Problem]:
-    name, kind = "garbage_collection_interval", training.garbage_collection
-    if kind == "python" and getattr(training, name) != TrainingSection.model_fields[name].default:
-        path = f"megasdc.training.{name}"
-        yield Problem(
-            (path, "megasdc.training.garbage_collection"),
-            f'got {getattr(training, name)} with megasdc.training.garbage_collection "python", which does not read '
-            'it; set "managed", or remove it.',
-        )
-
-
 def _determinism_problems(file: MegasdcSection) -> Iterator[Problem]:
     path = "megasdc.determinism.enabled"
     if not file.determinism.enabled:
-        if file.determinism.fill_uninitialized_memory:
-            name = "megasdc.determinism.fill_uninitialized_memory"
-            yield Problem((name, path), f"got true with {path} false, where it has no effect; set {path} true.")
         return
     if file.parallel.threads == 0:
         yield Problem(
@@ -176,11 +144,6 @@ def _trace_problems(file: MegasdcSection) -> Iterator[Problem]:
             ("megasdc.trace.layers", f"{_M}.num_layers"),
             f"got {beyond[0]}, but with {_M}.num_layers {file.model.num_layers} the last place in the pipeline is "
             f"{last}, the output; the transformer layers are 2 to {last - 2}.",
-        )
-    if file.trace.details and not file.trace.enabled:
-        yield Problem(
-            ("megasdc.trace.details", "megasdc.trace.enabled"),
-            "got true without a trace; set megasdc.trace.enabled true.",
         )
     if file.trace.enabled and file.model.backend != "torch":
         yield Problem(

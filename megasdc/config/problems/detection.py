@@ -30,7 +30,6 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
                 f'got true with megasdc.model.backend "{file.model.backend}", whose submodules cannot be observed; '
                 'set the backend to "torch".',
             )
-    yield from _golden_problems(file)
     yield from _isolation_problems(file)
     recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
     always_on = file.sdc.always_on
@@ -94,31 +93,6 @@ def isolation_layout_problems(file: MegasdcSection, replicas: int) -> Iterator[s
                 f'megasdc.sdc.policy.{name}: got "isolate" with {replicas} replicas; {needed} are needed, of which '
                 f'megasdc.sdc.isolation.min_replicas go on; start more ranks, or set the policy to "halt".'
             )
-
-
-def _golden_problems(file: MegasdcSection) -> Iterator[Problem]:
-    interval = file.sdc.golden_interval
-    if interval is not None and file.sdc.golden is None:
-        yield Problem(
-            ("megasdc.sdc.golden_interval", "megasdc.sdc.golden"),
-            f"got {interval} without a golden trace; set megasdc.sdc.golden to a file made by `megasdc golden "
-            "record`, or golden_interval to null.",
-        )
-    if interval is not None and not file.determinism.enabled:
-        yield Problem(
-            ("megasdc.sdc.golden_interval", "megasdc.determinism.enabled"),
-            f"got {interval} with megasdc.determinism.enabled false; results that need not repeat cannot be compared "
-            "with a trace bit by bit; set megasdc.determinism.enabled true.",
-        )
-
-
-def golden_warnings(file: MegasdcSection) -> Iterator[str]:
-    """Yield why a configured golden trace is never used."""
-    if file.sdc.golden is not None and not file.determinism.enabled:
-        yield (
-            f'megasdc.sdc.golden: "{file.sdc.golden}" is not used: results that need not repeat cannot be compared '
-            "with it; set megasdc.determinism.enabled true."
-        )
 
 
 def asks_golden(file: MegasdcSection) -> bool:

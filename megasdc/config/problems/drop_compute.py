@@ -11,7 +11,6 @@ from megasdc.config.sections.drop_compute import (
     DISCARD,
     INFINITE,
     LARGER_BATCH,
-    PREDICTIVE,
     RESAMPLE,
     DropComputeSection,
     largest_batch,
@@ -46,18 +45,7 @@ def drop_problems(file: MegasdcSection) -> Iterator[Problem]:
 
 
 def _unread(drop: DropComputeSection) -> Iterator[Problem]:
-    """Non-default fields that nothing reads, and an interval that is too short."""
-    default = DropComputeSection()
-    if drop.sigmas != default.sigmas and drop.rule != PREDICTIVE:
-        yield Problem(
-            (f"{_D}.sigmas", f"{_D}.rule"),
-            f'got {drop.sigmas:g} with rule "{drop.rule}", which expects nothing; set rule "predictive".',
-        )
-    if drop.retune_interval and drop.threshold != AUTO:
-        yield Problem(
-            (f"{_D}.retune_interval", f"{_D}.threshold"),
-            f'got {drop.retune_interval} with a threshold that is given; set threshold "auto", or retune_interval 0.',
-        )
+    """An interval that is too short."""
     if drop.retune_interval and drop.retune_interval <= drop.window_steps:
         yield Problem(
             (f"{_D}.retune_interval", f"{_D}.window_steps"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 from megasdc.config.problems.fault_specs import near_names
 from megasdc.config.problems.problem import Problem
@@ -13,23 +12,12 @@ from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_
 from megasdc.config.submodule_names import submodule_slots
 
 _S = "megasdc.study"
-_READERS = {
-    "submodules": (COMPUTATION_SYNC,),
-    "sampled_elements": (COMPUTATION_SYNC,),
-    "interval": (COMPUTATION_SYNC, FREE_RUN),
-}
-"""Modes in which a field is read."""
 
 
 def study_problems(file: MegasdcSection) -> Iterator[Problem]:
     """Yield every contradiction that does not depend on the number of ranks."""
     study = file.study
     if study.mode is None:
-        for field in StudySection.model_fields:
-            if not _is_default(study, field):
-                yield _problem(
-                    field, "mode", f"got {getattr(study, field)} without a mode; set {_S}.mode, or remove it"
-                )
         return
     if file.health.enabled:
         yield Problem(
@@ -48,9 +36,6 @@ def _own_problems(study: StudySection) -> Iterator[Problem]:
         yield _problem(
             "trusted", "replicas", f"got {study.trusted}, but the replicas are 0 to {study.replicas - 1}; name one"
         )
-    for field, modes in _READERS.items():
-        if study.mode not in modes and not _is_default(study, field):
-            yield _problem(field, "mode", f'is read with {" or ".join(modes)} only, not "{study.mode}"; remove it')
 
 
 def _submodule_problems(file: MegasdcSection) -> Iterator[Problem]:
@@ -120,11 +105,6 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
 
 def _against(study: StudySection, other: str, text: str) -> Problem:
     return Problem((f"{_S}.mode", other), f'got "{study.mode}" with {other} {text}.')
-
-
-def _is_default(study: StudySection, field: str) -> bool:
-    default: Any = StudySection.model_fields[field].default
-    return bool(getattr(study, field) == default)
 
 
 def _problem(field: str, other: str, text: str) -> Problem:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megasdc.config.fields import PositiveInt, Section, section, setting
+from megasdc.config.fields import PositiveInt, Section, asks, section, setting, tunes
 
 Policy = Literal["halt", "isolate", "repair", "warn"]
 UnnamedPolicy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
+AUDITS, ALWAYS_ON = "audit.enabled", "sdc.always_on.enabled"
+CHECKS = f"{AUDITS} or {ALWAYS_ON} or sdc.golden"
+"""What can lead to a finding."""
+ISOLATES = " or ".join(f'sdc.policy.{name}="isolate"' for name in ("persistent", "intermittent", "not_reproduced"))
 TRAINING, EXTRA = "training", "extra"
 """Which micro-batch an audit compares: the first of the step, or one that is none of it."""
 
@@ -23,6 +27,7 @@ class PolicySection(Section):
     """
 
     at_resume = "applied"
+    needs = asks(CHECKS)
 
     persistent: Policy = setting("halt", "The rank computes the same wrong value each time.")
     intermittent: Policy = setting("halt", "The rank is wrong again, but not always or not equally.")
@@ -39,6 +44,7 @@ class IsolationSection(Section):
     """How far a run goes on without replicas that were found wrong, where `policy` is to isolate them."""
 
     at_resume = "applied"
+    needs = tunes(ISOLATES)
 
     min_replicas: int = setting(2, "Fewest replicas that go on; where fewer would be left the run is halted.", ge=2)
     max_steps: PositiveInt | None = setting(
@@ -50,6 +56,7 @@ class AlwaysOnSection(Section):
     """Checks of every step."""
 
     at_resume = "applied"
+    needs = asks(ALWAYS_ON)
 
     enabled: bool = setting(False, "Check every step; off: no hook is attached anywhere.")
     recompute: bool | None = setting(
@@ -95,7 +102,9 @@ class AlwaysOnSection(Section):
         "Micro-batches whose results are looked at: one of each step, another each step; all; auto: as many as "
         "`sdc.budget` leaves room for, from all of each step to one in 50 steps; reported at the start.",
     )
-    granularity: Granularity = setting("submodule", "Which submodules are checked; see `trace.granularity`.")
+    granularity: Granularity = setting(
+        "submodule", "Which submodules are checked; see `trace.granularity`.", needs=tunes(ALWAYS_ON)
+    )
 
 
 class SdcSection(Section):
@@ -108,27 +117,31 @@ class SdcSection(Section):
         None,
         "With coverage auto: largest share of a step's time that checks and audits together may take, which the "
         "coverage follows while the run goes on; null: 0.01, with one replica 0.02.",
+        needs=tunes(ALWAYS_ON),
         gt=0,
         le=1,
     )
     repeats: PositiveInt = setting(
-        5, "How often a disputed micro-batch is recomputed to tell persistent from other faults."
+        5, "How often a disputed micro-batch is recomputed to tell persistent from other faults.", needs=tunes(CHECKS)
     )
     golden: str | None = setting(
         None,
         "Golden trace file that settles disputes and overrides the majority; null: where the referee does not decide, "
         "verdicts are relative to the majority.",
+        needs=asks("determinism.enabled", f"{AUDITS} or {ALWAYS_ON} or sdc.golden_at_start or sdc.golden_interval"),
         min_length=1,
     )
     golden_at_start: bool = setting(
         True,
         "With `golden`: all ranks compute its workload before the first step of each start, so that a fault that all "
         "of them have in common is found; needs memory for a second model with its optimizer, for that time.",
+        needs=asks("sdc.golden"),
     )
     golden_interval: PositiveInt | None = setting(
         None,
         "With `golden`: steps from one such check to the next while training; null: none. The second model is then "
         "kept; how long a check takes is reported in the log and in the events `sdc/golden`.",
+        needs=asks("determinism.enabled", "sdc.golden"),
     )
     policy: PolicySection = section(PolicySection)
     isolation: IsolationSection = section(IsolationSection)
@@ -146,6 +159,7 @@ class AuditSection(Section):
     """
 
     at_resume = "applied"
+    needs = tunes(AUDITS)
 
     enabled: bool = setting(False, "Audit every `interval` steps, on SIGUSR2 and on alarms.")
     interval: PositiveInt = setting(50, "Steps K from one audit to the next.")
@@ -157,12 +171,15 @@ class AuditSection(Section):
     )
     granularity: Granularity = setting("gemm", "Which submodules are compared; see `trace.granularity`.")
     verify_checkpoints: bool = setting(
-        False, "Also audit the step after each checkpoint, so that it is verified at once."
+        False,
+        "Also audit the step after each checkpoint, so that it is verified at once.",
+        needs=asks(AUDITS, "checkpoint.interval"),
     )
     permuted: bool = setting(
         False,
         "Also compute the audited micro-batch once more on each rank with the elements of all operations in other "
         "places, which finds a unit that is wrong each time; audits of one replica need it.",
+        needs=asks(AUDITS),
     )
 
     def is_due(self, step: int, save_interval: int) -> bool:

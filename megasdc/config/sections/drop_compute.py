@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, setting
+from megasdc.config.fields import NonNegativeInt, PositiveInt, Section, asks, setting, tunes
 
 AUTO, INFINITE = "auto", "inf"
 ELAPSED, PREDICTIVE = "elapsed", "predictive"
@@ -28,6 +28,7 @@ class DropComputeSection(Section):
     """DropCompute (Giladi et al., NeurIPS 2023): a late replica starts no more micro-batches in a step."""
 
     at_resume = "applied"
+    needs = tunes("drop_compute.enabled")
 
     enabled: bool = setting(False, "Measure micro-batches and drop late ones; off: no hook is attached.")
     threshold: Seconds | Literal["auto", "inf"] = setting(
@@ -41,7 +42,9 @@ class DropComputeSection(Section):
         "whole pipeline and back by tau.",
     )
     sigmas: Annotated[float, Field(ge=0)] = setting(
-        1.0, "predictive: standard deviations above the mean that a micro-batch is expected to take."
+        1.0,
+        "predictive: standard deviations above the mean that a micro-batch is expected to take.",
+        needs=asks('drop_compute.rule="predictive"'),
     )
     min_micro_batches: PositiveInt = setting(1, "Micro-batches that every replica starts in every step.")
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = setting(
@@ -55,7 +58,11 @@ class DropComputeSection(Section):
     window_steps: PositiveInt = setting(
         45, "Steps that are measured for auto and larger_batch, and that warnings and the limit look back."
     )
-    retune_interval: NonNegativeInt = setting(0, "auto: steps after which tau is measured and chosen again; 0: never.")
+    retune_interval: NonNegativeInt = setting(
+        0,
+        "auto: steps after which tau is measured and chosen again; 0: never.",
+        needs=asks('drop_compute.threshold="auto"'),
+    )
     gradients: Literal["planned", "computed"] = setting(
         "planned",
         "planned: divide the sum of gradients by the planned number of micro-batches, as the paper does; computed: by "
@@ -75,10 +82,13 @@ class DropComputeSection(Section):
     replay_decisions: str | None = setting(
         None,
         "`decisions.jsonl` of a run: start the same micro-batches as it did, whatever the time; null: decide anew.",
+        needs=asks("drop_compute.enabled"),
         min_length=1,
     )
     record_times: bool = setting(True, "Write the times of every micro-batch to `step_times` in the run folder.")
     check_agreement: bool = setting(
-        False, "Compare in each step whether all ranks of a replica completed the same micro-batches."
+        False,
+        "Compare in each step whether all ranks of a replica completed the same micro-batches.",
+        needs=asks("drop_compute.enabled"),
     )
     device_lag: NonNegativeInt = setting(1, "On GPUs: micro-batches that the deciding host may be ahead of its device.")

@@ -13,18 +13,24 @@ from megasdc.config.fields import (
     PositiveFloat,
     PositiveInt,
     Section,
+    asks,
     section,
     setting,
+    tunes,
 )
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.supervise import SuperviseSection
 
 Policy = Literal["halt", "warn"]
+_CHECKS = "audit.enabled or golden.path"
+"""What can lead to a finding."""
 
 
 class GuardAuditSection(Section):
     """Batches that all replicas compute alike, beside training, so that every result of them can be compared."""
+
+    needs = tunes("audit.enabled")
 
     enabled: bool = setting(True, "Audit the first step after attaching, and every `interval` steps.")
     interval: PositiveInt = setting(100, "Steps K from one audit to the next.")
@@ -32,11 +38,13 @@ class GuardAuditSection(Section):
         None,
         "Patterns of the names of submodules whose results are compared, such as `*.mlp.*`; null: all without others "
         "inside, and attention.",
+        needs=tunes("audit.enabled or golden.path or trace.enabled"),
     )
     permuted: bool = setting(
         False,
         "Also compute the batch once more on each rank with the elements of all operations in other places, which "
         "finds a unit that is wrong each time; audits of one replica need it.",
+        needs=asks("audit.enabled"),
     )
     seed: NonNegativeInt = setting(1234, "Of what the batches draw themselves, such as dropout.")
 
@@ -48,6 +56,8 @@ class GuardPolicySection(Section):
     warn: an incident report is written, and training goes on.
     """
 
+    needs = asks(_CHECKS)
+
     persistent: Policy = setting("halt", "The rank computes the same wrong value each time.")
     intermittent: Policy = setting("halt", "The rank is wrong again, but not always or not equally.")
     not_reproduced: Policy = setting("warn", "The rank was right in all repeats; nothing of the audit is trained on.")
@@ -56,6 +66,8 @@ class GuardPolicySection(Section):
 
 class GuardSdcSection(Section):
     """What follows from any finding."""
+
+    needs = tunes(_CHECKS)
 
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
     referee: bool = setting(
@@ -70,13 +82,21 @@ class GuardGoldenSection(Section):
     """What the model computes with seeded parameters, compared with what trusted hardware computed."""
 
     path: str | None = setting(None, "Golden file; null: nothing is compared.")
-    record: bool = setting(False, "Write the file in the first step, in place of comparing with it.")
-    interval: PositiveInt = setting(1000, "Steps from one comparison to the next; the first step is always compared.")
-    seed: NonNegativeInt = setting(1234, "Of parameters, and of what the model draws itself.")
+    record: bool = setting(
+        False, "Write the file in the first step, in place of comparing with it.", needs=asks("golden.path")
+    )
+    interval: PositiveInt = setting(
+        1000, "Steps from one comparison to the next; the first step is always compared.", needs=tunes("golden.path")
+    )
+    seed: NonNegativeInt = setting(
+        1234, "Of parameters, and of what the model draws itself.", needs=tunes("golden.path")
+    )
 
 
 class GuardNonFiniteSection(Section):
     """The first place of NaN or Inf in a step whose loss or gradients are not finite."""
+
+    needs = tunes("nonfinite.enabled")
 
     enabled: bool = setting(True, "Look before each optimizer step, and search where something is not finite.")
     keep_mib: NonNegativeInt = setting(
@@ -90,7 +110,9 @@ class GuardTraceSection(Section):
     """Checksums of what submodules compute in training, written to the run folder."""
 
     enabled: bool = setting(False, "Record a trace of the submodules that audits compare.")
-    interval: PositiveInt = setting(1, "Steps between recorded steps; the first is always recorded.")
+    interval: PositiveInt = setting(
+        1, "Steps between recorded steps; the first is always recorded.", needs=tunes("trace.enabled")
+    )
 
 
 class GuardLoggingSection(Section):
@@ -109,7 +131,9 @@ class GuardHealthSection(Section):
         "were seldom timed yet; 0: nothing watches.",
     )
     hang_floor_s: PositiveFloat = setting(
-        60.0, "Least such seconds in phases that were timed: ten times the 99th percentile of their durations."
+        60.0,
+        "Least such seconds in phases that were timed: ten times the 99th percentile of their durations.",
+        needs=tunes("health.hang_after_s"),
     )
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = setting(
         1.05, "A rank whose forward passes take so many times as long as those of its peers is a straggler; null: none."

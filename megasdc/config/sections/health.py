@@ -6,13 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megasdc.config.fields import NO_MATTER, NonNegativeInt, PositiveFloat, Section, setting
+from megasdc.config.fields import NO_MATTER, NonNegativeInt, PositiveFloat, Section, asks, setting, tunes
+from megasdc.config.sections.detection import CHECKS
 
 
 class HealthSection(Section):
     """Progress records of every rank, an agent on each host, hangs that are named and ended, and stragglers."""
 
     at_resume = "applied"
+    needs = tunes("health.enabled=null or health.enabled=true")
 
     enabled: bool | None = setting(
         None,
@@ -41,6 +43,7 @@ class HealthSection(Section):
         "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
         "run that is stuck (with `enabled`), a finding of corruption. Empty: none.",
         NO_MATTER,
+        asks(f"health.enabled=null or health.enabled=true or {CHECKS}"),
     )
 
     def is_on(self, *, launched: bool, studied: bool) -> bool:

@@ -20,8 +20,10 @@ from megasdc.config.fields import (
     PositiveFloat,
     PositiveInt,
     Section,
+    asks,
     section,
     setting,
+    tunes,
 )
 from megasdc.config.sections.data import DataSection
 from megasdc.config.sections.delay import DelaySpec
@@ -95,6 +97,7 @@ class TrainingSection(Section):
         50,
         "managed: steps between collections; memory that only garbage in cycles holds stays taken so long.",
         NO_MATTER,
+        asks('training.garbage_collection="managed"'),
     )
 
 
@@ -111,7 +114,8 @@ class DeterminismSection(Section):
     fill_uninitialized_memory: bool = setting(
         False,
         "Fill every new tensor with NaN before it is written, to find reads of uninitialised memory; slow, and not "
-        "needed to repeat a run. Needs `enabled`.",
+        "needed to repeat a run.",
+        needs=asks("determinism.enabled"),
     )
 
 
@@ -122,15 +126,20 @@ class MemorySection(Section):
 
     interval: NonNegativeInt = setting(0, "Steps between snapshots that stay in memory; 0: none are kept there.")
     partners: bool = setting(
-        False, "Keep each host's snapshots in the memory of another one too, so that a lost host loses nothing."
+        False,
+        "Keep each host's snapshots in the memory of another one too, so that a lost host loses nothing.",
+        needs=asks("checkpoint.memory.interval"),
     )
     linger_s: NonNegativeFloat = setting(
-        600.0, "Seconds that they stay after the ranks of a host have failed, if no restart takes them."
+        600.0,
+        "Seconds that they stay after the ranks of a host have failed, if no restart takes them.",
+        needs=asks("checkpoint.memory.interval"),
     )
     without_room: Literal["refuse", "go_on"] = setting(
         "refuse",
         "Where the memory of a host has no room for them: refuse: the run ends after its first step; go_on: it goes on "
         "without new ones, and says so, which `megasdc supervise` sets where no other host can be used.",
+        needs=tunes("checkpoint.memory.interval"),
     )
 
 
@@ -145,10 +154,14 @@ class ArchiveSection(Section):
         min_length=1,
     )
     every: PositiveInt = setting(
-        1, "Checkpoints whose step is a multiple are archived, and the last of the run; 1: all."
+        1,
+        "Checkpoints whose step is a multiple are archived, and the last of the run; 1: all.",
+        needs=asks("checkpoint.archive.address"),
     )
     keep_last: NonNegativeInt = setting(
-        0, "Newest steps of this run that the archive keeps; 0: all. `megasdc archive prune` has more rules."
+        0,
+        "Newest steps of this run that the archive keeps; 0: all. `megasdc archive prune` has more rules.",
+        needs=asks("checkpoint.archive.address"),
     )
 
 
@@ -169,6 +182,7 @@ class CheckpointSection(Section):
     when_late: Literal["wait", "skip"] = setting(
         "wait",
         "Where a checkpoint is due and the one before is not written yet: wait for that, or skip the new one.",
+        needs=asks('checkpoint.writing="auto" or checkpoint.writing="async"'),
     )
     storage: Literal["shared", "node_local"] = setting(
         "shared", "Whether all nodes see one checkpoint folder or each node has its own.", UNIVERSAL
@@ -260,8 +274,9 @@ class TraceSection(Section):
     )
     details: bool = setting(
         False,
-        "With `enabled`: also write to `details.jsonl` what each step was made of: losses of samples; gradients, "
+        "Also write to `details.jsonl` what each step was made of: losses of samples; gradients, "
         "updates and moments of parameters. Waits for the device, and keeps a copy of the fp32 weights.",
+        needs=asks("trace.enabled"),
     )
 
 

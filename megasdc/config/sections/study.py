@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section, setting
+from megasdc.config.fields import FLAG, NonNegativeInt, PositiveInt, Section, asks, setting
 
 COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN = "computation_sync", "parameter_sync", "free_run"
 PAPER_FORWARD = ("*.word_embeddings", "*.self_attention.linear_proj", "*.mlp.linear_fc2", "*.output")
@@ -18,6 +18,7 @@ class StudySection(Section):
     """Several whole runs in one launch, one of them trusted (Ma et al. 2025, arXiv 2502.12340)."""
 
     at_resume = "applied"
+    needs = asks("study.mode")
 
     mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = setting(
         None,
@@ -38,12 +39,16 @@ class StudySection(Section):
         "computation_sync: patterns of full names whose forward and backward results are compared; null: attention "
         "and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and parameters are "
         "always compared.",
+        needs=asks('study.mode="computation_sync"'),
     )
     interval: PositiveInt = setting(
         10,
         "computation_sync: steps between lines that count what was compared; free_run: steps between comparisons of "
         "parameters.",
+        needs=asks('study.mode="computation_sync" or study.mode="free_run"'),
     )
     sampled_elements: NonNegativeInt = setting(
-        8, "computation_sync: wrong elements of a result that are written one by one, evenly chosen."
+        8,
+        "computation_sync: wrong elements of a result that are written one by one, evenly chosen.",
+        needs=asks('study.mode="computation_sync"'),
     )

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from megasdc.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
+from megasdc.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    asks,
+    setting,
+    tunes,
+)
+
+_TESTS = "supervise.returns or supervise.spare_test_s or supervise.ledger"
+"""What tests hosts."""
 
 
 class SuperviseSection(Section):
@@ -44,14 +56,17 @@ class SuperviseSection(Section):
         "Times that a host which was replaced becomes a spare again after it has passed a test by `megasdc stress`; 0: "
         "replaced hosts are not tested.",
     )
-    test_rounds: PositiveInt = setting(3, "Rounds of such a test.")
+    test_rounds: PositiveInt = setting(3, "Rounds of such a test.", needs=tunes(_TESTS))
     golden: str | None = setting(
         None,
         "Folder of golden values for the test; null: a host is compared with itself alone, so that what it always "
         "computes wrong is not found.",
+        needs=asks(_TESTS),
         min_length=1,
     )
-    retest_s: PositiveFloat = setting(300.0, "Seconds until a host that could not be tested is tested again.")
+    retest_s: PositiveFloat = setting(
+        300.0, "Seconds until a host that could not be tested is tested again.", needs=tunes(_TESTS)
+    )
     spare_test_s: NonNegativeFloat = setting(
         3600.0, "Seconds between tests of a host that waits as a spare, the first when the run begins; 0: none."
     )
@@ -61,7 +76,9 @@ class SuperviseSection(Section):
         "than others are not used before they have passed a test. null: nothing is kept.",
         min_length=1,
     )
-    ledger_days: PositiveFloat = setting(30.0, "What is older in the ledger does not count.")
+    ledger_days: PositiveFloat = setting(
+        30.0, "What is older in the ledger does not count.", needs=tunes("supervise.ledger")
+    )
     rewind_steps: NonNegativeInt = setting(
         0,
         "Where NaN and Inf come again after a restart: go back to a checkpoint at least so many steps before the first "

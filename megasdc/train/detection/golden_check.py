@@ -125,7 +125,7 @@ class _Beside:
         self._golden, layout = golden, golden.layout
         self._rank = _golden_rank(layout, dims)
         self.cases = len(self._golden.cases)
-        config = parse_config(self._golden.config)
+        config = parse_config(self._golden.config, stored=True)
         recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
         trace = config.megasdc.trace
         not_compared = {"interval": 1, "phases": [*trace.phases, *(set(PHASES) - set(MICRO_BATCH_PHASES))]}

@@ -66,7 +66,7 @@ def workload_of(header: Mapping[str, Any]) -> RunConfig:
         TraceError: this version cannot read it.
     """
     try:
-        return parse_config(header["config"])
+        return parse_config(header["config"], stored=True)
     except ConfigError as error:
         text = "; ".join(error.problems)
         raise TraceError(f"this version of megasdc does not read the golden trace's configuration: {text}") from error

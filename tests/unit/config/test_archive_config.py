@@ -48,8 +48,8 @@ def test_the_remedy_is_told() -> None:
 
 def test_fields_without_an_address_have_no_effect() -> None:
     """So they are refused."""
-    assert "give an address" in problems({"every": 2})[0]
-    assert "give an address" in problems({"keep_last": 2})[0]
+    assert "set megasdc.checkpoint.archive.address, or remove it" in problems({"every": 2})[0]
+    assert "set megasdc.checkpoint.archive.address, or remove it" in problems({"keep_last": 2})[0]
 
 
 def test_a_study_is_refused() -> None:

@@ -77,7 +77,7 @@ def test_an_unchanged_file_has_no_changes() -> None:
         ("megasdc.model.kv_channels=16", "megasdc.model.kv_channels", (32, 16, "refused")),
         ("optimizer.params.betas=[0.9,0.99]", "optimizer.params.betas", ([0.9, 0.95], [0.9, 0.99], "applied")),
         ("megasdc.data.split=[8,1,1]", "megasdc.data.split", ([98, 1, 1], [8, 1, 1], "flag")),
-        ("megasdc.sdc.policy.persistent=warn", "megasdc.sdc.policy.persistent", ("halt", "warn", "applied")),
+        ("megasdc.sdc.repeats=3", "megasdc.sdc.repeats", (5, 3, "applied")),
     ],
 )
 def test_a_changed_field_is_found(override: str, path: str, change: tuple[Any, Any, str]) -> None:

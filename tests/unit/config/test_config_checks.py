@@ -107,7 +107,7 @@ def problem(deepspeed=None, **sections):
         ),
         (
             {"training": {"garbage_collection_interval": 5}},
-            ["garbage_collection_interval: got 5", 'garbage_collection "python"', 'set "managed"'],
+            ["garbage_collection_interval: got 5", 'garbage_collection "python"', 'garbage_collection to "managed"'],
         ),
         ({"checkpoint": {"memory": {"partners": True}}}, ["memory.partners: got true", "memory.interval 0"]),
         ({"checkpoint": {"memory": {"linger_s": 5.0}}}, ["memory.linger_s: got 5.0", "memory.interval 0"]),

@@ -38,10 +38,17 @@ def build(deepspeed=None, **sections):
             {"sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False, "tokens": False}}},
             ["nothing is checked"],
         ),
-        ({"sdc": {"golden_interval": 9}}, ["golden_interval: got 9", "without a golden trace", "golden record"]),
         (
-            {"sdc": {"golden": "a", "golden_interval": 9}, "determinism": {"enabled": False}},
-            ["golden_interval: got 9", "determinism.enabled true"],
+            {"sdc": {"golden_interval": 9}},
+            ["golden_interval: got 9", "no effect with megasdc.sdc.golden null", "set megasdc.sdc.golden,"],
+        ),
+        (
+            {"sdc": {"golden": "a"}, "determinism": {"enabled": False}},
+            ['golden: got "a"', "determinism.enabled true"],
+        ),
+        (
+            {"sdc": {"golden": "a", "golden_at_start": False}},
+            ['golden: got "a"', "sdc.golden_at_start true or megasdc.sdc.golden_interval"],
         ),
     ],
 )
@@ -54,6 +61,7 @@ def test_what_cannot_work_is_refused(sections, parts):
 
 
 ISOLATING = {
+    "audit": {"enabled": True},
     "sdc": {"policy": {"persistent": "isolate"}},
     "checkpoint": {"memory": {"interval": 1, "partners": True}, "other_layout": "convert"},
 }
@@ -108,12 +116,3 @@ def test_a_dear_audit_is_warned_of(interval, warned):
     warnings = [one for one in find_warnings(config) if "audit" in one]
     assert bool(warnings) is warned
     assert all("from 100 on" in one for one in warnings)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_golden_trace_that_is_never_asked_is_warned_of(deterministic):
-    """Without deterministic mode nothing could be compared with it."""
-    config = build(sdc={"golden": "a.golden"}, determinism={"enabled": deterministic})
-    warnings = [one for one in find_warnings(config) if "megasdc.sdc.golden" in one]
-    assert bool(warnings) is not deterministic
-    assert all('"a.golden" is not used' in one for one in warnings)

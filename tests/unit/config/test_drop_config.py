@@ -50,11 +50,11 @@ def problem(drop: dict[str, Any], **sections: Any) -> str:
             {"data": {"path": "a", "blend": BLEND}},
             ["compensation: got", '"resample" with megasdc.data.blend', 'set samples "defer"'],
         ),
-        ({"sigmas": 2.0}, {}, ["sigmas: got 2", 'with rule "elapsed"', 'set rule "predictive"']),
+        ({"sigmas": 2.0}, {}, ["sigmas: got 2", 'rule "elapsed"', 'rule to "predictive"']),
         (
             {"threshold": 1.5, "retune_interval": 500},
             {},
-            ["retune_interval: got 500", 'set threshold "auto", or retune_interval 0'],
+            ["retune_interval: got 500", 'threshold to "auto", or remove it'],
         ),
         ({"retune_interval": 45}, {}, ["retune_interval: got 45", "more than window_steps 45"]),
     ],

@@ -31,13 +31,21 @@ def config_of(study: dict[str, Any], **sections: Any) -> RunConfig:
 
 SYNC = {"mode": "computation_sync", "replicas": 2}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"replicas": 2}, {}, "study.replicas: got 2 without a mode"),
-    ({"interval": 3}, {}, "study.interval: got 3 without a mode"),
+    ({"replicas": 2}, {}, "study.replicas: got 2, which has no effect with megasdc.study.mode null"),
+    ({"interval": 3}, {}, "study.interval: got 3, which has no effect with megasdc.study.mode null"),
     ({"mode": "free_run"}, {}, "study.replicas: missing"),
     ({**FREE, "replicas": 1}, {}, "study.replicas: got 1; allowed"),
     ({**FREE, "trusted": 2}, {}, "study.trusted: got 2, but the replicas are 0 to 1"),
-    ({**FREE, "submodules": ["*"]}, {}, "study.submodules: is read with computation_sync only"),
-    ({"mode": "parameter_sync", "replicas": 2, "interval": 2}, {}, "study.interval: is read with"),
+    (
+        {**FREE, "submodules": ["*"]},
+        {},
+        'study.submodules: got ["*"], which has no effect with megasdc.study.mode "free_run"',
+    ),
+    (
+        {"mode": "parameter_sync", "replicas": 2, "interval": 2},
+        {},
+        'study.interval: got 2, which has no effect with megasdc.study.mode "parameter_sync"',
+    ),
     (
         {**SYNC, "submodules": ["*.linear_fc3"]},
         {},

@@ -86,9 +86,7 @@ def test_by_default_nothing_is_compared() -> None:
             [],
         ),
         ({"sdc": {"golden": "g"}}, SHAPE, [], COMPUTED),
-        ({"sdc": {"golden": "g", "golden_at_start": False}}, SHAPE, [], []),
         ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], COMPUTED),
-        ({"sdc": {"golden": "g"}, "determinism": {"enabled": False}}, SHAPE, [], []),
     ],
 )
 def test_each_check_covers_its_phases(

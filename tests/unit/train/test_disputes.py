@@ -74,6 +74,10 @@ def group(tmp_path: Path) -> Iterator[None]:
 def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     """What settles findings, with its run, between steps 6 and 7; only the engine is not a real one."""
     raw = {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": str(folder)}}
+    raw |= {
+        "audit": {"enabled": True},
+        "determinism": {"enabled": True},
+    }  # a policy is refused where nothing is checked
     config = parse_config({"megasdc": {**raw, "sdc": {"policy": policy}}})
     dims = ParallelDims(1, 1, 1, 0)
     optimizer = SimpleNamespace(update_lp_params=lambda: None)
