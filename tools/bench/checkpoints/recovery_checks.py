@@ -15,6 +15,7 @@ from typing import Any
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import read_manifest
+from megasdc.errors import CheckpointError
 from megasdc.events import read_events
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
 from tools.bench.checkpoints.recovery_holdings import Holdings, left_in_memory
@@ -35,18 +36,25 @@ class End:
     places: dict[int, int] = field(default_factory=dict)
 
 
-def read_end(run: Path, checkpoints: Path) -> End:
-    """How a run has ended."""
+def read_end(run: Path, *checkpoints: Path) -> End:
+    """How a run has ended; its last checkpoint is in one folder, or in parts of its files in those of several hosts.
+
+    Raises:
+        MegasdcError: no folder holds a checkpoint, or one is damaged.
+    """
     lines = [line for line in read_metrics(run) if "train/loss" in line]
     losses = {line["step"]: line["train/loss"] for line in lines}
     places = {line["step"]: line["data/stream_end"] for line in lines}
-    last = checkpoints / step_folder(max(list_steps(checkpoints)))
+    step = max((step for folder in checkpoints for step in list_steps(folder)), default=None)
+    if step is None:
+        raise CheckpointError(f"{run}: no checkpoint in {', '.join(map(str, checkpoints))}")
+    parts = [folder / step_folder(step) for folder in checkpoints if step in list_steps(folder)]
     contents: dict[str, Any] = {}
-    for record in read_manifest(last).files:
+    for record in (record for part in parts for record in read_manifest(part).files):
         if (content := record.content) is not None and record.name.endswith(".pt"):
             tensors = sorted((one.name, one.type, one.blocks) for one in content.tensors)
             contents[record.name] = (record.tensors, tensors, content.values, content.rest, content.fragments)
-    shared = json.loads((last / SHARED_STATE_FILE).read_text(encoding="utf-8"))
+    shared = json.loads((parts[0] / SHARED_STATE_FILE).read_text(encoding="utf-8"))
     return End(losses, {**contents, **{name: shared[name] for name in _POSITION}}, places)
 
 

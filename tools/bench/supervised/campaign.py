@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, MegasdcError
 from megasdc.events import read_events
 from megasdc.supervisor.back import union
 from megasdc.supervisor.history import History
@@ -38,7 +38,7 @@ from tools.bench.supervised.drill import Drill, Strike, blamed_wrongly, read_dri
 from tools.bench.supervised.faults import KINDS, LEAVE_OUT
 from tools.bench.supervised.options import SupervisedOptions
 from tools.bench.supervised.slurm import in_slurm
-from tools.bench.supervised.target import SPARES, Target, over_ssh
+from tools.bench.supervised.target import OWN_ENDS, SPARES, Target, over_ssh
 from tools.bench.supervised.verdict import SupervisedResult
 from tools.hosts import unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
@@ -158,7 +158,12 @@ class _Runs:
         left_out = any(read_events(run, kind="isolation"))
         whole = len({len(one.hosts) for one in drill.attempts}) == 1 and not left_out
         right, plain_s = self._ends[training]
-        problems = why_different(read_end(run, run / "checkpoints"), right, 0.0 if whole else ROUNDING)
+        own = sorted((run.parent / OWN_ENDS).glob("*"))
+        try:
+            end = read_end(run, *(own or [run / "checkpoints"]))
+            problems = why_different(end, right, 0.0 if whole else ROUNDING)
+        except MegasdcError as error:
+            problems = [f"its end cannot be read: {error}"]
         if drill.strikes and not left_out and set(kinds) <= LEAVE_OUT:
             problems.append("the wrong replica was not left out")
         return replace(drill, problems=tuple(problems), plain_s=plain_s), run
@@ -187,6 +192,7 @@ class _Runs:
                 target.undo()
                 time.sleep(_POLL_S)
             run, truthful = target.run, _truthful_end(target, kinds, code)
+            target.keep_own_checkpoints()
         drill = read_drill(kinds, training.layout, run, strikes, time.monotonic() - started)
         problems = [*target.problems, *drill.problems]
         if all(KINDS[kind].blames for kind in kinds) and kinds:

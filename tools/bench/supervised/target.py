@@ -36,6 +36,8 @@ SOON_S = 6.0
 """Most seconds between two faults of a kind that has two."""
 LOCAL = "local"
 """Folder of the run's folder that each host has for itself."""
+OWN_ENDS = "own_ends"
+"""Folder beside the run's for what hosts had in it at the end."""
 RUN_BYTES = 512 << 20
 """Size of the file system of a run's folder."""
 SPARES = 1
@@ -183,6 +185,14 @@ class Target(ABC):
 
         self.unfit.add(host)
         self.later(fit_again, seconds)
+
+    def keep_own_checkpoints(self) -> None:
+        """Copy what hosts have saved in folders of their own to where it stays once they have gone."""
+        own, kept = self.folder / LOCAL, self.folder / OWN_ENDS
+        for host in self.hosts.names[1:]:
+            self.on_host(
+                host, f"if ls -d {own}/step_* >/dev/null 2>&1; then mkdir -p {kept}; cp -r {own} {kept}/{host}; fi"
+            )
 
     def last_words(self) -> str:
         """The last lines that the supervisor has printed."""
