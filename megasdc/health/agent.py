@@ -31,9 +31,9 @@ from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.background import Background
 from megasdc.health.board import FolderBoard, OwnState, node_name
 from megasdc.health.devices.telemetry import Telemetry
+from megasdc.health.front.address import FrontAddress, Hello
 from megasdc.health.front.clocks import has_changed
 from megasdc.health.front.link import FrontLink
-from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations

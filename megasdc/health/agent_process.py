@@ -15,8 +15,8 @@ from typing import Any
 
 from megasdc.health.agent import AGENT_FILE, CLOCK_FILE, AgentOptions
 from megasdc.health.board import FolderBoard, OwnState
+from megasdc.health.front.address import FrontAddress, Hello
 from megasdc.health.front.link import FrontLink
-from megasdc.health.front.wire import FrontAddress, Hello
 from megasdc.health.process_state import Waker, process_state
 from megasdc.health.rank_state import GONE
 from megasdc.origin import LAUNCH_ID_VARIABLE

@@ -18,7 +18,7 @@ from typing import Any
 from megasdc.config.sections.health import HealthSection
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
-from megasdc.health.front.wire import take_front
+from megasdc.health.front.address import take_front
 from megasdc.health.phases import SLOW, Phase
 from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import Leave, RankWatch

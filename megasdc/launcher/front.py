@@ -33,6 +33,7 @@ from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import held_port
+from megasdc.wire import raise_descriptor_limit
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
         LaunchError: hosts, versions, files, environment or arguments do not allow a start; lists all problems.
         StorageError: folders cannot be written to, and nothing else is wrong.
     """
+    raise_descriptor_limit()
     plan = make_plan(request, say)
     room.set_limit(plan.program.wait_for_room_s)
     if not dry_run:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from megasdc.health.front.address import front_path
 from megasdc.health.front.own_address import own_address_towards
 from megasdc.health.front.server import FrontServer, Standstill
-from megasdc.health.front.wire import front_path
 from megasdc.launcher.on_host import files
 from megasdc.launcher.plan import LaunchPlan
 from megasdc.launcher.remote import MAX_PARALLEL

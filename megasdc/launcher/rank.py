@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.orphans import NODE_PID_VARIABLE, follow_parent
+from megasdc.wire import raise_descriptor_limit
 
 SOURCES_OF_RANK_VARIABLES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
@@ -71,6 +72,7 @@ def main(argv: Sequence[str]) -> None:
     """
     *extra, _launch_id, encoded = argv
     command = RankCommand.decode(encoded)
+    raise_descriptor_limit()
     node = os.environ.get(NODE_PID_VARIABLE)
     follow_parent(expected=int(node) if node else None)
     try:

@@ -22,6 +22,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
 from megasdc.versions.private_names import check_private_names
+from megasdc.wire import raise_descriptor_limit
 
 
 def init_process_group(
@@ -49,6 +50,7 @@ def init_process_group(
     """
     import deepspeed
 
+    raise_descriptor_limit()
     check_private_names()
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)

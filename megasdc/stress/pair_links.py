@@ -13,8 +13,9 @@ from typing import Any
 
 from megasdc.health.front.own_address import own_address_towards
 from megasdc.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
-from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.health.links.probe import ProbePlan, follow, lead
 from megasdc.stress.state import LINKS, HostState
+from megasdc.wire import SECRET_BYTES, Door, connect
 
 PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)
 KEPT = 10
@@ -29,27 +30,30 @@ class LinkEnd:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._server: Any = None
+        self._door: Door | None = None
 
-    def open(self, towards: str) -> dict[str, Any]:
-        """Listen for the other end on the route to its host alone; returns ``failed``, or ``address`` and ``port``."""
+    def open(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Listen for the other end on the route to its host ``towards`` alone, for who knows the ``token``.
+
+        Returns ``failed``, or ``address`` and ``port``.
+        """
         try:
-            address = own_address_towards(towards)
-            self._server = listen(address)
+            self._door = Door(own_address_towards(task["towards"]), bytes.fromhex(task["token"]))
         except OSError as error:
-            return {"failed": f"it cannot listen on the route to {towards}: {error}"}
-        return {"failed": None, "address": address, "port": self._server.getsockname()[1]}
+            return {"failed": f"it cannot listen on the route to {task['towards']}: {error}"}
+        return {"failed": None, "address": self._door.address, "port": self._door.port}
 
     def measure(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Measure with the other end as ``task`` says; returns ``failed``, and the ``figures`` where this end leads."""
-        token, server, self._server = bytes.fromhex(task["token"]), self._server, None
+        door, self._door = self._door, None
         try:
-            if server is None:
+            if door is None:
                 first, second = task["pair"]
-                with connect(task["address"], task["port"], token, 0, self._timeout_s) as connection:
+                place = task["address"], task["port"], bytes.fromhex(task["token"])
+                with connect(*place, {}, self._timeout_s) as connection:
                     figures = lead(connection, PLAN, first, second, self._timeout_s)
                     return {"failed": None, "figures": figures.as_dict()}
-            with server, accept(server, token, self._timeout_s)[1] as connection:
+            with door, door.take(self._timeout_s)[1] as connection:
                 follow(connection, PLAN, self._timeout_s)
         except OSError as error:
             return {"failed": str(error) or repr(error), "figures": None}
@@ -66,13 +70,16 @@ def measure_pairs(
         ask: see ``Ask``.
         tokens: returns so many random bytes as hexadecimal digits.
     """
-    opened = ask({(second, 0): {"do": "open_link", "towards": _address(first)} for first, second in pairs})
+    secret = {pair: tokens(SECRET_BYTES) for pair in pairs}
+    opened = ask(
+        {(pair[1], 0): {"do": "open_link", "towards": _address(pair[0]), "token": secret[pair]} for pair in pairs}
+    )
     tasks: dict[Place, dict[str, Any]] = {}
     answers: dict[Place, dict[str, Any]] = {}
     for first, second in pairs:
         door = opened.get((second, 0))
         if door is not None and door["failed"] is None:
-            task = {"do": "link", "token": tokens(HELLO_BYTES), "pair": [first, second], **door}
+            task = {"do": "link", "token": secret[first, second], "pair": [first, second], **door}
             tasks |= {(first, 0): task, (second, 0): task}
         elif door is not None:
             answers |= {(end, 0): {**door, "figures": None} for end in (first, second)}

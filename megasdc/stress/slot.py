@@ -98,7 +98,7 @@ class Slot:
 
     def open_link(self, task: dict[str, Any]) -> dict[str, Any]:
         """Listens for the other end of a link, which is on the host ``towards``."""
-        return self._link_end.open(task["towards"])
+        return self._link_end.open(task)
 
     def link(self, task: dict[str, Any]) -> dict[str, Any]:
         """Measures a link: leads it, or follows where this process listens."""

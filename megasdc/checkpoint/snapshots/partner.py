@@ -1,20 +1,18 @@
 """Copies of a rank's snapshots in the memory of another host, from writer to writer over TCP; no torch.
 
-A writer listens on one address of its host and lets in whoever shows its token, which went to the other ranks through
-``torch.distributed``. A slot's record comes first, which names each file with its size and digest, then the files; what
-arrives is compared with the record, and counts once all of it is right. Nothing is encrypted: the network between hosts
-is trusted, as it is for training itself.
+A writer listens on one address of its host and lets in whoever knows its secret (``megasdc.wire``), which went to the
+other ranks through ``torch.distributed``. A slot's record comes first, which names each file with its size and digest,
+then the files; what arrives is compared with the record, and counts once all of it is right. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import mmap
 import os
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,8 +23,8 @@ from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, HeldFil
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
+from megasdc.wire import GONE, SECRET_BYTES, Door, connect
 
-TOKEN_BYTES = 32
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
 """Seconds that a partner may take for a piece of a slot, or to compare the whole, before it counts as lost."""
@@ -82,38 +80,19 @@ class Guests:
     """
 
     def __init__(self, folder: Path, address: str) -> None:
-        if not address:
-            raise OSError("the address by which others reach this host is not known")
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = secrets.token_bytes(SECRET_BYTES)
         self._folder = folder
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family)
-        threading.Thread(target=self._admit, name="guests", daemon=True).start()
+        self._door = Door(address, self.token, self._serve)
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._server.getsockname()[1])
+        return self._door.port
 
-    def _admit(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="guest", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                connection.settimeout(_CONNECT_S)
-                if not hmac.compare_digest(_receive(connection, TOKEN_BYTES), self.token):
-                    return
-                connection.settimeout(None)
-                while True:
-                    self._take(connection)
-            except (OSError, ValueError, CheckpointError):
-                return  # the sender notices the closed connection
+    def _serve(self, connection: socket.socket, _hello: object) -> None:
+        with contextlib.suppress(OSError, ValueError, CheckpointError):  # the sender notices the closed connection
+            while True:
+                self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         """Receive a slot.
@@ -168,7 +147,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while len(content) < size:
         piece = connection.recv(size - len(content))
         if not piece:
-            raise ConnectionError("the peer has gone")
+            raise ConnectionError(GONE)
         content += piece
     return bytes(content)
 
@@ -181,10 +160,8 @@ class Partner:
     """
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
-        self._connection = socket.create_connection((address, port), _CONNECT_S)
+        self._connection = connect(address, port, token, {}, _CONNECT_S)
         self._connection.settimeout(_ANSWER_S)
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._connection.sendall(token)
 
     def send(self, slot: Path, record: HeldRecord) -> None:
         """Send a slot, and wait until the partner has compared it with its record.

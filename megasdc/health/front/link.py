@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import time
+from dataclasses import asdict
 from typing import Any
 
 from megasdc.health.board import LOST_S, OwnState
+from megasdc.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.health.front.clocks import ClockMeasurement, Reading
-from megasdc.health.front.wire import ANSWER_S, FrontAddress, Hello, Wire
+from megasdc.wire import Messages, connect
 
 RETRY_S = 10.0
 
@@ -23,7 +24,7 @@ class FrontLink:
 
     def __init__(self, address: FrontAddress, hello: Hello) -> None:
         self._address, self._hello = address, hello
-        self._wire: Wire | None = None
+        self._messages: Messages | None = None
         self._try_at, self._heard_at = 0.0, -LOST_S
         self._told: OwnState | None = None
         self._answer: dict[str, Any] = {}
@@ -52,28 +53,22 @@ class FrontLink:
         Raises:
             OSError: it cannot be reached; it is tried again after some seconds.
         """
-        if self._wire is None and time.monotonic() < self._try_at:
+        if self._messages is None and time.monotonic() < self._try_at:
             return
         try:
-            if self._wire is None:
-                self._wire, self._told = self._connect(), None
-            self._tell(self._wire)
+            if self._messages is None:
+                self._messages, self._told = self._connect(), None
+            self._tell(self._messages)
         except OSError:
             self.close()
             self._try_at = time.monotonic() + RETRY_S
             raise
 
-    def _connect(self) -> Wire:
-        connection = socket.create_connection((self._address.address, self._address.port), timeout=ANSWER_S)
-        wire = Wire(connection, self._address.secret)
-        try:
-            wire.greet_front(self._hello)
-        except OSError:
-            wire.close()
-            raise
-        return wire
+    def _connect(self) -> Messages:
+        front = self._address
+        return Messages(connect(front.address, front.port, bytes.fromhex(front.secret), asdict(self._hello), ANSWER_S))
 
-    def _tell(self, wire: Wire) -> None:
+    def _tell(self, messages: Messages) -> None:
         own = self.own
         message: dict[str, Any] = {"ended": own.ended, "stuck": own.report is not None, "problem": own.problem}
         if own.unwatched:
@@ -83,13 +78,13 @@ class FrontLink:
         if (clock := self._clocks.clock) is not None:
             message["clock"] = clock
         sent = Reading.now()
-        wire.send(message)
-        self._answer = wire.receive(ANSWER_S)
+        messages.send(message, ANSWER_S)
+        self._answer = messages.receive(ANSWER_S)
         self._clocks.take(sent, self._answer, Reading.now())
         self._told, self._heard_at = own, time.monotonic()
 
     def close(self) -> None:
         """Close the connection; idempotent."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        if self._messages is not None:
+            self._messages.close()
+            self._messages = None

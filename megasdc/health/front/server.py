@@ -8,10 +8,8 @@ the same work per host however many there are. Until then, and without a front, 
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +19,17 @@ from typing import Any
 
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.board import LOST_S
+from megasdc.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.health.front.clocks import CLOCKS_FILE, HostClocks, Reading
-from megasdc.health.front.wire import FrontAddress, Hello, Wire, WireError
 from megasdc.health.incident import Conclusion, conclude
 from megasdc.moment import HostClock
+from megasdc.wire import SECRET_BYTES, Door, Messages, WireError
 
-MAX_UNKNOWN = 64
-"""Connections at a time that have not shown yet that they know the secret."""
+LOOK_S = 0.5
+"""Seconds between two looks at the hosts."""
 PUBLISH_S = 10.0 + LIMIT_S
 """Seconds for the file of an incident, and for the user's command."""
 Say = Callable[[str], None]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -184,7 +181,7 @@ class Standstill:
                 self._say(f"health: the incident could not be written within {PUBLISH_S:.0f} s")
 
 
-class FrontServer(socketserver.ThreadingTCPServer):
+class FrontServer:
     """Listens for agents on one address, until ``close``.
 
     Args:
@@ -198,69 +195,32 @@ class FrontServer(socketserver.ThreadingTCPServer):
         OSError: nothing can listen there.
     """
 
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 1024  # all hosts connect at once
-    block_on_close = False
-
     def __init__(self, launch_id: str, address: str, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, 0), _Agent)
-        self.front = FrontAddress(launch_id, address, self.server_address[1], secrets.token_hex(32))
+        secret = secrets.token_bytes(SECRET_BYTES)
         self.standstill = Standstill(health, say, alert_command)
-        self._unknown = threading.BoundedSemaphore(MAX_UNKNOWN)
-        self._say, self._refused = say, 0
-        self._thread = threading.Thread(target=self.serve_forever, name="health", daemon=True)
+        self._door = Door(address, secret, self._serve, lambda text: say(f"health: {text}"))
+        self.front = FrontAddress(launch_id, address, self._door.port, secret.hex())
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="health", daemon=True)
         self._thread.start()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for another connection that has not shown who it is."""
-        return self._unknown.acquire(blocking=False)
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self.standstill.look()
 
-    def known(self) -> None:
-        """A connection has shown who it is, or has ended without."""
-        self._unknown.release()
-
-    def refused(self, client: str, why: str) -> None:
-        """Tell, once, of a connection that is not an agent's."""
-        self._refused += 1
-        if self._refused == 1:
-            self._say(f"health: refused a connection from {client}: {why}; further ones are not told")
-
-    def service_actions(self) -> None:
-        """Look at the hosts; called about twice a second."""
-        self.standstill.look()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error of a connection, which ends with it."""
-        logger.warning("health: connection from %s failed", client_address, exc_info=True)
+    def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        """Answer an agent's messages until it leaves."""
+        agent, messages = Hello.read(hello), Messages(connection)
+        self.standstill.greet(agent)
+        with contextlib.suppress(ConnectionError, TimeoutError, WireError):
+            while True:
+                answer = self.standstill.hear(agent, messages.receive(LOST_S))
+                now = Reading.now()
+                messages.send({**answer, "clock": [now.date, now.monotonic]}, ANSWER_S)
 
     def close(self) -> None:
         """Stop listening; waits for the user's command."""
-        self.shutdown()
-        self.server_close()
+        self._door.close()
+        self._closed.set()
         self._thread.join()
         self.standstill.close()
-
-
-class _Agent(socketserver.BaseRequestHandler):
-    """Connection of one agent."""
-
-    server: FrontServer
-
-    def handle(self) -> None:
-        """Check who connects, then answer its messages until it leaves."""
-        try:
-            wire = Wire(self.request, self.server.front.secret)
-            hello = wire.greet_agent()
-        except (OSError, ValueError, RecursionError) as error:
-            self.server.refused(self.client_address[0], str(error) or type(error).__name__)
-            return
-        finally:
-            self.server.known()
-        self.server.standstill.greet(hello)
-        with contextlib.suppress(ConnectionError, TimeoutError, WireError):
-            while True:
-                answer = self.server.standstill.hear(hello, wire.receive(LOST_S))
-                now = Reading.now()
-                wire.send({**answer, "clock": [now.date, now.monotonic]})

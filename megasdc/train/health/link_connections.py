@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from megasdc.health.front.own_address import own_address_towards
-from megasdc.health.links.probe import HELLO_BYTES, accept, connect, listen
 from megasdc.health.links.rings import RankPair
 from megasdc.parallel.collectives import gather_objects
+from megasdc.wire import SECRET_BYTES, Door, connect
 
 CONNECT_S = 5.0
 """Seconds that a connection may take to be made: one that a firewall drops holds up the start for so long."""
 
 
 @dataclass(frozen=True)
-class _Door:
-    """Where a rank listens; ``token``: what its peers show."""
+class _Place:
+    """Where a rank listens; ``token``: the secret that its peers know."""
 
     address: str
     port: int
@@ -44,59 +44,63 @@ def connect_pairs(
     Collective: all ranks of the group.
     """
     following = [pair for pair in pairs if pair[1] == rank]
-    server, own = _open() if following else (None, "")
-    doors = gather_objects(own, group)
+    door, own = _open() if following else (None, "")
+    places = gather_objects(own, group)
     connections: dict[int, socket.socket] = {}
     failed: dict[RankPair, str] = {}
     for pair in pairs:
         if pair[0] == rank:
-            door = doors[pair[1]]
             try:
-                connections[pair[1]] = _enter(door, rank)
+                connections[pair[1]] = _enter(places[pair[1]], rank)
             except OSError as error:
                 failed[pair] = f"rank {pair[1]} cannot be reached: {error}"
     failed = _gathered(failed, group)  # who has connected waits in the other's queue
-    if server is not None and isinstance(own, _Door):
-        expected = [pair[0] for pair in following if pair not in failed]
-        with server:
-            connections |= _admit(server, own.token, len(expected))
+    if door is not None:
+        expected = {pair[0] for pair in following if pair not in failed}
+        with door:
+            connections |= _admit(door, expected)
         failed |= {pair: "it did not connect" for pair in following if pair[0] not in connections}
     return connections, _gathered(failed, group)
 
 
-def _open() -> tuple[socket.socket | None, _Door | str]:
+def _open() -> tuple[Door | None, _Place | str]:
     """Listen; returns where, or in a sentence why that is not possible."""
+    token = secrets.token_bytes(SECRET_BYTES)
     try:
         address = own_address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        server = listen(address)
+        door = Door(address, token)
     except OSError as error:
         return None, f"it cannot listen on the route to the first host: {error}"
-    return server, _Door(address, server.getsockname()[1], secrets.token_bytes(HELLO_BYTES))
+    return door, _Place(address, door.port, token)
 
 
-def _enter(door: _Door | str, rank: int) -> socket.socket:
+def _enter(place: _Place | str, rank: int) -> socket.socket:
     """Connect as this rank.
 
     Raises:
         OSError: it was not possible, or nobody listens.
     """
-    if isinstance(door, str):
-        raise ConnectionError(door)
+    if isinstance(place, str):
+        raise ConnectionError(place)
     try:
-        return connect(door.address, door.port, door.token, rank, CONNECT_S)
+        return connect(place.address, place.port, place.token, {"rank": rank}, CONNECT_S)
     except OSError as error:
-        raise ConnectionError(f"{door.address} port {door.port}: {error}") from error
+        raise ConnectionError(f"{place.address} port {place.port}: {error}") from error
 
 
-def _admit(server: socket.socket, token: bytes, number: int) -> dict[int, socket.socket]:
-    """So many connections by the rank that made them, or those that came in time."""
+def _admit(door: Door, expected: Collection[int]) -> dict[int, socket.socket]:
+    """Connections by the rank that made them, those that came in time."""
     found: dict[int, socket.socket] = {}
-    for _ in range(number):
+    while len(found) < len(expected):
         try:
-            first, connection = accept(server, token, CONNECT_S)
-        except OSError:
+            hello, connection = door.take(CONNECT_S)
+        except TimeoutError:
             break  # it is reported as not connected
-        found[first] = connection
+        first = hello.get("rank")
+        if isinstance(first, int) and first in expected and first not in found:
+            found[first] = connection
+        else:
+            connection.close()
     return found
 
 

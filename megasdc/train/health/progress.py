@@ -21,8 +21,8 @@ from megasdc.engine.run import Run
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.agent import AgentOptions
 from megasdc.health.agent_process import AgentProcess
+from megasdc.health.front.address import FrontAddress, keep_front, take_front
 from megasdc.health.front.clocks import TOLD_S
-from megasdc.health.front.wire import FrontAddress, keep_front, take_front
 from megasdc.health.instructions import PHASES
 from megasdc.health.phases import Phase
 from megasdc.health.process_state import started_at

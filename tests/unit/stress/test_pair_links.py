@@ -88,7 +88,7 @@ def test_two_ends_measure_a_link_and_an_end_alone_says_why_not() -> None:
 
     def ask(tasks: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
         if all(task["do"] == "open_link" for task in tasks.values()):
-            doors.extend(ends[place[0]].open(task["towards"]) for place, task in tasks.items())
+            doors.extend(ends[place[0]].open(task) for place, task in tasks.items())
             return dict(zip(tasks, doors, strict=True))
         with ThreadPoolExecutor() as pool:
             running = {place: pool.submit(ends[place[0]].measure, task) for place, task in tasks.items()}
@@ -99,7 +99,8 @@ def test_two_ends_measure_a_link_and_an_end_alone_says_why_not() -> None:
     assert found["failed"] is None and LinkFigures.from_dict(found["figures"]).pair == pair
     assert [door["address"] for door in doors] == ["127.0.0.1"], "not on all addresses"
     alone = LinkEnd(0.2)
-    task = {"token": secrets.token_hex(32), "pair": list(pair), **alone.open("127.0.0.1")}
+    asked = {"towards": "127.0.0.1", "token": secrets.token_hex(32)}
+    task = {**asked, "pair": list(pair), **alone.open(asked)}
     assert alone.measure(task)["failed"]
 
 
@@ -116,7 +117,7 @@ def test_a_host_without_a_route_fails_its_pair_alone(monkeypatch: pytest.MonkeyP
 
     def ask(tasks: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
         if any(task["do"] == "open_link" for task in tasks.values()):
-            return {place: ends[place[0]].open(task["towards"]) for place, task in tasks.items()}
+            return {place: ends[place[0]].open(task) for place, task in tasks.items()}
         return {place: {"failed": None, "figures": {}} for place in tasks}
 
     found = measure_pairs([("a", "b"), ("c", "d")], ask, secrets.token_hex)

@@ -10,27 +10,29 @@ from collections.abc import Iterator
 
 import pytest
 
-from megasdc.health.links.probe import HELLO_BYTES, ProbePlan, accept, connect, follow, lead, listen
+from megasdc.health.links.probe import ProbePlan, follow, lead
+from megasdc.wire import SECRET_BYTES, Door, connect
 
 PLAN = ProbePlan(pings=5, transfers=3, payload_bytes=300_001)
-TOKEN = bytes(range(HELLO_BYTES))
+TOKEN = bytes(range(SECRET_BYTES))
+WHO = {"rank": 3}
 
 
 @contextlib.contextmanager
 def two_ends(answer: ProbePlan | None) -> Iterator[socket.socket]:
     """The leading end; the other one measures by ``answer``, or leaves at once."""
-    with listen("127.0.0.1") as server:
+    with Door("127.0.0.1", TOKEN) as door:
 
         def other() -> None:
-            number, connection = accept(server, TOKEN, 10.0)
-            assert number == 3
+            hello, connection = door.take(10.0)
+            assert hello == WHO
             with connection:
                 if answer is not None:
                     follow(connection, answer, 10.0)
 
         thread = threading.Thread(target=other)
         thread.start()
-        with connect("127.0.0.1", server.getsockname()[1], TOKEN, 3, 10.0) as connection:
+        with connect("127.0.0.1", door.port, TOKEN, WHO, 10.0) as connection:
             yield connection
         thread.join()
 
@@ -48,20 +50,6 @@ def test_an_end_that_leaves_is_an_error() -> None:
     """Not a wait until the timeout."""
     with two_ends(None) as connection, pytest.raises(OSError):
         lead(connection, PLAN, "a", "b", 10.0)
-
-
-def test_who_does_not_know_the_token_is_turned_away() -> None:
-    """A stranger is disconnected, and the peer that comes after it is taken."""
-    with listen("127.0.0.1") as server:
-        port = server.getsockname()[1]
-        stranger = connect("127.0.0.1", port, bytes(HELLO_BYTES), 1, 5.0)
-        silent = socket.create_connection(("127.0.0.1", port))
-        silent.close()
-        peer = connect("127.0.0.1", port, TOKEN, 7, 5.0)
-        number, connection = accept(server, TOKEN, 5.0)
-        assert number == 7 and stranger.recv(1) == b""
-        for one in (stranger, peer, connection):
-            one.close()
 
 
 def test_a_measurement_ends_at_its_limit() -> None:
@@ -97,20 +85,6 @@ def test_idle_connections_are_kept_alive() -> None:
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:
-    with listen("127.0.0.1") as server:
-        here = connect("127.0.0.1", server.getsockname()[1], TOKEN, 3, 10.0)
-        return here, accept(server, TOKEN, 10.0)[1]
-
-
-def test_who_listens_on_an_address_is_not_reached_by_another() -> None:
-    """A socket bound to one address takes nothing that comes to another of this host's."""
-    with listen("127.0.0.1") as server, pytest.raises(OSError):
-        connect("127.0.0.2", server.getsockname()[1], TOKEN, 3, 5.0)
-
-
-def test_waiting_for_nobody_ends() -> None:
-    """After the timeout, with an error."""
-    began = time.monotonic()
-    with listen("127.0.0.1") as server, pytest.raises(OSError):
-        accept(server, TOKEN, 0.2)
-    assert time.monotonic() - began < 60
+    with Door("127.0.0.1", TOKEN) as door:
+        here = connect("127.0.0.1", door.port, TOKEN, WHO, 10.0)
+        return here, door.take(10.0)[1]

@@ -1,0 +1,415 @@
+"""Connections between processes of a run: who listens, who is let in, and what is read of them; no torch.
+
+A ``Door`` listens on one address. Whoever connects has ``HANDSHAKE_S`` seconds for the whole handshake, in which both
+sides show with an HMAC (RFC 2104, SHA-256) over each other's random numbers that they know a secret, which never
+travels on the connection; before that nothing but a short line of JSON is read. Connections that have not shown it are
+bounded in number, and where there are too many the oldest gives way to the newest, so that slow ones keep nobody out.
+What is sent afterwards is neither secret nor encrypted: the network between a run's hosts is taken for one on which
+nobody else writes into a connection that is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import logging
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+HANDSHAKE_S = 5.0
+HELLO_BYTES = 4 << 10
+MESSAGE_BYTES = 8 << 20
+SECRET_BYTES = 32
+MAX_UNKNOWN = 64
+"""Connections of a door at a time that have not shown yet that they know the secret."""
+BACKLOG = 1024
+"""Connections that the kernel keeps for a door: all hosts connect at once."""
+PAUSE_S = 0.05
+"""Seconds without another attempt where the process or the host has no descriptor left."""
+KEEP_ALIVE_S, KEEP_INTERVAL_S = 30, 10
+"""Idle seconds after which the kernel asks the peer for a sign of life, and between two: firewalls forget idle ones."""
+BROKEN_S = 60
+"""Seconds without an acknowledgement after which the kernel closes a connection."""
+DESCRIPTORS = 1 << 16
+GONE = "the peer has closed the connection"
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PIECE = 1 << 16
+_POLL_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+Serve = Callable[[socket.socket, dict[str, Any]], None]
+
+
+class WireError(OSError):
+    """The other side is not who it should be, or says what cannot be read."""
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and those that it starts open as many descriptors as the system allows, at most 65,536.
+
+    The usual limit of 1,024 ends a rank whose listener of gloo's is given as many connections, and a front of as many
+    hosts.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Exchange:
+    """Bytes over a connection, all of them within a limit: no wait for a part prolongs it.
+
+    Args:
+        limit_s: seconds from now.
+
+    Raises:
+        OSError: by each method, where the peer has closed the connection or the time is up.
+    """
+
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
+        self._connection, self._limit_s = connection, limit_s
+        self._ends_at = time.monotonic() + limit_s
+
+    def send(self, content: bytes) -> None:
+        """Send all of it."""
+        self._in_time().sendall(content)
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes, few."""
+        content = bytearray(size)
+        self.fill(memoryview(content))
+        return bytes(content)
+
+    def fill(self, view: memoryview) -> None:
+        """Exactly as many bytes as the view has."""
+        while view:
+            got = self._in_time().recv_into(view)
+            if not got:
+                raise ConnectionError(GONE)
+            view = view[got:]
+
+    def line(self, limit: int) -> bytes:
+        """One line with its end, and nothing of what follows.
+
+        Args:
+            limit: bytes that it may have.
+
+        Raises:
+            WireError: it is longer.
+        """
+        found = bytearray()
+        while not found.endswith(b"\n"):
+            if len(found) >= limit:
+                raise WireError(f"no line of at most {limit} bytes")
+            seen = self._in_time().recv(min(_PIECE, limit - len(found)), socket.MSG_PEEK)
+            if not seen:
+                raise ConnectionError(GONE)
+            found += self.take(seen.find(b"\n") + 1 or len(seen))
+        return bytes(found)
+
+    def message(self, limit: int) -> dict[str, Any]:
+        """One line with a JSON object.
+
+        Raises:
+            WireError: it is none, or longer than ``limit`` bytes.
+        """
+        line = self.line(limit)
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise WireError("no JSON object")
+        return found
+
+    def tell(self, message: object, limit: int) -> None:
+        """Send an object as a line of JSON.
+
+        Raises:
+            WireError: it is longer than ``limit`` bytes.
+        """
+        line = json.dumps(message).encode() + b"\n"
+        if len(line) > limit:
+            raise WireError(f"a message of {len(line)} bytes is too long, {limit} are allowed")
+        self.send(line)
+
+    def _in_time(self) -> socket.socket:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"not done within {self._limit_s:g} s")
+        self._connection.settimeout(left_s)
+        return self._connection
+
+
+def introduce(connection: socket.socket, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> None:
+    """Caller's part of the handshake: say who this is, prove that it knows the secret, let the listener prove it.
+
+    Args:
+        hello: what ``admit`` returns at the other end.
+
+    Raises:
+        WireError: who listens does not know the secret.
+        OSError: the connection is broken, or it took longer.
+    """
+    exchange, own = Exchange(connection, limit_s), secrets.token_hex(16)
+    theirs, text = _text(exchange.message(HELLO_BYTES), "number"), json.dumps(dict(hello))
+    proof = _proof(secret, "caller", theirs, own, text)
+    exchange.tell({"number": own, "hello": text, "proof": proof}, HELLO_BYTES)
+    answer = _text(exchange.message(HELLO_BYTES), "proof")
+    if not hmac.compare_digest(answer, _proof(secret, "listener", own, theirs, text)):
+        raise WireError("who listens there does not know the secret of the launch")
+
+
+def admit(connection: socket.socket, secret: bytes, limit_s: float) -> dict[str, Any]:
+    """Listener's part of the handshake; returns the caller's ``hello``.
+
+    Raises:
+        WireError: the caller does not know the secret, or speaks something else.
+        OSError: the connection is broken, or it took longer.
+    """
+    exchange, own = Exchange(connection, limit_s), secrets.token_hex(16)
+    exchange.tell({"number": own}, HELLO_BYTES)
+    answer = exchange.message(HELLO_BYTES)
+    theirs, text = _text(answer, "number"), _text(answer, "hello")
+    if not hmac.compare_digest(_text(answer, "proof"), _proof(secret, "caller", own, theirs, text)):
+        raise WireError("does not know the secret of the launch")
+    try:
+        hello = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"no greeting: {error}") from error
+    if not isinstance(hello, dict):
+        raise WireError("no greeting")
+    exchange.tell({"proof": _proof(secret, "listener", theirs, own, text)}, HELLO_BYTES)
+    return hello
+
+
+def _text(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not value.isascii():
+        raise WireError(f"a message without `{name}`")
+    return value
+
+
+def _proof(secret: bytes, *words: str) -> str:
+    return hmac.new(secret, "\n".join(words).encode(), hashlib.sha256).hexdigest()
+
+
+def connect(host: str, port: int, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> socket.socket:
+    """Connect to a door, and say who this is; without a timeout afterwards.
+
+    Raises:
+        WireError: who listens there does not know the secret.
+        OSError: it cannot be reached in time.
+    """
+    ends_at = time.monotonic() + limit_s
+    connection = socket.create_connection((host, port), limit_s)
+    try:
+        keep_alive(connection)
+        introduce(connection, secret, hello, ends_at - time.monotonic())
+    except OSError:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """No delay of small messages, and signs of life while nothing is sent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEP_INTERVAL_S),
+        (socket.TCP_USER_TIMEOUT, 1000 * BROKEN_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Messages:
+    """JSON objects over a connection whose ends know each other, each within a time and a length."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: object, timeout_s: float) -> None:
+        """Send one message.
+
+        Raises:
+            WireError: it is too long.
+            OSError: the connection is broken, or it is not taken in time.
+        """
+        Exchange(self._connection, timeout_s).tell(message, MESSAGE_BYTES)
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Receive one message.
+
+        Raises:
+            WireError: it is no JSON object, or too long.
+            OSError: the connection is broken, or it has not come in time.
+        """
+        return Exchange(self._connection, timeout_s).message(MESSAGE_BYTES)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class Door:
+    """Listens on one address, on a free port, until ``close``.
+
+    Args:
+        address: of this host; nothing that comes to another one is taken.
+        secret: that callers show.
+        serve: called with each caller's connection and hello, in a thread of its own; the connection is closed when it
+            returns. None: ``take`` returns them.
+        say: tells people, once, that a stranger was refused, and once that no descriptors are left.
+
+    Raises:
+        OSError: the address is none of this host's.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        serve: Serve | None = None,
+        say: Callable[[str], None] = logger.warning,
+    ) -> None:
+        if not address:
+            raise OSError("the address by which others reach this host is not known")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        self._server.settimeout(_POLL_S)
+        self.address, self.port = address, int(self._server.getsockname()[1])
+        self._secret, self._serve, self._say = secret, serve, say
+        self._lock = threading.Lock()
+        self._unknown: dict[socket.socket, str] = {}
+        """Address of each caller that has not shown the secret yet, in the order in which they came."""
+        self._meeting = 0
+        self._admitted: SimpleQueue[tuple[dict[str, Any], socket.socket]] = SimpleQueue()
+        self._told: set[str] = set()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
+        self._thread.start()
+
+    def take(self, timeout_s: float) -> tuple[dict[str, Any], socket.socket]:
+        """The next caller's hello and connection, without a timeout.
+
+        Raises:
+            TimeoutError: nobody came in time.
+        """
+        try:
+            return self._admitted.get(timeout=max(0.0, timeout_s))
+        except Empty:
+            raise TimeoutError(f"nobody has connected within {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        """Stop listening; connections that were served or taken stay."""
+        self._closed.set()
+        self._thread.join()
+        self._server.close()
+        with self._lock:
+            for connection in self._unknown:
+                _shut(connection)
+        with contextlib.suppress(Empty):
+            while True:
+                self._admitted.get_nowait()[1].close()
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            if self._meeting > 2 * MAX_UNKNOWN:  # threads of those that were ended have not closed them yet
+                self._closed.wait(0.001)
+                continue
+            try:
+                connection, client = self._server.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                # ECONNABORTED and the like are of one caller, who has gone.
+                if error.errno in _EXHAUSTED:
+                    self._tell_once("exhausted", f"no further connection can be taken: {error.strerror}")
+                    self._make_room((len(self._unknown) + 1) // 2)
+                    self._closed.wait(PAUSE_S)
+                continue
+            self._begin(connection, client[0])
+
+    def _begin(self, connection: socket.socket, client: str) -> None:
+        with self._lock:
+            self._unknown[connection] = client
+            self._meeting += 1
+        self._make_room(MAX_UNKNOWN)
+        try:
+            threading.Thread(target=self._meet, args=(connection, client), name="caller", daemon=True).start()
+        except RuntimeError as error:  # no further thread
+            self._tell_once("exhausted", f"no further connection can be taken: {error}")
+            self._end_meeting(connection)
+            connection.close()
+            self._closed.wait(PAUSE_S)
+
+    def _make_room(self, most: int) -> None:
+        """While more are unknown, end the oldest of the address with most of them; their threads close them."""
+        with self._lock:
+            while len(self._unknown) > most:
+                address = Counter(self._unknown.values()).most_common(1)[0][0]
+                oldest = next(one for one, client in self._unknown.items() if client == address)
+                del self._unknown[oldest]
+                _shut(oldest)
+
+    def _end_meeting(self, connection: socket.socket) -> bool:
+        """Count a connection among the unknown no more; returns whether it was until now."""
+        with self._lock:
+            self._meeting -= 1
+            return self._unknown.pop(connection, None) is not None
+
+    def _meet(self, connection: socket.socket, client: str) -> None:
+        hello, why = None, ""
+        try:
+            keep_alive(connection)
+            hello = admit(connection, self._secret, HANDSHAKE_S)
+            connection.settimeout(None)
+        except OSError as error:
+            slow = isinstance(error, TimeoutError)
+            why = f"not done within {HANDSHAKE_S:g} s" if slow else str(error) or type(error).__name__
+        stays = self._end_meeting(connection)
+        if hello is None or not stays:
+            connection.close()
+            why = why or "it was ended to make room"
+            self._tell_once("refused", f"refused a connection from {client}: {why}; further ones are not told")
+            return
+        if self._serve is None:
+            self._admitted.put((hello, connection))
+            return
+        with connection:
+            try:
+                self._serve(connection, hello)
+            except Exception:  # of this connection alone, which ends with it
+                logger.warning("connection from %s failed", client, exc_info=True)
+
+    def _tell_once(self, kind: str, text: str) -> None:
+        with self._lock:
+            if kind in self._told:
+                return
+            self._told.add(kind)
+        self._say(text)
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
