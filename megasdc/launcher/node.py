@@ -47,11 +47,13 @@ Handler = Callable[[int, FrameType | None], None]
 class PatientStop:
     """Waits for the ranks of this host before DeepSpeed's own signal handler ends the rest.
 
-    ``grace_s``: seconds that ranks have after SIGTERM or SIGUSR1.
+    Args:
+        grace_s: seconds that ranks have after SIGTERM or SIGUSR1.
+        before: called before they are sent it.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, grace_s: float, before: Callable[[], None] = lambda: None) -> None:
+        self._grace_s, self._before = grace_s, before
         self._deadline: float | None = None
 
     def register(self, number: int, handler: Handler) -> None:
@@ -68,6 +70,7 @@ class PatientStop:
             self._deadline = min(self._deadline, deadline)
             return
         self._deadline = deadline
+        self._before()
         # Only the ranks: a data loader's worker that ended before its rank would make the save fail.
         ranks = psutil.Process().children()
         for rank in ranks:
@@ -97,6 +100,7 @@ class Ranks:
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._end = launch.terminate_process_tree
+        self._are_ended = False
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Replacement of ``subprocess.Popen`` in launch.py."""
@@ -106,15 +110,23 @@ class Ranks:
 
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
-        for rank, process in list(self._processes.items()):
-            if process.returncode:
-                say(
-                    f"rank {rank} ended with {describe_code(process.returncode)}; the others of this host are ended too"
-                )
-                del self._processes[rank]
-                if (folder := records_folder(LOGS, sys.argv)) is not None:
-                    write_ended(folder, int(rank), process.returncode)
+        self.tell_failed()
         self._end(pid)
+
+    def tell_failed(self) -> None:
+        """Tell which ranks have failed by themselves, once, before the others are ended.
+
+        launch.py looks at them every second, in any order, and stops at the first that has failed: that one may have
+        waited for another, which a signal has ended and which leaves no record itself.
+        """
+        if self._are_ended:
+            return
+        self._are_ended = True
+        failed = [(rank, code) for rank, process in self._processes.items() if (code := process.poll())]
+        for rank, code in sorted(failed, key=lambda one: one[1] > 0):  # those that a signal has ended come first
+            say(f"rank {rank} ended with {describe_code(code)}; the others of this host are ended too")
+            if (folder := records_folder(LOGS, sys.argv)) is not None:
+                write_ended(folder, int(rank), code)
 
 
 def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:
@@ -135,9 +147,9 @@ def main() -> None:
     front = os.environ.pop(FRONT_PID_VARIABLE, None)  # set if the front started this process itself
     if front:
         follow_parent(expected=int(front))
-    stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)))
-    launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     ranks = Ranks()
+    stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)), ranks.tell_failed)
+    launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})
     launch.terminate_process_tree = ranks.end
     os.environ[NODE_PID_VARIABLE] = str(os.getpid())

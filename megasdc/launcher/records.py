@@ -82,7 +82,7 @@ class HostRecord:
 class EndedRecord:
     """A rank's process has ended with an exit code other than 0, as its launcher saw; fields are named as in the file.
 
-    It is the first of its host: the launcher ends the others. ``exit_code``: -n if signal n ended it.
+    It has ended by itself: the launcher ends the others of its host after that. ``exit_code``: -n if signal n ended it.
     """
 
     rank: int
@@ -176,7 +176,7 @@ def write_host_failed(folder: Path, exit_code: int) -> Path | None:
 
 
 def write_ended(folder: Path, rank: int, exit_code: int) -> Path | None:
-    """Record that a rank of this host was the first to end, with a code other than 0, in ``records_dir``.
+    """Record that a rank of this host has ended by itself with a code other than 0, in ``records_dir``.
 
     Returns the file written; None when it could not be written.
     """

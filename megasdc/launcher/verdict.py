@@ -151,6 +151,14 @@ def _signal_number(code: int) -> int:
     return -code if code < 0 else code - 128 if code <= 128 + signal.SIGRTMAX else 256 - code
 
 
+def _signal_of_one(launcher_code: int) -> int | None:
+    """Number of the signal that ended a rank, by its launcher's exit code; None: that says none."""
+    if not 128 < launcher_code < 255:  # 255: SSH's own error; negative: the launcher itself was killed
+        return None
+    number = _signal_number(launcher_code)
+    return number if number in signal.valid_signals() else None
+
+
 def _is_consequence(done: DoneRecord) -> bool:
     """Whether a rank failed because another one had ended: by a PeerError or a broken collective.
 
@@ -272,7 +280,7 @@ def _ranks_missing(
     for rank in missing[:MAX_RANKS_SHOWN]:
         what = "never started" if rank in never else "killed or host lost"
         seen = records.ended.get(rank)
-        own = "" if seen is None else f"; the first of its host to end, with {describe_code(seen.exit_code)}"
+        own = "" if seen is None else f"; it ended by itself, with {describe_code(seen.exit_code)}"
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code}{own})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
@@ -292,6 +300,8 @@ def _ranks_missing(
         return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
+    if one is None and len(missing) == 1:  # of launchers that leave no such record, as SLURM's
+        ended_by = _signal_of_one(launcher_code)
     return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes], ended_by=ended_by)
 
 

@@ -1,4 +1,4 @@
-"""Time for the ranks of a host between a signal and their end."""
+"""The ranks of a host: time between a signal and their end, and how they have ended by themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from megasdc.launcher.records import parse_records
 
 PROGRAM = """
 import signal, subprocess, sys, time
@@ -18,6 +21,38 @@ PatientStop({grace_s}).register(signal.SIGTERM, lambda *_: sys.exit(1))
 print('registered', flush=True)
 time.sleep(60)
 """
+
+
+ENDED = """
+import contextlib, os, psutil, subprocess, sys, time
+from pathlib import Path
+from megasdc.launcher import node
+from megasdc.launcher.node import PatientStop, Ranks
+node.records_folder = lambda *_: Path("records")
+ranks = Ranks()
+programs = ["exit(79)", "import os; os.kill(os.getpid(), 11)", "import time; time.sleep(60)"]
+found = [
+    ranks.start([sys.executable, "-c", one], env={{**os.environ, "RANK": str(rank)}})
+    for rank, one in enumerate(programs)
+]
+while any(psutil.Process(one.pid).status() != "zombie" for one in found[:2]):
+    time.sleep(0.05)
+{look}
+for one in found:
+    with contextlib.suppress(psutil.Error):  # as launch.py
+        ranks.end(one.pid)
+"""
+STOPPED = "PatientStop(1, ranks.tell_failed)._stop(15, None, lambda *_: None)"
+
+
+@pytest.mark.parametrize("look", ["found[0].poll()", STOPPED], ids=["its peer was seen first", "stopped meanwhile"])
+def test_a_rank_that_a_signal_has_ended_is_told_of(tmp_path: Path, look: str) -> None:
+    """Whatever the launcher sees first, its peer that has lost it or the stop that follows; not who is ended."""
+    program = [sys.executable, "-c", ENDED.format(look=look)]
+    subprocess.run(program, check=True, cwd=tmp_path, timeout=60)
+    records = parse_records({one.name: one.read_text() for one in (tmp_path / "records").iterdir()})
+    assert {rank: one.exit_code for rank, one in records.ended.items()} == {0: 79, 1: -11}
+    assert records.ended[1].time <= records.ended[0].time, "which explains the other"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

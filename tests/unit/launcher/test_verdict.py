@@ -72,8 +72,17 @@ def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then(
     verdict = judge(HOSTS, records, 250, clocks=CLOCKS)
     assert (verdict.rank, verdict.host, verdict.ended_by) == (3, "b", 9)
     assert verdict.lines[0].startswith("rank 3 on b: no done record (killed or host lost; launcher said exit code 250")
-    assert "; the first of its host to end, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
+    assert "; it ended by itself, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
     assert "rank 1 on a" in verdict.lines[1] and "rank 0 on a: no done record (killed" in verdict.lines[2]
+
+
+@pytest.mark.parametrize(("code", "number"), [(139, 11), (245, 11), (137, 9), (255, None), (78, None), (-11, None)])
+def test_a_signal_is_known_by_the_launchers_code_where_it_leaves_no_record_of_its_ranks(
+    code: int, number: int | None
+) -> None:
+    """As of a step of SLURM; not where several ranks may have been ended by it, or it was the launcher itself."""
+    assert judge(HOSTS, records_of({0: 79, 1: 79, 2: 79}), code).ended_by == number
+    assert judge(HOSTS, records_of({0: 79, 1: 79}), code).ended_by is None
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:
