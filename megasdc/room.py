@@ -265,7 +265,7 @@ def finish(say: Say = say_on_stderr) -> None:
         say(f"{path} could not be written and is lost: there was no room")
 
 
-class RoomWatch:
+class RoomProbe:
     """Looks every few seconds whether a folder has room.
 
     Args:
@@ -300,6 +300,19 @@ class RoomWatch:
             self._since = 0.0
         _process.mark(self._folder, waits=bool(problem))
         return not problem
+
+    def need(self) -> None:
+        """Look, where nothing can be done without room.
+
+        Raises:
+            StorageError: it has had none for too long.
+        """
+        if not self.look() and (waited_s := time.monotonic() - self._since) >= _process.limit_s:
+            raise StorageError(
+                f"{self._folder} has had no room for {waited_s:.0f} s; megasdc.logging.wait_for_room_s is "
+                f"{_process.limit_s:g}. What to do: free space, then start it again",
+                no_room=True,
+            )
 
 
 class LineFile(io.TextIOBase):

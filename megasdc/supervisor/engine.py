@@ -128,7 +128,7 @@ class FrontEngine:
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
         self._waker = Waker(STOPPED_S, DISK_S)
-        self._room = room.RoomWatch(run_dir, _say)
+        self._room = room.RoomProbe(run_dir, _say)
         self._log: subprocess.Popen[bytes] | None = None
         self._ended_with: int | None = None
 

@@ -245,7 +245,8 @@ def _ended(history: History, entry: Entry) -> None:
     if trained is not None and history.at_most is not None and trained["resumed"] <= history.at_most:
         history.at_most = None  # what is newer was moved away
     code, last = entry.fields["exit_code"], entry.fields.get("last")
-    history.failures.append(Failure(entry.time, history.attempt.hosts, code, diagnosis, last))
+    resumed = None if trained is None else trained["resumed"]
+    history.failures.append(Failure(entry.time, history.attempt.hosts, code, diagnosis, last, resumed))
 
 
 def _decided(history: History, entry: Entry) -> None:

@@ -5,7 +5,7 @@ diagnosis          the first time                      again: on one of the same
 =================  ==================================  =====================================================
 done, stopped      finish                              -
 grown, preempted   start again                         start again
-folder_full        start again, once it has room       start again, once it has room
+folder_full        start again, once it has room       stop, where it went on from no later step
 input              stop: a person must change it       -
 unfit              replace the hosts; else stop        replace the hosts; else stop
 no_room            replace the hosts; else start again replace the hosts; else start again
@@ -84,6 +84,7 @@ class Rule:
     Args:
         first: the first time.
         again: where one of its hosts had it before, or the run, if it names none, since it last got on; None: the same.
+            Of one that is no failure: where the run had it before, and has gone on from no later step since.
         certain: a host that it names is wrong for certain, so that the run cannot go on with it.
         returns: a host that it names may come back after a test: that weighs more than the evidence.
         fails: the attempt has failed, which counts for limits.
@@ -103,7 +104,7 @@ RULES = {
     "stopped": Rule(Action.FINISH),
     "grown": Rule(Action.AGAIN, fails=False),
     "preempted": Rule(Action.AGAIN, fails=False),
-    "folder_full": Rule(Action.AGAIN, fails=False),
+    "folder_full": Rule(Action.AGAIN, Action.STOP, fails=False),
     "input": Rule(Action.STOP),
     "checkpoint": Rule(Action.AGAIN, Action.BACK),
     "non_finite": Rule(Action.AGAIN, Action.BACK),
@@ -166,6 +167,7 @@ class Failure:
         used: hosts of the attempt.
         exit_code: of the launch; None: its front was killed.
         last: last step that it did itself; 0: none, None: not known.
+        resumed: step that it went on from; 0: it began, None: it did no step.
     """
 
     time: float
@@ -173,6 +175,7 @@ class Failure:
     exit_code: int | None
     diagnosis: Diagnosis
     last: int | None = None
+    resumed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,10 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     if rule.first in (Action.FINISH, Action.STOP):
         return Decision(rule.first, found.text)
     if not rule.fails:
+        had = [one for one in failures[:-1] if one.diagnosis.kind == found.kind]
+        if rule.again is Action.STOP and had and (failures[-1].resumed or 0) <= (had[-1].resumed or 0):
+            text = f"{found.text}; it is not the first time, and nothing was kept since that the run could go on from"
+            return Decision(Action.STOP, text)
         return Decision(rule.first, found.text, pause_s=_pause_s(failures, limits))
     failures = [one for one in failures if RULES[one.diagnosis.kind].fails]
     if (limit := _limit_of(failures, limits)) is not None:

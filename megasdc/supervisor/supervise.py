@@ -14,6 +14,7 @@ from threading import Event
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.plan import new_launch_id
 from megasdc.launcher.verdict import lines_of
+from megasdc.room import RoomProbe
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import KINDS, diagnose
 from megasdc.supervisor.engine import Engine
@@ -22,7 +23,7 @@ from megasdc.supervisor.host_tests import HostTest, Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
 from megasdc.supervisor.met import of_journal, with_journal
-from megasdc.supervisor.policy import Action, Limits, decide, may_return
+from megasdc.supervisor.policy import Action, Decision, Limits, decide, may_return
 
 POLL_S = 0.2
 LOOK_S = 3.0
@@ -58,6 +59,7 @@ class Supervisor:
         self._has_left = False
         self._process = self._asked = ENDED
         self._look_at = 0.0
+        self._room = RoomProbe(journal.path.parent, say)
         self._history = History.of(journal.entries)
 
     def run(self) -> int:
@@ -116,11 +118,7 @@ class Supervisor:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
         self._look_at_new()
-        waits = False
-        while not self._allocation.can_be_left and self._are_lacking and self._test_hosts():
-            waits = waits or self._say_that_it_waits()
-            if self._stop.wait(POLL_S):
-                break
+        self._wait_for_hosts(lambda: self._are_lacking and not self._allocation.can_be_left)
         are_lacking = self._are_lacking
         text = f"{min(history.sizes)} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
         is_new = history.stage == "left"
@@ -141,10 +139,21 @@ class Supervisor:
                 skips_snapshots=history.skips_snapshots,
             )
 
-    def _say_that_it_waits(self) -> bool:
-        hosts, every_s = ", ".join(self._history.replaced), self._limits.retest_s
-        self._say(f"there are too few hosts: the run waits until one passes its test, every {every_s:g} s: {hosts}")
-        return True
+    def _wait_for_hosts(self, are_lacking: Callable[[], bool]) -> None:
+        """Wait as long as hosts are lacking and one that is tested may help, or until the run is to stop.
+
+        Raises:
+            StorageError: the run folder has had no room for too long, and without it no test can tell what it finds.
+        """
+        waits = False
+        while are_lacking() and self._test_hosts():
+            if not waits:
+                waits = True
+                hosts, when = ", ".join(self._history.replaced), f"every {self._limits.retest_s:g} s"
+                self._say(f"there are too few hosts: the run waits until one passes its test, {when}: {hosts}")
+            self._room.need()
+            if self._stop.wait(POLL_S):
+                return
 
     @property
     def _are_lacking(self) -> bool:
@@ -246,11 +255,12 @@ class Supervisor:
 
     def _decide(self) -> None:
         history = self._history
-        decision = decide(history.failures, self._num_others, self._limits, history.went_back)
-        waits = False
-        while decision.lacking and self._test_hosts() and not self._stop.wait(POLL_S):
-            waits = waits or self._say_that_it_waits()
-            decision = decide(history.failures, self._num_others, self._limits, history.went_back)
+
+        def decided() -> Decision:
+            return decide(history.failures, self._num_others, self._limits, history.went_back)
+
+        self._wait_for_hosts(lambda: decided().lacking)
+        decision = decided()
         self._say(f"{decision.action.value}: {decision.text}")
         self._write("decided", **{**asdict(decision), "action": decision.action.value})
 

@@ -91,6 +91,17 @@ def test_without_spares_an_unfit_host_ends_the_run_and_snapshots_are_done_withou
     assert not decided(failure("no_room", "b")).skips_snapshots
 
 
+def test_a_folder_that_is_full_again_ends_a_run_that_keeps_nothing() -> None:
+    """Whatever lies between; one that went on from a later step than the time before has kept something."""
+    full = replace(failure("folder_full"), resumed=4)
+    assert decided(full).action is AGAIN
+    again = decided(full, failure("host_lost", "b"), full)
+    assert again.action is STOP and again.text.endswith("nothing was kept since that the run could go on from")
+    assert decided(full, replace(full, resumed=None)).action is STOP, "it did no step"
+    assert decided(full, replace(full, resumed=5)).action is AGAIN
+    assert decided(full, replace(full, resumed=5), replace(full, resumed=5)).action is STOP
+
+
 def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     """Three in succession; on the same hosts alone it is not known, and progress between them begins anew."""
     same = [failure("rank_failed", host, used=(host, "c")) for host in "abd"]

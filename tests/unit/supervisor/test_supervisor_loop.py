@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from threading import Event
+from threading import Event, Timer
 
 import pytest
 
@@ -34,6 +35,7 @@ from megasdc.supervisor.ledger import Ledger
 from megasdc.supervisor.policy import Limits, may_return
 from megasdc.supervisor.salvage import complete
 from megasdc.supervisor.supervise import Supervisor
+from megasdc.supervisor.trained import Trained
 
 STEPS = 50
 LIMITS = Limits(pause_s=0.01, returns=0)
@@ -649,6 +651,40 @@ def test_the_run_waits_while_a_host_has_a_test_to_come(tmp_path: Path) -> None:
     tests, limits = SmallTests({"c": [77, 71, 0]}), Limits(pause_s=0.01, retest_s=0.3)
     assert supervise(tmp_path, engine, tests=tests, limits=limits, allocation=Allocation("hosts", hosts)) == 0
     assert [one.split()[1] for one in engine.started] == ["z,c"] and tests.started == ["c"] * 3
+
+
+def test_a_run_without_hosts_and_room_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that cannot tell what it finds is no test to come; the exit code is that of a full folder."""
+    engine, stop = SmallProcesses(tmp_path, []), Event()
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots={"z": 1, "b": 1}, num_hosts=2)
+        journal.write("opened", config="c.json")
+        journal.write("tested", host="b", exit_code=71, text="b: no data")
+        monkeypatch.setattr(room, "probe", full)
+        monkeypatch.setattr(room._process, "limit_s", 1.0)
+        Timer(6.0, stop.set).start()
+        hosts, limits = Allocation("hosts", {"z": 1, "b": 1}), Limits(pause_s=0.01, retest_s=3600.0)
+        supervisor = Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None)
+        with pytest.raises(StorageError, match="has had no room for") as caught:
+            supervisor.run()
+    assert caught.value.no_room and not engine.started
+    room._process.since.clear()
+
+
+def test_a_run_whose_folder_is_full_again_and_again_ends(tmp_path: Path) -> None:
+    """Each attempt has waited for as long as it may; the third went on from where the second did."""
+
+    class Full(SmallProcesses):
+        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
+            trained = Trained(min(attempt.number, 2) * 10, 0.0, 40, 1.0)
+            return replace(super().evidence(attempt, waiting, stops), without_room=True, trained=trained)
+
+    engine = Full(tmp_path, [(77, None, (), 40 + number) for number in range(8)], seconds=0.1)
+    assert supervise(tmp_path, engine) == 77 and len(engine.started) == 3
 
 
 @pytest.mark.parametrize(("num_hosts", "skips"), [(2, True), (1, False)])
