@@ -1,0 +1,68 @@
+"""Mutations: every place is found, one alone is changed, and a hole in tests is told from a change that they see."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import mutate
+from tools.mutate import Mutation, attempt, drawn, mutated, mutations_of
+
+SOURCE = '''
+def grade(points, most=10):
+    """Points of most."""
+    if points > most and not points == 99:
+        return most
+    return points + 1 - len("a" + "b")
+'''
+RIGHT = "from megasdc.small import grade\n\ndef test_small() -> None:\n    assert grade(3) == 2\n"
+
+
+@pytest.fixture(name="root")
+def _root(tmp_path: Path) -> Path:
+    (tmp_path / "megasdc").mkdir()
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    (tmp_path / "megasdc" / "__init__.py").touch()
+    (tmp_path / "megasdc" / "small.py").write_text(SOURCE)
+    (tmp_path / "tests" / "unit" / "test_small.py").write_text(RIGHT)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: x\n")
+    return tmp_path
+
+
+def test_one_place_is_changed_at_a_time(root: Path) -> None:
+    """And text is left alone."""
+    found = mutations_of(root, root / "megasdc" / "small.py")
+    texts = [one.what for one in found]
+    for wanted in ("points > most -> points >= most", "not points == 99 -> points == 99", "10 -> 11"):
+        assert wanted in texts
+    assert any(one.endswith("-> False") for one in texts) and any(one.endswith("return None") for one in texts)
+    assert not any(
+        "'a'" in one.partition(" -> ")[0] and "-" in one.partition(" -> ")[2] for one in texts if "len" not in one
+    )
+    right = ast.unparse(ast.parse(SOURCE))
+    changed = [mutated(SOURCE, one.place).strip() for one in found]
+    assert right not in changed and len(set(changed)) == len(changed)
+    with pytest.raises(IndexError, match="no 99"):
+        mutated(SOURCE, 99)
+
+
+def test_they_are_drawn_by_a_seed(root: Path) -> None:
+    """The same again, others with another seed, none twice."""
+    one, again, other = (drawn(root, ["megasdc/*.py"], 6, seed) for seed in (1, 1, 2))
+    assert one == again != other and len(set(one)) == 6
+    assert len(drawn(root, ["megasdc/*.py"], 99, 1)) == len(mutations_of(root, root / "megasdc" / "small.py"))
+    assert mutate.tests_of(root, "megasdc/small.py") == ["tests/unit/test_small.py"]
+
+
+@pytest.mark.slow
+def test_a_hole_is_told_from_what_tests_see(root: Path) -> None:
+    """The file is as it was afterwards."""
+    found = {one.what: one for one in mutations_of(root, root / "megasdc" / "small.py")}
+    hole: Mutation = found["points > most -> points >= most"]
+    seen = next(one for what, one in found.items() if what.endswith("return None") and "points" in what)
+    assert attempt(root, hole, 60.0).survived
+    told = attempt(root, seen, 60.0)
+    assert not told.survived and "test_small" in told.by
+    assert (root / "megasdc" / "small.py").read_text() == SOURCE
