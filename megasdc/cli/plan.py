@@ -92,7 +92,12 @@ def coverage(
     overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
-    """Show which faults a run of this configuration would detect, in which phase of a step, when, and which not."""
+    """Show which faults a run of this configuration would detect, in which phase of a step, when, and which not.
+
+    A row for each phase of a step, with what it is compared with; -: nothing.
+    1 of 2: micro-batches, or blocks of the optimizer; some: the budget decides.
+    The last columns: how long a fault that stays is unseen, most / mean.
+    """
     from megasdc.config import check_layout, load_config
     from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
 
@@ -106,6 +111,7 @@ def coverage(
         covered=chosen,
         pipeline=layout.pipeline,
         recomputes=bool(loaded.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        offloads=loaded.offloads_optimizer,
     )
     if as_json:
         rows = coverage_rows(loaded.megasdc, shape)

@@ -64,6 +64,12 @@ class RunConfig:
         """Dtype in which the model trains: ``fp32``, ``bf16`` or ``fp16``."""
         return precision_of(self.deepspeed)
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state lies in the memory of the host, not of the device."""
+        offload = self.deepspeed["zero_optimization"].get("offload_optimizer") or {}
+        return bool(offload.get("device", "none") != "none")
+
     def resolved(self) -> dict[str, Any]:
         """Return the complete file with defaults filled in; loading it yields an equal configuration."""
         return {**copy.deepcopy(self.deepspeed), "megasdc": self.megasdc.model_dump(mode="json")}

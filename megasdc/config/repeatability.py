@@ -136,8 +136,7 @@ def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[Cause]:
     if config.megasdc.model.megatron.get("tp_comm_overlap"):
         text = "got true: the overlapped sums over tensor ranks are added in no fixed order"
         yield Cause("megasdc.model.megatron.tp_comm_overlap", text, "remove it", "runs")
-    offload = config.deepspeed["zero_optimization"].get("offload_optimizer") or {}
-    on_host = not cuda or offload.get("device", "none") != "none"
+    on_host = not cuda or config.offloads_optimizer
     if on_host and not config.deepspeed["optimizer"]["params"]["torch_adam"]:
         text = "got false: DeepSpeed's Adam is compiled for the processor it is built on, and rounds as that does"
         yield Cause("optimizer.params.torch_adam", text, "set true, or use equal processors", "machines")

@@ -176,6 +176,7 @@ def coverage_table(
         within=within or {},
         slices=plan.slices,
         products=plan.products,
+        offloads=config.offloads_optimizer,
     )
     return render_coverage(config.megasdc, shape)
 

@@ -122,6 +122,18 @@ def test_what_escapes_between_two_looks_is_told() -> None:
         assert ("a slice clipped again" in row.every_step) is sliced
 
 
+def test_nobody_is_said_to_look_who_does_not() -> None:
+    """Unusual values are seen only where a check warns; gradients that lie on the host are not added again."""
+    for warns in (False, True):
+        rows = coverage_rows(sections(sdc={"always_on": {"enabled": True, "toleranced": warns}}), SHAPE)
+        (note,) = [one for one in coverage_notes(rows) if one.startswith("Never")]
+        assert ("unusual" in note) == warns
+    for offloads in (False, True):
+        rows = coverage_rows(sections(sdc=ON), replace(SHAPE, offloads=offloads))
+        (norm,) = [row.every_step for row in rows if row.phase == "norm"]
+        assert ("blocks added again" in norm) != offloads and norm.startswith("norms of all ranks")
+
+
 def test_headings_say_when() -> None:
     """Intervals are those of the configuration; what is off is said to be off."""
     asked = sections(audit={"enabled": True, "interval": 7}, sdc={"golden": "g", "golden_interval": 9})
