@@ -19,6 +19,7 @@ class Rates:
         checksum_s: of recording and comparing one checksum of a tiny tensor, between arithmetic.
         extremes_s: the same of a check for NaN and Inf.
         exchange_s: of one reduction of constant size over all ranks.
+        sent_bytes_per_s: of what each rank sends to the next, while it receives as much.
     """
 
     checksum_bytes_per_s: float
@@ -26,6 +27,7 @@ class Rates:
     checksum_s: float
     extremes_s: float
     exchange_s: float
+    sent_bytes_per_s: float
 
 
 def median_rates(measured: Sequence[Rates]) -> Rates:
@@ -39,12 +41,14 @@ class Asked:
 
     Args:
         extremes: results checked for NaN and Inf.
-        exchanges: reductions over all ranks.
+        exchanges: reductions over all ranks, and messages to the next.
+        sent_bytes: of these messages.
     """
 
     checksums: Reads
     extremes: Reads
-    exchanges: int
+    exchanges: float
+    sent_bytes: float = 0.0
 
     def seconds(self, rates: Rates) -> float:
         """Time of these operations."""
@@ -54,4 +58,5 @@ class Asked:
             + self.extremes.bytes / rates.extremes_bytes_per_s
             + self.extremes.count * rates.extremes_s
             + self.exchanges * rates.exchange_s
+            + self.sent_bytes / rates.sent_bytes_per_s
         )

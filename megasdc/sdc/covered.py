@@ -56,6 +56,8 @@ class Shape:
         within: what is said, by phase, of slices that are compared within a tolerance since a step of the run.
         slices: of the optimizer, on the rank that has most; None: not known before a start.
         products: of linear layers, on the rank that has most; None: not known before a start.
+        sets: of blocks of the gradient, of which another rank adds one again in turn, on the rank that has most; None:
+            not known before a start.
         offloads: the optimizer's state lies in the host's memory, so that gradients are not added again.
     """
 
@@ -69,6 +71,7 @@ class Shape:
     within: Mapping[str, str] = field(default_factory=dict)
     slices: int | None = None
     products: int | None = None
+    sets: int | None = None
     offloads: bool = False
 
     @property
@@ -233,11 +236,18 @@ def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check
     if not section.chain:
         return []
     others = [_Check(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)] if ranks > 1 else []
+    sets = 1 if section.coverage == "all" else shape.sets
+    which = "all blocks" if sets == 1 else "a set of blocks" if sets is None else f"1 of {sets} sets of blocks"
+    whom = "by another rank" if ranks > 1 else "in another order"
+    again = None if sets is None else in_turn(cadence, sets)
     looks = in_turn(cadence, 1)
+    added = [
+        _Check(f"sum of all blocks within rounding{shape.looks}", False, looks),
+        _Check(f"{which} added again {whom}{shape.looks}", False, again),
+    ]
     blocks = in_turn(cadence, math.ceil(shape.micro_batches / cadence.micro_batches), ahead=True)
-    again = [] if shape.offloads else [_Check(f"blocks added again within rounding{shape.looks}", False, looks)]
     checks = {
-        NORM: [*others, *again],
+        NORM: others + ([] if shape.offloads else added),
         CLIPPING: [*others, _Check("the rank's norm within rounding", False)],
         STATE: [_Check(f"own digests, {shape.blocks}", True, blocks)],
         COPY: [_Check(f"the owner's masters, {shape.blocks}", True, blocks)],

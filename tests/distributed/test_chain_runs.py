@@ -19,6 +19,8 @@ from whole_runs import (
     write_config,
 )
 
+from megasdc.train.detection.slices import squares
+
 pytestmark = pytest.mark.distributed
 
 CHECKED: dict[str, Any] = {
@@ -94,6 +96,26 @@ def test_a_fault_whose_step_is_lost_is_named_before_a_save(
     assert {code for code, _ in results} == {73}, results
     assert f"step {STEP} is the last, and is not saved" in results[0][1]
     assert list((tmp_path / "run" / "reports").glob(f"incident_step_0000000{STEP}.html"))
+
+
+def _in_small_blocks(config: str) -> tuple[int, str | None]:
+    """Body of a rank whose part of a small model is many sets of blocks."""
+    squares.BLOCK = 1500
+    return pretrain_rank(config, [])
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 1)], ids=["dp2", "pp2"])
+def test_a_rank_that_adds_one_block_wrongly_is_named_in_that_step(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int]
+) -> None:
+    """Whichever of its sets the block is in, though it is off by less than the norm's rounding."""
+    changed = {"factor": 1 + 1e-9, "pattern": "indices", "indices": [12]}
+    config = _write(tmp_path, data, "run", layout, **_fault(1, STEP, "norm", "blocks", **changed))
+    results = run_distributed(_in_small_blocks, 2, str(config), init=False)
+    (injected,) = events_of(tmp_path / "run", "fault", "injected")
+    assert injected["changed"] == 1, injected
+    assert verdicts_of(tmp_path / "run") == [(STEP, "norm", 1, "inconclusive", "referee", "halt")], results
+    assert {code for code, _ in results} == {73}, results
 
 
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])

@@ -115,20 +115,22 @@ class Chain(Hook):
     """Checks each link from the reduced gradient to the gathered parameters.
 
     In every step: norm and clip factors have equal bits on all ranks. In steps that look: the norm is what blocks of
-    all shards add up to; due blocks of masters and moments are what the last step left, and due blocks of the
-    parameters are the cast of their masters. All blocks are due within the period in which all micro-batches are.
+    all shards add up to, of which other ranks add due ones again; due blocks of masters and moments are what the last
+    step left, and due blocks of the parameters are the cast of their masters. All of those are due within the period
+    in which all micro-batches are.
 
     Args:
         act: settles what is found.
         budget: says which steps look, and measures that.
+        whole: whether other ranks add all blocks of the gradient again in each look; else one set of them.
 
     Attributes:
         sums: the hook that reads gradients; a hook of its own, since it comes after the last that changes them.
     """
 
-    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget) -> None:
+    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget, *, whole: bool) -> None:
         self._engine, self._dims, self._group = run.engine, run.dims, run.host_group
-        self._algorithm, self._act, self._budget = algorithm, act, budget
+        self._algorithm, self._act, self._budget, self._whole = algorithm, act, budget, whole
         self.sums: Hook = Sums(self)
         self._optimizer = run.engine.optimizer
         self._names = {
@@ -180,7 +182,7 @@ class Chain(Hook):
         self._rounding = HALF_ULP * (elements + parts + self._dims.world_size + 8)
         run.engine.step_control.record()
         if not getattr(self._optimizer, "cpu_offload", False):
-            self._squares = BlockSums(run.engine)
+            self._squares = BlockSums(run.engine, whole=self._whole)
         self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
 
     def _keep(self, following: int) -> None:
@@ -225,7 +227,8 @@ class Chain(Hook):
         """Add up the squares of each block of the gradient that this rank owns and counts, in fp64.
 
         Collective: all ranks of the world, in steps that look; one number, which the optimizer's step hides; and the
-        replicas, or where there is one the ranks of the model, for blocks that are added up again.
+        replicas, or where there is one the ranks of the model, for blocks that are added up again: the step hides the
+        last set of them.
         """
         self._sum = None
         if not self._budget.looked_at(engine.step_number) or self._squares is None:

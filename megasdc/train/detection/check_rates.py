@@ -12,13 +12,16 @@ import torch.distributed as dist
 
 from megasdc.addresses import FORWARD, Address
 from megasdc.config import TraceSection
+from megasdc.engine.engine import TrainingEngine
+from megasdc.optim.state_blocks import BLOCK
 from megasdc.parallel.agreement import compare_replicas
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.check_cost import Rates
+from megasdc.sdc.cost import FP32_BYTES
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.trace import digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
+from megasdc.train.detection.slices.exchange import Exchange, ring_of
 
 RATE_BYTES = 256 << 20
 """Size of the measured tensor, larger than a processor's caches."""
@@ -27,7 +30,7 @@ MOST_TOKENS = 4096
 CALLS, EXCHANGES, READS = 20, 20, 3
 
 
-def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RATE_BYTES) -> Rates:
+def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
     """This rank's rates at the operations of checks, while the others measure too.
 
     Args:
@@ -35,10 +38,19 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
 
     Collective: all ranks of the world.
     """
+    device, dims = engine.device, engine.dims
     algorithm = default_algorithm(device)
     large, small = torch.ones(num_bytes // 4, device=device), torch.zeros(1, device=device)
     tracer, finite = Tracer(algorithm, TraceSection()), FiniteRecorder()
     address = Address(1, 0, FORWARD, "loss", "output")
+
+    group, place, size = ring_of(engine)
+    message, before, after = large.view(torch.int32)[:BLOCK], (place - 1) % size, (place + 1) % size
+
+    def send() -> None:
+        sent, sizes = [message[:0]] * size, [0] * size
+        sent[after], sizes[before] = message, message.numel()
+        int(Exchange(sent, sizes, group).finish()[before][-1])  # waits for the device
 
     def look() -> None:
         finite(address, large)
@@ -52,6 +64,7 @@ def measure_rates(device: torch.device, dims: ParallelDims, num_bytes: int = RAT
         exchange_s=_median_s(
             lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
         ),
+        sent_bytes_per_s=FP32_BYTES * message.numel() / _median_s(send, READS),
     )
 
 

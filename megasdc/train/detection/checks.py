@@ -157,7 +157,8 @@ class Detection(Hook):
             )
         self.chain: Chain | None = None
         if sdc.always_on.enabled and sdc.always_on.chain:
-            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget)
+            whole = sdc.always_on.coverage == "all"
+            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget, whole=whole)
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)

@@ -26,11 +26,14 @@ from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.check_rates import measure_products, measure_rates
 from megasdc.train.detection.rows import PRODUCTS
+from megasdc.train.detection.slices.squares import sets_of
 
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""
 _NOTHING = Reads(0, 0)
 _INT64_BYTES = 8
+_MOVES = 5
+"""Times that an element which is sent is read or written."""
 _STATES = 3
 """What the optimizer keeps of an element: master and both moments."""
 _ALL_PARAMETERS = "gemm"
@@ -61,6 +64,7 @@ class CheckPlan:
         expected: shares of a step; None: nothing was measured.
         slices: of the optimizer, on the rank that has most; None: none are checked, or nothing was measured.
         products: of linear layers, on the rank that has most; None: likewise.
+        sets: of blocks of the gradient, on the rank that has most; None: likewise.
     """
 
     cadence: Cadence
@@ -69,6 +73,7 @@ class CheckPlan:
     expected: Shares | None = None
     slices: int | None = None
     products: int | None = None
+    sets: int | None = None
 
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
@@ -81,7 +86,7 @@ def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
     tokens = sections.data.sequence_length * engine.train_micro_batch_size_per_gpu()
     dtype = DTYPES[config.precision]
     return Speed(
-        measure_rates(engine.device, engine.dims, PROBE_BYTES),
+        measure_rates(engine, PROBE_BYTES),
         measure_products(engine.device, dtype, tokens, sections.model.hidden_size),
     )
 
@@ -110,7 +115,7 @@ def plan_checks(
     largest = torch.tensor([*shares, *_places(sections.sdc.always_on, engine)], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     fixed, of_audit, look, *places = largest.tolist()
-    slices, products = (int(one) or None for one in places)
+    counts = tuple(int(one) or None for one in places)
     of_audit += tiers.extra_share
     interval = sections.audit.interval
     budget: float | None = None
@@ -125,7 +130,7 @@ def plan_checks(
     if sections.audit.enabled:
         told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products)
+        return CheckPlan(cadence, tuple(lines), budget, expected, *counts)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
@@ -133,17 +138,19 @@ def plan_checks(
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
         + ("; without the toleranced checks)" if sections.sdc.always_on.toleranced else ")")
     )
-    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products)
+    return CheckPlan(cadence, (*lines, cost), budget, expected, *counts)
 
 
-def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int]:
-    """Slices and products of this rank that checks look at in turn; 0 where they do not."""
-    slices = products = 0
+def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int, int]:
+    """Slices, products and sets of blocks of this rank that checks look at in turn; 0 where they do not."""
+    slices = products = sets = 0
     if section.enabled and section.slice_elements:
         slices = -(-sum(one.numel for one in owned_fragments(engine.optimizer)) // section.slice_elements)
     if section.enabled and section.rows:
         products = len(PRODUCTS) * sum(one.kind in LINEAR for one in list_submodules(engine.module))
-    return slices, products
+    if section.enabled and section.chain:
+        sets = len(sets_of(engine))
+    return slices, products, sets
 
 
 def share_text(share: float) -> str:
@@ -176,6 +183,7 @@ def coverage_table(
         within=within or {},
         slices=plan.slices,
         products=plan.products,
+        sets=plan.sets,
         offloads=config.offloads_optimizer,
     )
     return render_coverage(config.megasdc, shape)
@@ -208,6 +216,9 @@ class _Tiers:
         self._checked = reads_of_step(one, always_on.granularity)
         self._audited = reads_of_step(one, sections.audit.granularity)
         self._parameters = reads_of_step(one, _ALL_PARAMETERS)[PARAMETER] * (1 / self._dims.pipeline)
+        self._shard = self._parameters.bytes / self._width_bytes / self._dims.data
+        self._offloads = config.offloads_optimizer
+        self._at_once = engine.micro_batches if always_on.coverage == "all" else 1
 
     def fixed(self) -> Asked:
         """Operations of every step's checks, whatever it looks at."""
@@ -220,7 +231,9 @@ class _Tiers:
         section = self._sections.sdc.always_on
         checksums = (self._recomputed() if self._compares_recompute else _NOTHING) + self._given() + self._links()
         finite = self._finite() if section.enabled and section.finite else _NOTHING
-        return Asked(checksums, finite, int(section.enabled and section.chain))
+        elements, messages = self._added_again()
+        chained = int(section.enabled and section.chain) / self._at_once
+        return Asked(checksums, finite, chained + messages, FP32_BYTES * elements)
 
     def audit(self) -> Asked:
         """Operations of an audited step; its exchanges: choice of samples, agreement, request of an audit (shared)."""
@@ -259,6 +272,8 @@ class _Tiers:
             looks.append(f"tokens ({_size(self._given() * covered)})")
         if section.chain:
             looks.append(f"links from gradient to parameters ({_size(self._links() * covered)})")
+            sent = FP32_BYTES * self._added_again()[0] * self._at_once
+            looks.append(f"blocks of the gradient sent to be added again ({sent / 1e6:.3g} MB)")
         if looks:
             steps = "step" if cadence.every == 1 else f"{cadence.every} steps"
             lines.append(
@@ -288,17 +303,29 @@ class _Tiers:
     def _links(self) -> Reads:
         """Of the shard: squares of the gradient; of the blocks due: what a step left and finds, masters, and copies.
 
-        Looks at one micro-batch have one of as many parts of the blocks, and the whole gradient.
+        Looks at one micro-batch have one of as many parts of the blocks, and the whole gradient, unless it is known
+        that each step looks at all. Besides what is sent of it: copied twice, and added again where it is received.
         """
         section = self._sections.sdc.always_on
         if not (section.enabled and section.chain):
             return _NOTHING
-        elements = self._parameters.bytes / self._width_bytes / self._dims.data
-        due, found = elements / self._micro_batches, 2 * _STATES
+        due, found = self._shard / self._micro_batches, 2 * _STATES
         per_block = math.ceil(due / BLOCK)
         state, copy = Reads(found * per_block, found * FP32_BYTES * due), (FP32_BYTES + self._width_bytes) * due
-        gradient = Reads(max(self._parameters.count, elements / BLOCK), FP32_BYTES * elements)
-        return state + Reads(per_block, copy) + gradient
+        gradient = Reads(max(self._parameters.count, self._shard / BLOCK), FP32_BYTES * self._shard)
+        gradient = _NOTHING if self._offloads else gradient
+        sent, _ = self._added_again()
+        again = Reads(gradient.count * sent / self._shard, _MOVES * FP32_BYTES * sent)
+        return state + Reads(per_block, copy) + gradient * (1 / self._at_once) + again
+
+    def _added_again(self) -> tuple[float, float]:
+        """Elements of the gradient that are sent to be added again in a look at one micro-batch, and messages."""
+        section = self._sections.sdc.always_on
+        if self._offloads or not (section.enabled and section.chain):
+            return 0.0, 0.0
+        if section.coverage != "all":
+            return min(self._shard, BLOCK), 1.0
+        return self._shard / self._at_once, (math.ceil(self._shard / BLOCK) + 1) / self._at_once
 
     def _audit_reads(self) -> Reads:
         return _sum(self._audited, (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD), self._dims.pipeline)

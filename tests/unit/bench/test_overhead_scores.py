@@ -31,7 +31,7 @@ from tools.bench.training.options import TrainBenchOptions
 SIZES = TrainBenchOptions(
     blocks=6, hidden=128, layers=2, sequence=64, vocab=500, micro_batch=1, accumulation=4, ranks=2
 )
-RATES = Rates(1e10, 5e9, 1e-6, 2e-6, 1e-4)
+RATES = Rates(1e10, 5e9, 1e-6, 2e-6, 1e-4, 2e9)
 BARS = {ALWAYS_ON: 0.01, AMORTISED: 0.005}
 
 

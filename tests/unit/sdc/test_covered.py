@@ -158,6 +158,32 @@ def test_each_row_says_how_long_a_fault_stays_unseen() -> None:
     rows = {row.phase: row for row in coverage_rows(asked, replace(shape, covered=None))}
     assert rows["tokens"].cells[4:] == ("<= 200 / 100.5", "<= 50 / 25.25")
     assert rows["settings"].cells[4:] == ("1 / 1", "0 / 0")
+
+
+@pytest.mark.parametrize(
+    ("coverage", "shape", "shown", "seen"),
+    [
+        (
+            "one",
+            replace(SHAPE, sets=3, every=2),
+            "1 of 3 sets of blocks",
+            ("1 / 1; 2 / 1.5; 6 / 3.5", "0 / 0; 1 / 0.5"),
+        ),
+        ("auto", replace(SHAPE, sets=3, covered=None), "1 of 3 sets of blocks", ("; <= 150 / 75.5", "; <= 38 / 19")),
+        ("auto", replace(SHAPE, covered=None), "a set of blocks", ("1 / 1; <= 50 / 25.5", "0 / 0; <= 13 / 6.5")),
+        ("all", replace(SHAPE, sets=3, covered=4), "all blocks", ("1 / 1", "0 / 0")),
+    ],
+)
+def test_the_norm_tells_when_its_blocks_are_added_again(
+    coverage: str, shape: Shape, shown: str, seen: tuple[str, str]
+) -> None:
+    """In turn, as long as it takes; all in each step; with the state on the host none are added."""
+    asked = sections(sdc={"always_on": {**ON["always_on"], "coverage": coverage}}, checkpoint={"interval": 4})
+    (row,) = (one for one in coverage_rows(asked, shape) if one.phase == "norm")
+    assert f"; {shown} added again by another rank" in row.every_step
+    assert [cell.endswith(last) for cell, last in zip(row.cells[4:], seen, strict=True)] == [True, True], row.cells
+    (row,) = (one for one in coverage_rows(asked, replace(shape, offloads=True)) if one.phase == "norm")
+    assert row.every_step == "norms of all ranks"
     unknown = {row.phase: row for row in coverage_rows(asked, SHAPE)}
     assert [one.check for one in unknown["update"].latencies] == [] and unknown["update"].cells[4] == "-"
 

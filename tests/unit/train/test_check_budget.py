@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megasdc.config import parse_config
 from megasdc.events import EventLog, read_events
+from megasdc.optim.state_blocks import BLOCK
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence, Shares
 from megasdc.sdc.check_cost import Rates
@@ -139,7 +140,10 @@ def test_only_the_innermost_stopwatch_runs(clock: Clock) -> None:
 
 
 def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
-    """Links of the chain and tokens are read in each look, and are no part of what is expected where they are off."""
+    """Links of the chain and tokens are read in each look, and are no part of what is expected where they are off.
+
+    What is sent costs what it takes at the measured rate.
+    """
     base = {
         "data": {"path": "x"},
         "training": {"steps": 9},
@@ -147,9 +151,13 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
         "determinism": {"enabled": True},
     }
     engine: Any = SimpleNamespace(
-        dims=ParallelDims(1, 1, 1), micro_batches=2, train_micro_batch_size_per_gpu=lambda: 4, device="cpu"
+        dims=ParallelDims(1, 1, 1),
+        micro_batches=2,
+        train_micro_batch_size_per_gpu=lambda: 4,
+        device="cpu",
+        optimizer=SimpleNamespace(bit16_groups=[]),
     )
-    speed = Speed(Rates(1e9, 1e9, 1e-6, 1e-6, 1e-4), 1e12)
+    speed, slow = (Speed(Rates(1e9, 1e9, 1e-6, 1e-6, 1e-4, sent), 1e12) for sent in (1e9, 1e8))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         looks = {}
@@ -162,8 +170,17 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
             told = " ".join(plan.lines)
             for check, text in (("tokens", "tokens ("), ("chain", "links from gradient to parameters (")):
                 assert (text in told) is (check not in off)
+        wide, sent = {"model": {"hidden_size": 512, "num_attention_heads": 4}}, {}
+        for coverage in ("one", "all"):
+            section = {"enabled": True, "coverage": coverage}
+            config = parse_config({"megasdc": {**base, **wide, "sdc": {"always_on": section}}})
+            plans = [plan_checks(config, engine, 4096, one, dist.group.WORLD) for one in (slow, speed)]
+            sent[coverage] = [plan.cadence.share(plan.expected) for plan in plans if plan.expected is not None]
     finally:
         dist.destroy_process_group()
+    elements = (4096 + 2048) * 512 + 2 * (12 * 512 * 512 + 13 * 512) + 2 * 512
+    more = {coverage: slower - faster for coverage, (slower, faster) in sent.items()}
+    assert more["all"] / more["one"] == pytest.approx(elements / BLOCK), "the whole gradient in each step, or a set"
     bare = looks["chain", "tokens"]
     assert looks[("chain",)] > bare and looks[("tokens",)] > looks[("chain",)], "a shard is far larger than a batch"
     assert looks[()] - bare == pytest.approx(looks[("chain",)] + looks[("tokens",)] - 2 * bare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,8 @@ class ModelCost:
         yield (
             f"{self.flop_per_s / 1e9:.1f} GFLOP/s; checksums {rates.checksum_bytes_per_s / 1e9:.1f} GB/s and "
             f"{rates.checksum_s * 1e6:.1f} us each, look for NaN and Inf {rates.extremes_bytes_per_s / 1e9:.1f} GB/s "
-            f"and {rates.extremes_s * 1e6:.1f} us each, reduction over ranks {rates.exchange_s * 1e6:.0f} us"
+            f"and {rates.extremes_s * 1e6:.1f} us each, reduction over ranks {rates.exchange_s * 1e6:.0f} us, "
+            f"blocks sent {rates.sent_bytes_per_s / 1e9:.1f} GB/s"
         )
         yield str(self.kept)
 
@@ -323,7 +325,8 @@ def _shares(step: dict[str, Any]) -> dict[str, float]:
 def extrapolate(options: OverheadOptions) -> dict[str, dict[int, float]]:
     """Predicted share of a step's time on the accelerator, by tier and width."""
     assumed = options.accelerator
-    rates = Rates(assumed.bytes_per_s, assumed.bytes_per_s, assumed.call_s, assumed.call_s, options.exchange_s)
+    speeds = (assumed.bytes_per_s, assumed.bytes_per_s, assumed.call_s, assumed.call_s, options.exchange_s)
+    rates = Rates(*speeds, sent_bytes_per_s=math.inf)  # checks with a prediction send no blocks
     found: dict[str, dict[int, float]] = {}
     for hidden in ACCELERATOR_SIZES:
         work = replace(assumed.work(hidden), recompute=True)

@@ -384,6 +384,6 @@ def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path, k
         names = (*STEPS[first:], *STEPS[:first])
         for name in reversed(names) if block % 2 else names:  # none always follows the same other
             messages.send(name=name, step=rank.step(name))
-        messages.send(rates=measure_rates(rank.engine.device, rank.dims))
+        messages.send(rates=measure_rates(rank.engine))
     messages.send(kept=rank.keep(kept))
     rank.close()

@@ -1,4 +1,4 @@
-"""Exchange of slices between the ranks that share parameters."""
+"""Exchange of slices and blocks between ranks that check each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megasdc.engine.engine import TrainingEngine
+
+
+def ring_of(engine: TrainingEngine) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Ranks each of which checks blocks of the one before: their group, this rank's place in it, and their number.
+
+    The replicas, or where there is one the ranks of the model; a rank alone is its own, without a group.
+    """
+    dims = engine.dims
+    if dims.data > 1:
+        return engine.mpu.get_data_parallel_group(), dims.dp_rank, dims.data
+    if dims.world_size > 1:
+        return engine.mpu.get_model_parallel_group(), dims.rank, dims.world_size
+    return None, 0, 1
 
 
 class Exchange:

@@ -1,4 +1,4 @@
-"""Sums of squares of blocks of the reduced gradient, of which some blocks in turn are added up again by another rank.
+"""Sums of squares of blocks of the reduced gradient, which another rank adds up again: some blocks in turn, or all.
 
 What all ranks' blocks add up to is compared with the norm that the step uses. A rank that adds wrongly each time has a
 wrong part of the norm and wrong blocks alike: only another rank's sum of the same elements shows it.
@@ -7,18 +7,19 @@ wrong part of the norm and wrong blocks alike: only another rank's sum of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.optim.state_blocks import BLOCK
-from megasdc.optim.zero1 import Fragment, counts_here, owned_fragments
+from megasdc.optim.zero1 import counts_here, owned_fragments
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.detection.slices.exchange import Exchange
+from megasdc.train.detection.slices.exchange import Exchange, ring_of
 
 BLOCKS = "blocks"
 """What a listener of the norm's numbers is told of: the sums of squares of this rank's blocks, [blocks]."""
@@ -34,7 +35,7 @@ class Claim:
 
     Args:
         owner: global rank of the block.
-        turn: which of the owner's sets of blocks.
+        number: of the owner's set of blocks.
         place: of the block in the set.
         numel: its elements.
         got: what its owner has.
@@ -42,7 +43,7 @@ class Claim:
     """
 
     owner: int
-    turn: int
+    number: int
     place: int
     numel: int
     got: float
@@ -68,7 +69,7 @@ class _Piece:
 
 @dataclass
 class _Set:
-    """Blocks that are added up again at one look, no more than ``BLOCK`` elements together."""
+    """Blocks that are sent together, no more than ``BLOCK`` elements."""
 
     pieces: list[_Piece] = field(default_factory=list)
 
@@ -77,43 +78,54 @@ class _Set:
         return [one.numel for one in self.pieces]
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """Sets that are being sent: one of this rank's, and one of the rank before.
+
+    Args:
+        number: of this rank's; None: it has no more.
+        elements: of it, a copy, since clipping changes what it was taken from.
+        before: number of the other rank's; None: it has no more.
+    """
+
+    number: int | None
+    elements: Tensor
+    before: int | None
+    exchange: Exchange
+
+
 class BlockSums:
-    """Adds up squares of each block that this rank owns and counts, and one set of the rank before again.
+    """Adds up squares of each block that this rank owns and counts, and those of the rank before again.
+
+    A set of blocks is sent at a time, and no more than two are in memory.
 
     Args:
         engine: whose gradient it is.
+        whole: whether each look sends all sets; else one, in turn.
 
     Collective: all ranks of the world.
     """
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        self._engine, dims = engine, engine.dims
-        # Neighbours: the replicas, or where there is one the ranks of the model; a rank alone is its own.
-        self._group, self._place, size = None, 0, 1
-        if dims.data > 1:
-            self._group, self._place, size = engine.mpu.get_data_parallel_group(), dims.dp_rank, dims.data
-        elif dims.world_size > 1:
-            self._group, self._place, size = engine.mpu.get_model_parallel_group(), dims.rank, dims.world_size
-        self._before, self._after, self._size = (self._place - 1) % size, (self._place + 1) % size, size
-        ranks = [0] if self._group is None else torch.distributed.get_process_group_ranks(self._group)
+    def __init__(self, engine: TrainingEngine, *, whole: bool) -> None:
+        self._engine, self._whole = engine, whole
+        self._group, place, size = ring_of(engine)
+        self._before, self._after, self._size = (place - 1) % size, (place + 1) % size, size
+        ranks = [engine.dims.rank] if self._group is None else dist.get_process_group_ranks(self._group)
         self._owner = ranks[self._before]
-        self._sets = _sets_of([one.numel if self._counts(one) else 0 for one in self._fragments()])
+        self._sets = sets_of(engine)
         every: list[list[list[int]]] = gather_objects([one.sizes for one in self._sets])
         self._theirs = every[self._owner]
-        self._turn: int | None = None
-        self._sent: Tensor | None = None
-        self._exchange: Exchange | None = None
-        self._received: list[Tensor] = []
-
-    def _fragments(self) -> list[Fragment]:
-        return list(owned_fragments(self._engine.optimizer))
-
-    def _counts(self, fragment: Fragment) -> bool:
-        return counts_here(fragment.parameter, self._engine.dims.tp_rank)
+        self._rounds = max(len(every[rank]) for rank in ranks) if whole else 1
+        self._open: _UnderWay | None = None
+        self._claim: Claim | None = None
+        self._received: Tensor | None = None
+        """The block that this rank claims."""
+        self._disputed: tuple[int, int, Tensor] | None = None
+        """A block that the next rank claims: number of its set, place in it, and its elements."""
 
     @torch.no_grad()
     def add_up(self, turn: int) -> float:
-        """Add up the squares of all blocks in fp64, and start to send those that are due.
+        """Add up the squares of all blocks in fp64, and send those that are due; the last set is under way afterwards.
 
         Args:
             turn: number of the look.
@@ -124,7 +136,7 @@ class BlockSums:
         Collective: the replicas, or where there is one all ranks of the model.
         Sync: waits for the device.
         """
-        device, gradients = self._engine.device, [one.gradient for one in self._fragments()]
+        device, gradients = self._engine.device, [one.gradient for one in owned_fragments(self._engine.optimizer)]
 
         def elements(piece: _Piece) -> Tensor:
             gradient = gradients[piece.fragment]
@@ -136,62 +148,97 @@ class BlockSums:
         empty = torch.zeros(0, dtype=torch.float64, device=device)
         squares = torch.stack([_square(elements(one)) for one in pieces]) if pieces else empty
         squares = self._engine.step_control.hear(BLOCKS, squares)
-        self._turn, message = turn, empty.view(torch.int32)
-        if self._sets:
-            due = turn % len(self._sets)
-            first = sum(len(one.pieces) for one in self._sets[:due])
-            parts = [elements(one).float() for one in self._sets[due].pieces]
-            told = squares[first : first + len(parts)]
-            self._sent = torch.cat(parts)  # a copy: clipping changes what it was taken from
-            message = torch.cat([self._sent.view(torch.int32), told.view(torch.int32)])
-        sizes, sent = [0] * self._size, [message.new_empty(0)] * self._size
-        sent[self._after] = message
-        sizes[self._before] = sum(theirs) + WORDS * len(theirs) if (theirs := self._their_sizes()) else 0
-        self._exchange = Exchange(sent, sizes, self._group)
+        told = squares.split([len(one.pieces) for one in self._sets]) if self._sets else ()
+        self._open, self._claim, self._received, self._disputed = None, None, None, None
+        last: _UnderWay | None
+        for place in range(self._rounds):
+            number, before = (self._due(place, turn, sets) for sets in (self._sets, self._theirs))
+            parts = [] if number is None else [elements(one).float() for one in self._sets[number].pieces]
+            last, self._open = self._open, self._send(number, parts, None if number is None else told[number], before)
+            if last is not None:
+                self._compare(last)
+        if self._rounds > 1:
+            self._answer(elements)
         return float(squares.sum())
 
-    def _their_sizes(self) -> list[int]:
-        return self._theirs[self._turn % len(self._theirs)] if self._theirs and self._turn is not None else []
+    def _due(self, place: int, turn: int, sets: Sequence[object]) -> int | None:
+        """Number of the set that is sent in one of the rounds of a look."""
+        if not self._whole:
+            return turn % len(sets) if sets else None
+        return place if place < len(sets) else None
+
+    def _send(self, number: int | None, parts: Sequence[Tensor], told: Tensor | None, before: int | None) -> _UnderWay:
+        empty = torch.zeros(0, dtype=torch.int32, device=self._engine.device)
+        words = [one.view(torch.int32) for one in (*parts, *([] if told is None else [told]))]
+        message, count = torch.cat([empty, *words]), sum(one.numel() for one in parts)
+        sizes, sent = [0] * self._size, [empty] * self._size
+        sent[self._after] = message
+        if before is not None:
+            sizes[self._before] = sum(self._theirs[before]) + WORDS * len(self._theirs[before])
+        return _UnderWay(number, message[:count].view(torch.float32), before, Exchange(sent, sizes, self._group))
+
+    def _compare(self, last: _UnderWay) -> None:
+        """Add up the blocks of the rank before again; the first whose sum its owner has otherwise is claimed."""
+        received = last.exchange.finish()[self._before]
+        if last.before is None or self._claim is not None:
+            return
+        sizes = self._theirs[last.before]
+        count = sum(sizes)
+        blocks = received[:count].view(torch.float32).split(sizes)
+        told = received[count:].clone().view(torch.float64)
+        # Alone a rank adds up its own, with the elements in another order.
+        again = torch.stack([_square(one.flip(0) if self._group is None else one) for one in blocks])
+        for place, (got, own, numel) in enumerate(zip(told.tolist(), again.tolist(), sizes, strict=True)):
+            if not _is_near(got, own, numel):
+                self._claim = Claim(self._owner, last.before, place, numel, got, own)
+                self._received = blocks[place].clone()
+                return
+
+    def _answer(self, elements: Callable[[_Piece], Tensor]) -> None:
+        """Tell the rank before which of its blocks is claimed, and keep the one that the next rank claims.
+
+        Later the gradient is clipped. What is in the last set is not known yet, and kept until it is.
+        """
+        claim, device = self._claim, self._engine.device
+        numbers = (-1, -1) if claim is None else (claim.number, claim.place)
+        sizes, sent = [0] * self._size, [torch.zeros(0, dtype=torch.int32, device=device)] * self._size
+        sent[self._before] = torch.tensor(numbers, dtype=torch.int32, device=device)
+        sizes[self._after] = len(numbers)
+        number, place = Exchange(sent, sizes, self._group).finish()[self._after].tolist()
+        if number >= 0:
+            self._disputed = number, place, elements(self._sets[number].pieces[place]).float().clone()
 
     @torch.no_grad()
     def compare(self) -> Claim | None:
-        """Add up the blocks of the rank before again; the first whose sum its owner has otherwise. None: none is.
+        """The first block of the rank before whose sum its owner has otherwise; None: none is.
 
         Sync: waits for the device.
         """
-        exchange, self._exchange = self._exchange, None
-        sizes = self._their_sizes()
-        if exchange is None or self._turn is None or not sizes:
-            return None
-        received = exchange.finish()[self._before]
-        count = sum(sizes)
-        self._received = list(received[:count].view(torch.float32).split(sizes))
-        told = received[count:].clone().view(torch.float64)
-        # Alone a rank adds up its own, with the elements in another order.
-        again = torch.stack([_square(one.flip(0) if self._group is None else one) for one in self._received])
-        for place, (got, own, numel) in enumerate(zip(told.tolist(), again.tolist(), sizes, strict=True)):
-            if not _is_near(got, own, numel):
-                return Claim(self._owner, self._turn, place, numel, got, own)
-        return None
+        if self._open is not None:
+            self._compare(self._open)
+        return self._claim
 
     def tell(self, claim: Claim, *, as_owner: bool) -> Told:
         """What this rank has of a block in dispute: its own, or what it has received.
 
         Sync: waits for the device.
         """
-        if as_owner:
-            assert self._sent is not None, "it was sent"
-            block = self._sent.split(self._sets[claim.turn % len(self._sets)].sizes)[claim.place]
-        else:
-            block = self._received[claim.place]
+        block = self._of_owner(claim) if as_owner else self._received
+        assert block is not None, "it is in dispute"
         values = block.cpu().contiguous()
         # Squares of fp32 values are exact in fp64, and fsum rounds once.
         return Told(xxhash.xxh3_64_intdigest(values.numpy().data), _fsum(values.double().square().tolist()))
 
+    def _of_owner(self, claim: Claim) -> Tensor:
+        if self._disputed is not None and self._disputed[:2] == (claim.number, claim.place):
+            return self._disputed[2]
+        assert self._open is not None and self._open.number == claim.number, "it was sent last"
+        return self._open.elements.split(self._sets[claim.number].sizes)[claim.place]
+
     def parameter_of(self, claim: Claim) -> object:
         """The parameter that a block of this rank belongs to."""
-        piece = self._sets[claim.turn % len(self._sets)].pieces[claim.place]
-        return self._fragments()[piece.fragment].parameter
+        piece = self._sets[claim.number].pieces[claim.place]
+        return list(owned_fragments(self._engine.optimizer))[piece.fragment].parameter
 
 
 def wrong_of(claim: Claim, checker: int, owns: Told, has: Told) -> int | None:
@@ -206,6 +253,13 @@ def wrong_of(claim: Claim, checker: int, owns: Told, has: Told) -> int | None:
         return checker
     wrong = [rank for rank, is_right in right.items() if not is_right]
     return wrong[0] if len(wrong) == 1 else None
+
+
+def sets_of(engine: TrainingEngine) -> list[_Set]:
+    """Blocks of the gradient that this rank owns and counts, in the sets in which they are sent."""
+    tp_rank = engine.dims.tp_rank
+    fragments = owned_fragments(engine.optimizer)
+    return _sets_of([one.numel if counts_here(one.parameter, tp_rank) else 0 for one in fragments])
 
 
 def _sets_of(numels: Sequence[int]) -> list[_Set]:
