@@ -127,6 +127,11 @@ class TrainingEngine(PipelineEngine):
             return int(self.train_batch_size())
         return int(self.deal.micro_batches * self.micro_batch_size)
 
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of a step as planned now, on the replica that takes most; the same on all ranks."""
+        return int(self.micro_batches if self.deal is None else -(-self.deal.micro_batches // self.deal.replicas))
+
     # --- one step -----------------------------------------------------------------------------------------------
 
     @property

@@ -8,6 +8,7 @@ waited for it, which the sum of gradients would have had them do as well.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -21,7 +22,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.step_agreement import MAX, MIN, Field
-from megasdc.sdc.budget import MOST_EVERY, Shares, choose_cadence
+from megasdc.sdc.budget import MOST_EVERY, Cadence, Shares, choose_cadence
 from megasdc.train.detection.coverage import CheckPlan
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class Budget:
     """Decides which steps look, and at how much, from what looking takes.
 
     Args:
-        plan: its cadence is that of the first steps; without a budget of all, and nothing is measured.
+        plan: its cadence is that of the first steps; without a budget of all, unless each step looks at all that it
+            has, and nothing is measured.
         engine: of this rank. Where a device computes beside the host, whose clock does not see that, what was expected
             counts at least.
         writer: where rank 0 writes what checks took; None: nowhere.
@@ -87,6 +89,7 @@ class Budget:
     Attributes:
         looks, audits, fixed: time of this rank's checks.
         slices, waits: the same, of what ranks wait for together.
+        whole: whether each step looks at all that it has, as the plan says.
         replays: the same, of what a stage computes where it would wait; of it counts, with the audits, what made the
             step longer than the last ones without.
         lines: of the plan.
@@ -94,9 +97,9 @@ class Budget:
     """
 
     def __init__(self, plan: CheckPlan, engine: TrainingEngine, writer: MetricsWriter | None = None) -> None:
-        self._writer, self.lines = writer, plan.lines
+        self._writer, self._engine, self.lines, self.whole = writer, engine, plan.lines, plan.whole
         nothing = Shares(0.0, 0.0, 0.0, 0.0)
-        self.cadence, self._share, self._micro_batches = plan.cadence, plan.budget, engine.micro_batches
+        self._cadence, self._share = plan.cadence, plan.budget
         self._shares = plan.expected or nothing
         self._least = nothing if engine.device.type == "cpu" else self._shares
         inside: list[Stopwatch] = []
@@ -122,9 +125,24 @@ class Budget:
             return None
         return float(getattr(self._own[-1] if name in SHARED else _total(self._own), name))
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, as planned now, on the replica that takes most."""
+        return self._engine.most_micro_batches
+
+    @property
+    def cadence(self) -> Cadence:
+        """Which steps look, and at how many micro-batches."""
+        return Cadence(self.micro_batches) if self.whole else self._cadence
+
+    @property
+    def turns(self) -> int:
+        """Looks in which each of a step's micro-batches is looked at."""
+        return math.ceil(self.micro_batches / self.cadence.micro_batches)
+
     def looked_at(self, step: int) -> Collection[int]:
         """The micro-batches that a step looks at."""
-        return self.cadence.looked_at(step, self._micro_batches)
+        return self.cadence.looked_at(step, self.micro_batches)
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -187,9 +205,9 @@ class Budget:
 
     def _adjust(self, run: Run, budget: float) -> None:
         now = self.cadence.share(self._shares)
-        chosen = choose_cadence(self._shares, budget if now > budget else ROOM * budget, self._micro_batches)
+        chosen = choose_cadence(self._shares, budget if now > budget else ROOM * budget, self.micro_batches)
         if (chosen.rate < self.cadence.rate) if now > budget else (chosen.rate > self.cadence.rate):
-            self.cadence, before = chosen, now
+            self._cadence, before = chosen, now
             now = chosen.share(self._shares)
             if run.dims.rank == 0:
                 run.events.emit(
@@ -197,7 +215,7 @@ class Budget:
                 )
                 logger.info(
                     "checks look at %d of %d micro-batches in every %d. step from now on: %.2g%% of a step, was %.2g%%",
-                    *(chosen.micro_batches, self._micro_batches, chosen.every, 100 * now, 100 * before),
+                    *(chosen.micro_batches, self.micro_batches, chosen.every, 100 * now, 100 * before),
                 )
         if now > budget and self.cadence.every == MOST_EVERY and not self._warned:
             self._warned = True

@@ -121,16 +121,16 @@ class Chain(Hook):
 
     Args:
         act: settles what is found.
-        budget: says which steps look, and measures that.
-        whole: whether other ranks add all blocks of the gradient again in each look; else one set of them.
+        budget: says which steps look, and measures that. Where each looks at all that it has, other ranks add all
+            blocks of the gradient again; else one set of them.
 
     Attributes:
         sums: the hook that reads gradients; a hook of its own, since it comes after the last that changes them.
     """
 
-    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget, *, whole: bool) -> None:
+    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget) -> None:
         self._engine, self._dims, self._group = run.engine, run.dims, run.host_group
-        self._algorithm, self._act, self._budget, self._whole = algorithm, act, budget, whole
+        self._algorithm, self._act, self._budget = algorithm, act, budget
         self.sums: Hook = Sums(self)
         self._optimizer = run.engine.optimizer
         self._names = {
@@ -182,7 +182,7 @@ class Chain(Hook):
         self._rounding = HALF_ULP * (elements + parts + self._dims.world_size + 8)
         run.engine.step_control.record()
         if not getattr(self._optimizer, "cpu_offload", False):
-            self._squares = BlockSums(run.engine, whole=self._whole)
+            self._squares = BlockSums(run.engine, whole=self._budget.whole)
         self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
 
     def _keep(self, following: int) -> None:
@@ -195,9 +195,9 @@ class Chain(Hook):
         """Blocks that a step looks at; the same places in all shards of equal sizes."""
         if not self._budget.looked_at(step):
             return []
-        looks = math.ceil(self._engine.micro_batches / self._budget.cadence.micro_batches)
-        turn = self._budget.cadence.turn(step) % looks
-        return [block for place, block in enumerate(self._blocks) if place % looks == turn]
+        turns = self._budget.turns
+        turn = self._budget.cadence.turn(step) % turns
+        return [block for place, block in enumerate(self._blocks) if place % turns == turn]
 
     def before_step(self, run: Run) -> None:
         """Compare due blocks of the parameters, which the last step gathered, with the cast of their masters."""

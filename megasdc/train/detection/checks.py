@@ -157,8 +157,7 @@ class Detection(Hook):
             )
         self.chain: Chain | None = None
         if sdc.always_on.enabled and sdc.always_on.chain:
-            whole = sdc.always_on.coverage == "all"
-            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget, whole=whole)
+            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget)
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
@@ -282,7 +281,7 @@ class Detection(Hook):
         self._covered = self.budget.looked_at(step)
         if self.rows is not None:
             turn = self.budget.cadence.turn(step)
-            self.rows.choose(turn, run.engine.micro_batches, looks=bool(self._covered))
+            self.rows.choose(turn, self.budget.micro_batches, looks=bool(self._covered))
         if self.tokens is not None:
             self.tokens.choose(self._covered)
         shared = self._begin_batches(run, step)

@@ -65,6 +65,7 @@ class CheckPlan:
         slices: of the optimizer, on the rank that has most; None: none are checked, or nothing was measured.
         products: of linear layers, on the rank that has most; None: likewise.
         sets: of blocks of the gradient, on the rank that has most; None: likewise.
+        whole: whether each step looks at all that it has, also where that becomes more or less.
     """
 
     cadence: Cadence
@@ -74,6 +75,7 @@ class CheckPlan:
     slices: int | None = None
     products: int | None = None
     sets: int | None = None
+    whole: bool = False
 
 
 def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
@@ -105,17 +107,18 @@ def plan_checks(
 
     Collective: all ranks of the world, where ``speed`` is given.
     """
-    tiers, number = _Tiers(config, engine, vocab_size), engine.micro_batches
+    tiers, number = _Tiers(config, engine, vocab_size), engine.most_micro_batches
     sections, coverage = config.megasdc, config.megasdc.sdc.always_on.coverage
-    cadence = Cadence(number if coverage == "all" else 1)
+    whole = coverage == "all"
+    cadence = Cadence(number if whole else 1)
     if speed is None:
-        return CheckPlan(cadence, tuple(tiers.describe(cadence)))
+        return CheckPlan(cadence, tuple(tiers.describe(cadence)), whole=whole)
     step_s = tiers.flops / speed.flop_per_s
     shares = [asked.seconds(speed.rates) / step_s for asked in (tiers.fixed(), tiers.audit(), tiers.look())]
     largest = torch.tensor([*shares, *_places(sections.sdc.always_on, engine)], dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     fixed, of_audit, look, *places = largest.tolist()
-    counts = tuple(int(one) or None for one in places)
+    slices, products, sets = (int(one) or None for one in places)
     of_audit += tiers.extra_share
     interval = sections.audit.interval
     budget: float | None = None
@@ -130,7 +133,7 @@ def plan_checks(
     if sections.audit.enabled:
         told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(cadence, tuple(lines), budget, expected, *counts)
+        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products, sets, whole)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
@@ -138,7 +141,7 @@ def plan_checks(
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
         + ("; without the toleranced checks)" if sections.sdc.always_on.toleranced else ")")
     )
-    return CheckPlan(cadence, (*lines, cost), budget, expected, *counts)
+    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole)
 
 
 def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int, int]:
@@ -175,7 +178,7 @@ def coverage_table(
     shape = Shape(
         replicas=engine.dims.data,
         tensor=engine.dims.tensor,
-        micro_batches=engine.micro_batches,
+        micro_batches=engine.most_micro_batches,
         covered=cadence.micro_batches,
         every=cadence.every,
         recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
@@ -195,7 +198,7 @@ class _Tiers:
     def __init__(self, config: RunConfig, engine: TrainingEngine, vocab_size: int) -> None:
         sections, self._dims = config.megasdc, engine.dims
         self._sections = sections
-        self._micro_batches = engine.micro_batches
+        self._micro_batches = engine.most_micro_batches
         recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
         always_on = sections.sdc.always_on
         self._compares_recompute = always_on.enabled and recomputes and always_on.recompute is not False
@@ -204,7 +207,7 @@ class _Tiers:
             vocab=padded_vocab_size(vocab_size, sections.model.vocab_multiple),
             sequence=sections.data.sequence_length,
             micro_batch=engine.train_micro_batch_size_per_gpu(),
-            accumulation=engine.micro_batches,
+            accumulation=engine.most_micro_batches,
             tensor=self._dims.tensor,
             data=self._dims.data,
             width_bytes=FP32_BYTES if config.precision == "fp32" else 2,
@@ -218,7 +221,7 @@ class _Tiers:
         self._parameters = reads_of_step(one, _ALL_PARAMETERS)[PARAMETER] * (1 / self._dims.pipeline)
         self._shard = self._parameters.bytes / self._width_bytes / self._dims.data
         self._offloads = config.offloads_optimizer
-        self._at_once = engine.micro_batches if always_on.coverage == "all" else 1
+        self._at_once = engine.most_micro_batches if always_on.coverage == "all" else 1
 
     def fixed(self) -> Asked:
         """Operations of every step's checks, whatever it looks at."""

@@ -23,7 +23,7 @@ from megasdc.train.detection.slices.hook import Checkable
 def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
     """What decides it, for a stage without layers."""
     stage = SimpleNamespace(forward_funcs=[], _local_start=0, loss_fn=None, named_parameters=lambda: ())
-    engine: Any = SimpleNamespace(module=stage, micro_batches=1, device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(module=stage, most_micro_batches=1, device=torch.device("cpu"))
     budget = Budget(CheckPlan(Cadence(1), ()), engine)
     nothing: Any = None
     run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)

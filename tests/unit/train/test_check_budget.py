@@ -54,7 +54,7 @@ def made(
     expected: Shares | None, limit: float | None = 0.01, device: str = "cpu", cadence: Cadence | None = None
 ) -> Budget:
     """A budget of a run of two micro-batches."""
-    engine: Any = SimpleNamespace(micro_batches=2, device=torch.device(device))
+    engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device(device))
     return Budget(CheckPlan(cadence or Cadence(1), (), limit, expected), engine)
 
 
@@ -127,6 +127,17 @@ def test_without_a_budget_nothing_is_exchanged(run: Any, clock: Clock) -> None:
     assert one.cadence == Cadence(1)
 
 
+@pytest.mark.parametrize(("whole", "looked"), [(False, 1), (True, 3)])
+def test_micro_batches_that_are_added_are_looked_at(whole: bool, looked: int) -> None:
+    """DropCompute may plan more than there were at the start: in turn, or all in each step."""
+    engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device("cpu"))
+    one = Budget(CheckPlan(Cadence(2 if whole else 1), (), whole=whole), engine)
+    engine.most_micro_batches = 3
+    steps = [set(one.looked_at(step)) for step in range(1, 4)]
+    assert set().union(*steps) == {0, 1, 2} and {len(step) for step in steps} == {looked}
+    assert one.turns == 3 // looked
+
+
 def test_only_the_innermost_stopwatch_runs(clock: Clock) -> None:
     """So that no second is counted twice."""
     running: list[Stopwatch] = []
@@ -152,7 +163,7 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
     }
     engine: Any = SimpleNamespace(
         dims=ParallelDims(1, 1, 1),
-        micro_batches=2,
+        most_micro_batches=2,
         train_micro_batch_size_per_gpu=lambda: 4,
         device="cpu",
         optimizer=SimpleNamespace(bit16_groups=[]),
