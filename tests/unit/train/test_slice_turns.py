@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megasdc.parallel.dims import ParallelDims
 from megasdc.train.detection.slices.hook import Claim, comparable
 from megasdc.train.detection.slices.layout import MISSES, Turn
 
@@ -19,10 +18,10 @@ def test_a_slice_that_is_always_missed_holds_up_no_other() -> None:
     assert not turn.end(missed=False, skipped=False) and (turn.number, turn.misses) == (9, 0)
 
 
-def test_settings_that_differ_hide_no_wrong_update_of_other_positions() -> None:
-    """Only updates of the position whose replicas used different settings are not compared."""
-    claim = Claim(0, 0, torch.tensor([3]), 1, 2, same_inputs=True)
-    ranks = [ParallelDims(2, 2, 2, rank) for rank in range(8)]
-    dropped = [dims.rank for dims in ranks if comparable(claim, dims, [(0, 1)]) is None]
-    assert dropped == [dims.rank for dims in ranks if (dims.pp_rank, dims.tp_rank) == (0, 1)] and len(dropped) == 2
-    assert all(comparable(claim, dims, ()) is claim for dims in ranks)
+def test_settings_that_differ_hide_no_wrong_update_of_other_ranks() -> None:
+    """Only updates are not compared whose owner and checker used different settings, wherever the ranks are."""
+    claims = {(rank + 1) % 4: Claim(rank, 0, torch.tensor([3]), 1, 2, same_inputs=True) for rank in range(4)}
+    used = [7, 7, 5, 7]
+    assert [rank for rank, one in claims.items() if comparable(one, rank, used) is None] == [2, 3]
+    assert all(comparable(one, rank, ()) is one for rank, one in claims.items())
+    assert comparable(None, 2, used) is None

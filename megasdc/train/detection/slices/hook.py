@@ -18,7 +18,6 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
@@ -71,13 +70,13 @@ class Claim:
     same_inputs: bool
 
 
-def comparable(claim: Claim | None, dims: ParallelDims, differing: Collection[tuple[int, int]]) -> Claim | None:
-    """A rank's claim, unless two updates by different settings were compared.
+def comparable(claim: Claim | None, checker: int, used: Sequence[int]) -> Claim | None:
+    """The claim of a rank, unless two updates by different settings were compared.
 
     Args:
-        differing: positions (pp_rank, tp_rank) whose replicas used different settings.
+        used: by rank, digest of the settings of the step; empty: those of replicas are equal.
     """
-    return None if (dims.pp_rank, dims.tp_rank) in differing else claim
+    return None if claim is not None and used and used[claim.owner] != used[checker] else claim
 
 
 class Found(Hook):
@@ -242,7 +241,8 @@ class SliceChecks(Hook):
             found = {SUMS: self._wrong_sum is not None, KEPT_STATE: self._updates.changed is not None}
             not_stepped = checked.due is not None and checked.own is None
             found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped or not_stepped}
-            agreed = compare_replicas({SETTINGS: self._used.take()}, found, engine.dims, self._host_group)
+            used = self._used.take()
+            agreed = compare_replicas({SETTINGS: used}, found, engine.dims, self._host_group)
         sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
         self._missed = agreed.raised[MISSED]
         self._end_turn(engine)
@@ -255,11 +255,12 @@ class SliceChecks(Hook):
         if agreed.differing[SETTINGS]:
             self._act(step, lambda earlier: self._used.rule(step))
         if updates:
-            exact, differing = not self._tolerant, agreed.differing[SETTINGS]
-            ruled = self._settle_updates(engine, comparable(claim, engine.dims, differing), checked)
+            exact, rank = not self._tolerant, engine.dims.rank
+            by_rank = gather_objects(used, self._host_group) if agreed.differing[SETTINGS] else ()
+            ruled = self._settle_updates(engine, comparable(claim, rank, by_rank), checked)
             if exact and self._tolerant and not ruled:  # a fault may be among the differences that rounding explains
                 claim = self._claim(checked)
-                self._settle_updates(engine, comparable(claim, engine.dims, differing), checked)
+                self._settle_updates(engine, comparable(claim, rank, by_rank), checked)
 
     def _end_turn(self, engine: TrainingEngine) -> None:
         """What was not looked at in full is due again, but not for ever."""
