@@ -23,8 +23,8 @@ from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
 
-RESULTS, COPIES, PLACE = "results", "copies", "place"
-"""Names in the agreement of an audit: what replicas are to have alike, and whether results follow the place."""
+RESULTS, COPIES, PLACE, NO_RECORDS = "results", "copies", "place", "no records"
+"""Names in the agreement of an audit: what replicas are to have alike, whether results follow the place, or lack."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Audited:
     Args:
         copies: what replicas hold alike.
         moved: the batch with elements in other places; None: it was not computed so.
-        agreed: of results and copies, and whether any rank's results changed when elements were moved.
+        agreed: of results and copies, whether any rank's results changed when elements were moved, and whether any has
+            none.
     """
 
     step: int
@@ -92,7 +93,9 @@ class GuardAudit(Part):
             if found.rulings:
                 agreed = False
                 yield found
-        if agreed:
+        if agreed and audited.agreed.raised[NO_RECORDS]:
+            self._tell("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
+        elif agreed:
             self._agreed(step)
             seconds = round(time.monotonic() - began, 3)
             self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
@@ -123,7 +126,8 @@ class GuardAudit(Part):
         assert batch is not None, "no rank has a problem"
         moved = self._move(batch, step)
         matters = moved is not None and digest(moved.trace) != digest(own)
-        agreed = compare_replicas({RESULTS: digest(own), COPIES: digest(copies)}, {PLACE: matters}, dims, self._world)
+        flags = {PLACE: matters, NO_RECORDS: not len(own)}
+        agreed = compare_replicas({RESULTS: digest(own), COPIES: digest(copies)}, flags, dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
 
     def _settle(self, audited: Audited) -> Iterator[Settled]:

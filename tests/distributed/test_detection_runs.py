@@ -279,6 +279,31 @@ def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path
     assert times["agreed"] < times["checkpoint"], "it was not whole yet"
 
 
+def _records_until_step_3(config: str) -> tuple[int, str | None]:
+    """Body of a rank that records no result of later audits."""
+    from megasdc.train.detection.checks import Detection
+
+    record = Detection.record_audited
+
+    def record_some(self: Any, address: Any, result: Any) -> None:
+        if address.step <= 3:
+            record(self, address, result)
+
+    Detection.record_audited = record_some  # type: ignore[method-assign]
+    return pretrain_rank(config, [])
+
+
+def test_an_audit_without_records_is_no_agreement(tmp_path: Path, data: Path) -> None:
+    """That all replicas lack them alike verifies nothing."""
+    config = _write(tmp_path, data, "run", 2)
+    results = run_distributed(_records_until_step_3, 2, str(config), init=False)
+    assert [code for code, _ in results] == [0, 0], results
+    found = [events_of(tmp_path / "run", *name) for name in (("audit", "agreed"), ("sdc", "audit_void"))]
+    assert [[one["step"] for one in some] for some in found] == [[1, 2], [4, 6]]
+    assert list_steps(tmp_path / "run" / "checkpoints") == [3, 6]
+    assert list_verified(tmp_path / "run" / "checkpoints") == []
+
+
 def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:
     """The always-on checks alone leave a run as it is without them; bf16, recompute, two tensor ranks."""
     options = {

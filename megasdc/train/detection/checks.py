@@ -46,6 +46,7 @@ from megasdc.train.detection.evidence import (
     COPY,
     ELSEWHERE,
     LOSS,
+    NO_RECORDS,
     NOT_FINITE,
     PARAMETERS,
     PART,
@@ -174,7 +175,7 @@ class Detection(Hook):
         self._within: dict[str, str] = {}
         self.table: Callable[[Cadence, Mapping[str, str]], list[str]] = lambda cadence, within: []
         self._requested = False
-        self._auditing = False
+        self._auditing = self._is_void = False
         self._extra: Shared | None = None
         """The micro-batch that is audited in this step, where it is none of the step's."""
         self._first_step: int | None = None
@@ -345,7 +346,9 @@ class Detection(Hook):
                 found = {REPEATS: bool(checked.unrepeated), ELSEWHERE: evidence.place_matters}
                 found |= {ROWS: wrong_row, TOKENS: wrong_tokens}
                 found |= {NOT_FINITE: seen is not None, LOSS: not loss_is_finite(engine)}
+                found |= {NO_RECORDS: self._auditing and not len(audited)}
             agreed = self._agree(evidence, links, found | links.flags)
+            self._is_void = agreed.raised[NO_RECORDS]
             some_seen, some_loss = agreed.raised[NOT_FINITE], agreed.raised[LOSS]
             if self.search is not None and (some_seen or some_loss):
                 budget.ignore_step()
@@ -503,7 +506,7 @@ class Detection(Hook):
         if self._auditing:
             if self._extra is None:
                 run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
-            self._disputes.after_audit(run, result, extra=self._extra is not None)
+            self._disputes.after_audit(run, result, extra=self._extra is not None, recorded=not self._is_void)
         if self.place is not None:
             self.place.finish()
         self._requested = bool(self._request.value)

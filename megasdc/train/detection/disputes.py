@@ -340,7 +340,7 @@ class Disputes:
             logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
-    def after_audit(self, run: Run, result: StepResult, *, extra: bool) -> None:
+    def after_audit(self, run: Run, result: StepResult, *, extra: bool, recorded: bool) -> None:
         """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
 
         Checkpoints saved since a wrong state was committed are not, and none is where a position's replicas could not
@@ -349,10 +349,15 @@ class Disputes:
 
         Args:
             extra: whether it was audited by an extra micro-batch.
+            recorded: whether all ranks have recorded results of it.
         """
         everywhere = self._dims.pipeline * self._dims.tensor
         unseen = self._comparable is not None and len(self._comparable) < everywhere
         if unseen or result.step == self._committed_wrong:
+            return
+        if not recorded:
+            self._findings.tell("audit_void", step=result.step, reason="a rank has recorded no result of it")
+            logger.warning("step %d: the audit is void, since a rank has recorded no result of it", result.step)
             return
         if not result.is_finite:
             if self._dims.rank == 0:

@@ -28,6 +28,8 @@ PLACES = "places"
 """Name of the value of places in the data that all ranks are to have alike."""
 NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
 """Names of flags of what a rank finds alone, of the step before; the first two also of values of all ranks."""
+NO_RECORDS = "no records"
+"""Name of the flag of a rank that has no results of an audit."""
 NOT_FINITE, LOSS = "not finite", "loss"
 """Names of flags of what a rank has seen of NaN and Inf, in results and in its loss."""
 

@@ -96,9 +96,10 @@ def settle(disputes: Disputes, run: Run) -> Any:
     )
 
 
-def audited(disputes: Disputes, run: Run, step: int) -> list[int]:
-    """Tell that an audit of a step has agreed; the steps that are verified then."""
-    disputes.after_audit(run, SimpleNamespace(step=step, is_finite=True), extra=False)  # type: ignore[arg-type]
+def audited(disputes: Disputes, run: Run, step: int, *, recorded: bool = True, **ended: Any) -> list[int]:
+    """Tell that an audit of a step has agreed, and how it ended; the steps that are verified then."""
+    result: Any = SimpleNamespace(step=step, **{"is_finite": True, **ended})
+    disputes.after_audit(run, result, extra=False, recorded=recorded)
     return list_verified(run.folder / "checkpoints")
 
 
@@ -305,7 +306,7 @@ def test_an_audit_that_compared_nothing_verifies_nothing(
     """Where a position's replicas cannot be compared, no checkpoint is verified and no agreement is reported."""
     disputes, run = started(tmp_path)
     monkeypatch.setattr(disputes, "_comparable", set())
-    disputes.after_audit(run, SimpleNamespace(step=9, is_finite=True), extra=False)  # type: ignore[arg-type]
+    audited(disputes, run, 9)
     run.events.close()
     written = "".join(path.read_text() for path in (tmp_path / "events").glob("*.jsonl"))
     assert "agreed" not in written
@@ -316,7 +317,6 @@ def test_an_audit_that_agrees_on_nan_verifies_nothing(group: None, tmp_path: Pat
     """A step that was skipped, or is not finite, is no evidence; the next one that is finite verifies."""
     write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[])
     disputes, run = started(tmp_path)
-    disputes.after_audit(run, SimpleNamespace(step=STEP, is_finite=False, skipped="NaN"), extra=False)  # type: ignore[arg-type]
-    assert list_verified(tmp_path / "checkpoints") == []
+    assert audited(disputes, run, STEP, is_finite=False, skipped="NaN") == []
     assert [one.fields["reason"] for one in read_events(tmp_path, kind="audit", name="not_finite")] == ["NaN"]
     assert audited(disputes, run, STEP + 1) == [6]
