@@ -16,6 +16,14 @@ for shared in ("config", "archive", "checkpoint"):  # field_values, run_to_archi
 apply_fused_switch()
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share; modules that need another have a fixture of their own."""
+    from whole_runs import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that this process starts are forks of the server, also those that would be fresh processes."""

@@ -9,44 +9,29 @@ from typing import Any
 import pytest
 from harness import run_distributed
 from whole_runs import (
+    checked,
     events_of,
     metrics_of,
-    prepare_text,
     pretrain_rank,
-    state_of,
+    saved_at_end,
+    sizes_of,
     train_run,
     verdicts_of,
-    write_config,
+    write_run,
 )
 
 from megasdc.train.detection.slices import squares
 
 pytestmark = pytest.mark.distributed
 
-CHECKED: dict[str, Any] = {
-    "determinism": {"enabled": True},
-    "deepspeed__gradient_clipping": 0.5,
-    "sdc": {"always_on": {"enabled": True, "coverage": "all", "finite": False}},
-}
+CHECKED = {**checked(coverage="all", finite=False), "deepspeed__gradient_clipping": 0.5}
 BF16 = {"deepspeed__bf16": {"enabled": True}}
 STEP = 3
 """In which a fault is injected."""
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], **changes: Any) -> Path:
-    tensor, pipeline, replicas = layout
-    sizes = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas}
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **sizes, **changes})
-
-
-def _end(run_dir: Path) -> Any:
-    return state_of(run_dir / "checkpoints" / "step_00000006")
+    return write_run(tmp_path, data, name, **{**CHECKED, **sizes_of(layout), **changes})
 
 
 def _fault(rank: int, step: int, phase: str, slot: str, **more: Any) -> dict[str, Any]:
@@ -128,7 +113,7 @@ def test_a_wrong_copy_that_all_have_gathered_is_put_right(tmp_path: Path, data: 
     assert verdicts_of(tmp_path / "run") == [verdict], results
     assert {code for code, _ in results} == {0}, results
     assert {code for code, _ in train_run(_write(tmp_path, data, "clean", layout, **changes), 2)} == {0}
-    assert _end(tmp_path / "clean") == _end(tmp_path / "run"), "what was wrong was put right"
+    assert saved_at_end(tmp_path / "clean") == saved_at_end(tmp_path / "run"), "what was wrong was put right"
 
 
 def test_a_wrong_copy_is_its_owners_and_another_wrong_parameter_its_ranks(tmp_path: Path, data: Path) -> None:
@@ -141,7 +126,7 @@ def test_a_wrong_copy_is_its_owners_and_another_wrong_parameter_its_ranks(tmp_pa
     assert verdicts_of(tmp_path / "run") == [(STEP, "parameters", 0, *copy[3:]), copy], results
     assert {code for code, _ in results} == {0}, results
     assert {code for code, _ in train_run(_write(tmp_path, data, "clean", (1, 1, 3)), 3)} == {0}
-    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+    assert saved_at_end(tmp_path / "clean") == saved_at_end(tmp_path / "run")
 
 
 def _in_fp16(config: str) -> tuple[int, str | None]:
@@ -173,7 +158,7 @@ def test_a_healthy_run_is_the_run_without_checks(
         else:
             results = train_run(config, world)
         assert [code for code, _ in results if code] == [], results
-    assert _end(tmp_path / "plain") == _end(tmp_path / "checked")
+    assert saved_at_end(tmp_path / "plain") == saved_at_end(tmp_path / "checked")
     assert metrics_of(tmp_path / "plain") == metrics_of(tmp_path / "checked")
     assert verdicts_of(tmp_path / "checked") == []
     assert events_of(tmp_path / "checked", "sdc", "finding") == []

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from harness import run_distributed
 from whole_runs import (
+    checked,
+    end_of,
     events_of,
     failure_of,
-    metrics_of,
-    prepare_text,
     pretrain_rank,
     state_of,
     train_run,
     verdicts_of,
-    write_config,
+    write_run,
 )
 
 from megasdc.checkpoint.files import list_steps
@@ -36,18 +36,12 @@ pytestmark = pytest.mark.distributed
 AUDITED = {"determinism": {"enabled": True}, "audit": {"enabled": True, "interval": 2}}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, replicas: int, **changes: Any) -> Path:
     batch = {"deepspeed__train_batch_size": 2 * replicas, "checkpoint__interval": 3}
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**AUDITED, **batch, **changes})
+    return write_run(tmp_path, data, name, **{**AUDITED, **batch, **changes})
 
 
-GUARDED: dict[str, Any] = {"audit": {"enabled": False}, "sdc": {"always_on": {"enabled": True, "coverage": "one"}}}
+GUARDED = {**checked(coverage="one"), "audit": {"enabled": False}}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +52,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     assert [code for code, _ in results] == [0, 0], results
     assert verdicts_of(folder / "clean") == []
     return folder / "clean"
-
-
-def _end(run_dir: Path) -> Any:
-    return state_of(run_dir / "checkpoints" / "step_00000006"), metrics_of(run_dir)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)], ids=["dp3", "tp2dp3", "pp2dp3"])
@@ -83,7 +73,7 @@ def test_a_fault_of_one_micro_batch_is_named_and_repaired(
     assert verdicts_of(tmp_path / "harmed") == [
         (4, "audit", wrong, "not_reproduced", "relative to the majority", "repair")
     ]
-    assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
     assert [
         find_standing(tmp_path / "harmed" / "checkpoints" / f"step_0000000{step}").audit_step for step in (3, 6)
     ] == [
@@ -232,7 +222,7 @@ def test_a_forward_fault_shows_against_its_recomputation(tmp_path: Path, data: P
         assert [code for code, _ in results] == [0, 0], results
     assert verdicts_of(tmp_path / "clean") == []
     assert verdicts_of(tmp_path / "harmed") == [(3, "recompute", 1, "not_reproduced", "own recomputation", "repair")]
-    assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
 
 
 def test_wrong_parameters_are_gathered_again(tmp_path: Path, data: Path) -> None:
@@ -249,7 +239,7 @@ def test_wrong_parameters_are_gathered_again(tmp_path: Path, data: Path) -> None
         assert [code for code, _ in results] == [0, 0], results
     assert verdicts_of(tmp_path / "clean") == []
     assert verdicts_of(tmp_path / "harmed") == [(4, "parameters", 1, "not_reproduced", "master shard", "repair")]
-    clean_end, harmed_end = _end(tmp_path / "clean"), _end(tmp_path / "harmed")
+    clean_end, harmed_end = end_of(tmp_path / "clean"), end_of(tmp_path / "harmed")
     assert clean_end[0] == harmed_end[0]
 
 
@@ -262,7 +252,7 @@ def test_audits_repeat_over_a_resume(tmp_path: Path, data: Path) -> None:
             train_run(config, 2, f"megasdc.training.stop_step={stop}")
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
-    assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
+    assert end_of(tmp_path / "whole") == end_of(tmp_path / "resumed")
     assert [one["step"] for one in events_of(tmp_path / "resumed", "audit", "agreed")] == [1, 3, 5, 6]
 
 
@@ -317,7 +307,7 @@ def test_checks_change_no_bit(tmp_path: Path, data: Path) -> None:
     for config in (off, on):
         results = train_run(config, 4)
         assert [code for code, _ in results if code] == [], results
-    assert _end(tmp_path / "off") == _end(tmp_path / "on")
+    assert end_of(tmp_path / "off") == end_of(tmp_path / "on")
     assert verdicts_of(tmp_path / "on") == []
 
 
@@ -478,7 +468,7 @@ def test_audits_of_extra_micro_batches_change_no_bit(
     for name, more in {"off": {"audit__enabled": False}, "on": EXTRA}.items():
         results = train_run(_write(tmp_path, data, name, 2, **{**more, **changes}), ranks)
         assert [code for code, _ in results if code] == [], results
-    assert _end(tmp_path / "off") == _end(tmp_path / "on")
+    assert end_of(tmp_path / "off") == end_of(tmp_path / "on")
     audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "on", "audit", "agreed")]
     assert audits == [(step, "extra") for step in (1, 2, 4, 6)] and verdicts_of(tmp_path / "on") == []
 
@@ -492,7 +482,7 @@ def test_the_first_step_after_a_resume_is_audited_and_changes_no_bit(tmp_path: P
             train_run(config, 2, f"megasdc.training.stop_step={stop}")
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
-    assert _end(tmp_path / "whole") == _end(tmp_path / "resumed")
+    assert end_of(tmp_path / "whole") == end_of(tmp_path / "resumed")
     audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "resumed", "audit", "agreed")]
     assert audits == [(1, "extra"), (4, "extra"), (6, "training")]
     fault = {"submodule": "*.linear_fc1", "rank": 1, "steps": [4, 5], "same_elements": True, "bits": "exponent"}

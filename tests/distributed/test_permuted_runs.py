@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
+from whole_runs import (
+    MODELS,
+    end_of,
+    events_of,
+    train_run,
+    verdicts_of,
+    write_run,
+)
 
 from megasdc.checkpoint.marks import list_verified
 from megasdc.sdc.incidents.incident import incident_from_json
@@ -22,18 +29,8 @@ AUDITED: dict[str, Any] = {
 UNIT: dict[str, Any] = {"bound_to": "unit", "same_elements": True, "kind": "scale", "factor": 1.5, "steps": [4, None]}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**AUDITED, **changes})
-
-
-def _end(run_dir: Path) -> Any:
-    return state_of(run_dir / "checkpoints" / "step_00000006"), metrics_of(run_dir)
+    return write_run(tmp_path, data, name, **{**AUDITED, **changes})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,7 @@ def test_a_healthy_run_is_the_run_without_audits(
     for name, more in {"plain": {"audit": {"enabled": False}}, "audited": {}}.items():
         results = train_run(_write(tmp_path, data, name, **{**changes, **more}), ranks)
         assert [code for code, _ in results if code] == [], results
-    assert _end(tmp_path / "plain") == _end(tmp_path / "audited")
+    assert end_of(tmp_path / "plain") == end_of(tmp_path / "audited")
     assert verdicts_of(tmp_path / "audited") == []
     assert len(events_of(tmp_path / "audited", "audit", "agreed")) == 4
     assert list_verified(tmp_path / "audited" / "checkpoints")
@@ -117,7 +114,7 @@ def test_a_fault_of_one_time_is_repaired(tmp_path: Path, data: Path) -> None:
     for name, faults in {"clean": [], "harmed": [once]}.items():
         assert train_run(_write(tmp_path, data, name, faults=faults), 1) == [(0, None)]
     assert verdicts_of(tmp_path / "harmed") == [(4, "permuted", 0, "not_reproduced", "own results elsewhere", "repair")]
-    assert _end(tmp_path / "clean") == _end(tmp_path / "harmed")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
 
 
 def test_what_moves_with_the_values_is_not_seen(tmp_path: Path, data: Path) -> None:

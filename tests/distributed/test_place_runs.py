@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
+from whole_runs import (
+    checked,
+    events_of,
+    failure_of,
+    metrics_of,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_run,
+)
 
 from megasdc.checkpoint.verify import verify_checkpoint
 
 pytestmark = pytest.mark.distributed
 
-CHECKED: dict[str, Any] = {
-    "determinism": {"enabled": True},
-    "sdc": {"always_on": {"enabled": True, "parameters": False, "finite": False, "tokens": True}},
-}
+CHECKED = checked(parameters=False, finite=False, tokens=True)
 WRONG: dict[str, Any] = {"phase": "place", "rank": 1, "bits": [1], "once": True}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **changes)
+    return write_run(tmp_path, data, name, **changes)
 
 
 def _dropping(tmp_path: Path, **changes: Any) -> dict[str, Any]:

@@ -6,28 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import MODELS, events_of, prepare_text, state_of, train_run, verdicts_of, write_config
+from whole_runs import (
+    MODELS,
+    checked,
+    events_of,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_run,
+)
 
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 
-CHECKED: dict[str, Any] = {
-    "determinism": {"enabled": True},
-    "sdc": {"always_on": {"enabled": True, "coverage": "one", "parameters": False, "finite": False, "rows": True}},
-    "checkpoint__interval": 0,
-}
+CHECKED = {**checked(coverage="one", parameters=False, finite=False, rows=True), "checkpoint__interval": 0}
 WRONG: dict[str, Any] = {"kind": "scale", "factor": 1.5, "steps": [1, None], "same_elements": True}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **changes})
+    return write_run(tmp_path, data, name, **{**CHECKED, **changes})
 
 
 ALL: dict[str, Any] = {

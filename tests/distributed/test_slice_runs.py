@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from harness import run_distributed
 from whole_runs import (
     MODELS,
+    checked,
+    end_of,
     events_of,
-    metrics_of,
-    prepare_text,
     pretrain_rank,
-    state_of,
+    sizes_of,
     train_run,
     verdicts_of,
-    write_config,
+    write_run,
 )
 
 from megasdc.report.summary import summarize
@@ -26,32 +27,11 @@ from megasdc.sdc.incidents.incident import incident_from_json
 pytestmark = pytest.mark.distributed
 
 WHOLE = 1_000_000
-CHECKED: dict[str, Any] = {
-    "determinism": {"enabled": True},
-    "sdc": {
-        "always_on": {
-            "enabled": True,
-            "coverage": "one",
-            "parameters": False,
-            "finite": False,
-            "slice_elements": WHOLE,
-        }
-    },
-}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
+CHECKED = checked(coverage="one", parameters=False, finite=False, slice_elements=WHOLE)
 
 
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **changes})
-
-
-def _end(run_dir: Path) -> Any:
-    return state_of(run_dir / "checkpoints" / "step_00000006"), metrics_of(run_dir)
+    return write_run(tmp_path, data, name, **{**CHECKED, **changes})
 
 
 @pytest.mark.parametrize(
@@ -68,14 +48,12 @@ def test_a_healthy_run_is_the_run_without_checks(
     tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
 ) -> None:
     """Same bits and no verdict, with slices so small that all elements need several steps."""
-    tensor, pipeline, replicas = layout
-    sizes = {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas}
     for name, more in {"plain": {"sdc": {}}, "checked": {}}.items():
-        config = _write(tmp_path, data, name, **{**sizes, **changes, **more})
+        config = _write(tmp_path, data, name, **{**sizes_of(layout), **changes, **more})
         overrides = [] if name == "plain" else ["megasdc.sdc.always_on.slice_elements=700"]
-        results = train_run(config, tensor * pipeline * replicas, *overrides)
+        results = train_run(config, math.prod(layout), *overrides)
         assert [code for code, _ in results if code] == [], results
-    assert _end(tmp_path / "plain") == _end(tmp_path / "checked")
+    assert end_of(tmp_path / "plain") == end_of(tmp_path / "checked")
     assert verdicts_of(tmp_path / "checked") == []
     (told,) = events_of(tmp_path / "checked", "start", "slices")
     assert told["elements"] == 700 and told["period"] > 6
@@ -110,7 +88,7 @@ def test_a_wrong_element_is_found_in_its_step(
         assert {code for code, _ in results} == {0}, results
         clean = _write(tmp_path, data, "clean", deepspeed__train_batch_size=2 * replicas)
         assert {code for code, _ in train_run(clean, replicas)} == {0}
-        assert _end(tmp_path / "clean") == _end(tmp_path / "run"), "what was wrong was put right"
+        assert end_of(tmp_path / "clean") == end_of(tmp_path / "run"), "what was wrong was put right"
     else:
         assert verdict == (4, tier, 0 if replicas == 1 else None, "inconclusive", basis, "halt")
         assert {code for code, _ in results} == {73}, results
@@ -147,7 +125,7 @@ def test_flips_in_the_moments_of_any_group_are_put_right(
     found = [(3, world - 1), (4, world - 2), (5, 0)]
     verdict = "not_reproduced", "own copy", "repair"
     assert verdicts_of(tmp_path / "run") == [(step, "state", rank, *verdict) for step, rank in found]
-    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "run")
     (told,) = events_of(tmp_path / "run", "start", "slices")
     assert told["period"] == 1
 
@@ -188,7 +166,7 @@ def test_a_clipped_gradient_is_held_against_the_one_before(tmp_path: Path, data:
         config = _write(tmp_path, data, name, faults=faults, **sizes)
         assert {code for code, _ in train_run(config, 2)} == {0}
     assert verdicts_of(tmp_path / "run") == [(4, "update", 1, "not_reproduced", "referee", "repair")]
-    assert _end(tmp_path / "clean") == _end(tmp_path / "run")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

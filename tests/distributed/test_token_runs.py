@@ -9,35 +9,26 @@ from typing import Any
 import pytest
 from harness import run_distributed
 from whole_runs import (
+    checked,
     events_of,
     metrics_of,
-    prepare_text,
     pretrain_rank,
     state_of,
     train_run,
     verdicts_of,
-    write_config,
+    write_run,
 )
 
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 
-CHECKED: dict[str, Any] = {
-    "determinism": {"enabled": True},
-    "sdc": {"always_on": {"enabled": True, "coverage": "all", "parameters": False, "finite": False}},
-}
+CHECKED = checked(coverage="all", parameters=False, finite=False)
 WRONG: dict[str, Any] = {"phase": "tokens", "rank": 1, "micro_batches": [1], "bits": [0]}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared text that all runs share."""
-    return prepare_text(tmp_path_factory.mktemp("text"))
-
-
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
-    return write_config(tmp_path / f"{name}.json", data, tmp_path / name, **{**CHECKED, **changes})
+    return write_run(tmp_path, data, name, **{**CHECKED, **changes})
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,22 @@ def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:
     return path
 
 
+def write_run(folder: Path, data: Path, name: str, **changes: Any) -> Path:
+    """Write ``folder/name.json``, the config of a run in ``folder/name``; ``changes`` as in ``write_config``."""
+    return write_config(folder / f"{name}.json", data, folder / name, **changes)
+
+
+def checked(**always_on: Any) -> dict[str, Any]:
+    """Changes for a deterministic run with checks of every step, of which these settings are no defaults."""
+    return {"determinism": {"enabled": True}, "sdc": {"always_on": {"enabled": True, **always_on}}}
+
+
+def sizes_of(layout: tuple[int, int, int]) -> dict[str, int]:
+    """Changes for so many tensor ranks, stages and replicas, each of which takes two micro-batches of a step."""
+    tensor, pipeline, replicas = layout
+    return {"parallel__tensor": tensor, "parallel__pipeline": pipeline, "deepspeed__train_batch_size": 2 * replicas}
+
+
 def pretrain_rank(config: str, overrides: list[str], allow: tuple[str, ...] = ()) -> tuple[int, str | None]:
     """Body of a rank: train as the entry script does; returns exit code and message."""
     from megasdc.train.main import pretrain
@@ -121,6 +137,16 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     for path in sorted(checkpoint.glob("*.pt")):
         _walk(path.name, torch.load(path, map_location="cpu", weights_only=False), digests)
     return {name: value for name, value in digests.items() if "ds_config" not in name and "ds_version" not in name}
+
+
+def saved_at_end(run_dir: Path) -> dict[str, str]:
+    """What a run of six steps has saved at its end."""
+    return state_of(run_dir / "checkpoints" / "step_00000006")
+
+
+def end_of(run_dir: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """How a run of six steps has ended: what it has saved then, and its metrics."""
+    return saved_at_end(run_dir), metrics_of(run_dir)
 
 
 def verdicts_of(run_dir: Path) -> list[tuple[Any, ...]]:
