@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,7 +140,7 @@ def test_a_run_that_halts_names_a_save_that_is_there(group: None, tmp_path: Path
 
     assert "Nothing is saved that is verified: the next start begins at step 1" in way()
     for step in (2, 4):
-        write_checkpoint(saves, step, not_finite=[])
+        write_checkpoint(saves, step, not_finite=[], nodes={socket.gethostname(): [0]})
     assert "No save is verified: the next start ends with exit code 72" in way()
     assert audited(disputes, run, 5) == [2, 4]
     assert f"goes back to the newest verified save, of step 4, in {saves / 'step_00000004'}. " in way()
@@ -187,7 +188,7 @@ def test_a_finding_that_nobody_settled_counts(group: None, tmp_path: Path) -> No
 def test_what_holds_a_wrong_step_is_never_verified(group: None, tmp_path: Path) -> None:
     """What warn let pass at step 6 keeps all checkpoints from there on candidates, after a resume too."""
     for step in (4, 6, 8):
-        write_checkpoint(tmp_path / "checkpoints", step, not_finite=[])
+        write_checkpoint(tmp_path / "checkpoints", step, not_finite=[], nodes={socket.gethostname(): [0]})
     disputes, run = started(tmp_path, not_reproduced="warn")
     assert settle(disputes, run) is False
     assert audited(disputes, run, 9) == [4]
@@ -201,7 +202,7 @@ def test_what_holds_a_wrong_step_is_never_verified(group: None, tmp_path: Path) 
 
 def test_what_was_repaired_is_verified(group: None, tmp_path: Path) -> None:
     """Nothing wrong was committed: the next audit verifies as always."""
-    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[])
+    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[], nodes={socket.gethostname(): [0]})
     disputes, run = started(tmp_path, not_reproduced="repair")
     assert settle(disputes, run) is True
     assert audited(disputes, run, STEP) == [6]
@@ -315,7 +316,7 @@ def test_an_audit_that_compared_nothing_verifies_nothing(
 
 def test_an_audit_that_agrees_on_nan_verifies_nothing(group: None, tmp_path: Path) -> None:
     """A step that was skipped, or is not finite, is no evidence; the next one that is finite verifies."""
-    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[])
+    write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[], nodes={socket.gethostname(): [0]})
     disputes, run = started(tmp_path)
     assert audited(disputes, run, STEP, is_finite=False, skipped="NaN") == []
     assert [one.fields["reason"] for one in read_events(tmp_path, kind="audit", name="not_finite")] == ["NaN"]
