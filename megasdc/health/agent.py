@@ -38,15 +38,13 @@ from megasdc.health.incident import Conclusion, conclude
 from megasdc.health.journal import Journal
 from megasdc.health.limits import Limits, keep_durations, load_durations
 from megasdc.health.phases import Phase
-from megasdc.health.process_state import started_at
+from megasdc.health.process_state import PAUSE_S, started_at
 from megasdc.health.rank_state import GONE
 from megasdc.health.watched import WatchedRanks
 
 POLL_S = 1.0
 KEEP_S = 300.0
 """Seconds between two times that durations are kept, for runs that do not end by themselves."""
-PAUSE_S = 10.0
-"""An agent that has not run for so long was stopped with its host: what ranks did not do meanwhile does not count."""
 LAST_WORK_S = 10.0 + LIMIT_S
 """Seconds that disk, network and the user's command have at an agent's end."""
 DURATIONS_FILE, AGENT_FILE, CLOCK_FILE = "durations.json", "agent.json", "clock.json"

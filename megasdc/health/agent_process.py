@@ -24,8 +24,9 @@ from megasdc.origin import LAUNCH_ID_VARIABLE
 START_S = 60.0
 LOOK_S = 2.0
 MAX_RESTARTS, MAX_CLOCKS = 3, 16
-STOPPED_S = 3.0
-"""With two looks less than the time after which an agent leaves out what ranks did not do while it stood still."""
+STOPPED_S, STILL_S = 3.0, 30.0
+"""An agent may be stopped by a signal for so long, with two looks less than the time after which it leaves out what
+ranks did not do while it stood still; and not run otherwise: its threads wait for disks, it does not."""
 
 
 class AgentProcess:
@@ -44,7 +45,7 @@ class AgentProcess:
         self._log = options.run_folder / "health" / f"agent_{options.node:05d}.log"
         self._look_at = time.monotonic() + LOOK_S
         self._restarts = 0
-        self._waker = Waker(STOPPED_S)
+        self._waker = Waker(STOPPED_S, STILL_S, polls=True)
         self._ended = False
         self._clock = ""
         self.news: deque[tuple[str, str]] = deque()
@@ -88,7 +89,7 @@ class AgentProcess:
                 self._clock = text
 
     def look(self) -> None:
-        """Start it again if it has ended, at most three times; wake it where a signal has stopped it."""
+        """Start it again if it has ended, at most three times; wake it where a signal has stopped it, or end it."""
         if self._ended or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
@@ -130,7 +131,7 @@ class AgentProcess:
             return False
         if done := self._waker.look(found["pid"]):
             self.news.append(("agent_stopped", f"its agent: {done}"))
-        return True
+        return found["pid"] not in self._waker.given_up
 
     def close(self) -> None:
         """Remove the records where no agent is left to do so."""

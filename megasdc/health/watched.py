@@ -26,8 +26,8 @@ ANSWER_S = 3.0
 """Seconds that ranks have to answer."""
 DISK_S = 0.3
 """A process that waits for a disk longer than this is told to."""
-LEAVE_S = 5.0
-"""Seconds that ranks have to leave before they are killed."""
+LEAVE_S, KILLED_S = 5.0, 2.0
+"""Seconds that ranks have to leave before they are killed, and then to end."""
 
 
 @dataclass
@@ -205,16 +205,20 @@ class WatchedRanks:
         else:
             for rank in self._ranks:
                 rank.record.tell_to_leave()
-            self._wait_until_gone()
+            self._wait_until_gone(LEAVE_S)
         for rank in self._ranks:
             rank.look()
             if rank.state != GONE:
                 tell(f"rank {rank.identity.rank} did not leave and was killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.identity.pid, signal.SIGKILL)
+        self._wait_until_gone(KILLED_S)
+        for rank in self._ranks:
+            if rank.state != GONE:
+                tell(f"rank {rank.identity.rank} was killed and does not end: its process is {rank.state}")
 
-    def _wait_until_gone(self) -> None:
-        until = time.monotonic() + LEAVE_S
+    def _wait_until_gone(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
         while time.monotonic() < until and not all(rank.state == GONE for rank in self._ranks):
             time.sleep(0.1)
             self.look()

@@ -13,12 +13,14 @@ from typing import IO
 
 import psutil
 
-from megasdc.health.process_state import Waker
+from megasdc.health.process_state import DISK_S, Waker
 
 POLL_S = 0.2
 LOOK_S = 2.0
 STOPPED_S = 10.0
 """A launcher may be stopped by a signal for so long."""
+KILL_S = 10.0
+"""A launcher that was killed has so long to end."""
 SRUN = "srun"
 STARTERS = frozenset({SRUN, "pdsh", "ssh", "mpirun"})
 """Programs by which a launcher starts ranks on other hosts."""
@@ -37,7 +39,7 @@ class LauncherProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
         self.stopped_by: int | None = None
         self._say = say
-        self._waker = Waker(STOPPED_S)
+        self._waker = Waker(STOPPED_S, DISK_S)
         # A session of its own: Ctrl-C in a terminal must reach it once, forwarded by us, not also directly.
         # In the background of a script this process ignores SIGINT, which a child would inherit: it
         # could not be ended with SIGINT. A signal with a handler here has its default action in the child.
@@ -53,7 +55,7 @@ class LauncherProcess:
         self._previous[signal.SIGINT] = before
 
     def wait(self, how_to_end: Callable[[], signal.Signals | None], failure_grace_s: float) -> int:
-        """Wait for the launcher's end; returns its exit code, negative: ended by that signal.
+        """Wait for the launcher's end; returns its exit code, negative: ended by that signal, or told to and given up.
 
         ``how_to_end`` is called periodically; None: nothing has failed; SIGTERM: the other ranks may still save, with
         the full grace of a requested stop; SIGINT: they may wait forever. The launcher is sent that signal
@@ -62,7 +64,7 @@ class LauncherProcess:
         number: signal.Signals | None = None
         send_at = math.inf
         looked_at = time.monotonic()
-        while self._process.poll() is None:
+        while self._process.poll() is None and self._process.pid not in self._waker.given_up:
             time.sleep(POLL_S)
             now = time.monotonic()
             if now - looked_at > LOOK_S:
@@ -76,16 +78,23 @@ class LauncherProcess:
                 self._say(f"a part of the launch failed {failure_grace_s:g} s ago and others still run; {what}")
                 self._forward(number)
                 send_at = now + failure_grace_s if number is signal.SIGINT else math.inf
-        return self._process.wait()
+        code = self._process.poll()
+        return -signal.SIGKILL if code is None else code
 
     def _wake(self) -> None:
-        """Wake the launcher, and what it starts ranks on other hosts with, where a signal has stopped it."""
+        """Wake or end the launcher, and what it starts ranks on other hosts with, where they do not run.
+
+        The launcher waits for those: where one cannot be ended, it is killed with the others.
+        """
         started = [self._process.pid]
         with suppress(psutil.Error):
-            started += [one.pid for one in psutil.Process(started[0]).children() if one.name() in STARTERS]
+            below = psutil.Process(started[0]).children(recursive=True)  # pdsh starts ssh
+            started += [one.pid for one in below if one.name() in STARTERS]
         for pid in started:
             if done := self._waker.look(pid):
                 self._say(f"the launcher: {done}")
+                if pid in self._waker.given_up:
+                    self._kill()
 
     def close(self) -> None:
         """Restore signal handlers; kill the launcher if it still runs."""
@@ -93,7 +102,10 @@ class LauncherProcess:
             signal.signal(number, handler)
         if self._process.poll() is None:
             self._kill()
-            self._process.wait()
+            try:
+                self._process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                self._say(f"the launcher was killed and does not end: process {self._process.pid}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.stopped_by is None:

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from megasdc.health.process_state import DISK_S
 from megasdc.launcher import environment
 from megasdc.launcher.on_host import files, running
 from megasdc.launcher.plan import LaunchPlan
@@ -24,6 +26,8 @@ DONE_S = 10.0
 """A launcher may take so long to end when all of its ranks have."""
 # Added to limits: records of other hosts may appear shortly after the launcher's end.
 STOP_GRACE_S = 35.0
+KILLED_S = 10.0
+"""What was killed has so long to end."""
 WAIT_POLL_S = 0.5
 TELL_S = 10.0
 
@@ -33,17 +37,36 @@ def say(line: str) -> None:
     print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
 
 
-class StoppedProcesses:
-    """Ends processes of a launch that a signal has stopped (SIGSTOP), from outside, where others wait for them.
+@dataclass
+class _Held:
+    """A process that a signal has stopped, or that waits for a disk (T or D), since when, and whether it was killed."""
 
-    A launcher or an agent is woken first; whatever is still stopped at the next look, seconds later, is killed.
+    state: str
+    since: float
+    killed: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is killed at the next look."""
+        return self.state == "T" or time.monotonic() - self.since >= DISK_S
+
+
+class StoppedProcesses:
+    """Ends processes of a launch that do not run, from outside, where others wait for them.
+
+    A launcher or an agent that a signal has stopped (SIGSTOP) is woken first; whatever is still stopped at the next
+    look, seconds later, is killed; so is one of them that waits for a disk at each look for ``DISK_S`` (swap death).
+    What does not end though it was killed is given up.
     """
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._seen: dict[str, list[int]] = {}
+        self._held: dict[str, dict[int, _Held]] = {}
+        self._unseen: set[str] = set()
         self._looks_at = -math.inf
         self._looking: threading.Thread | None = None
+        self.given_up: dict[str, set[int]] = {}
+        """Processes that do not end though they were killed, by host."""
 
     def look(self, hosts: Sequence[str]) -> None:
         """Look on some hosts, not more often than every ``LOOK_STOPPED_S``, in a thread."""
@@ -56,19 +79,40 @@ class StoppedProcesses:
     def _look(self, hosts: Sequence[str]) -> None:
         program, transport = Path(running.__file__), self._plan.transport
         request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
-        fresh = [host for host in hosts if not self._seen.get(host)]
-        for alike in (fresh, *([host] for host in hosts if self._seen.get(host))):
-            seen = self._seen.get(alike[0], []) if alike else []  # an id says nothing on another host
-            answers = (
-                transport.run(alike, program, request | {"seen": seen}, timeout_s=GATHER_TIMEOUT_S) if alike else []
-            )
-            for answer in answers:
-                now = [] if answer.problem else list(answer.value)
-                self._seen[answer.host] = now
-                if killed := [pid for pid in now if pid in seen]:
-                    say(f"killed since a signal had stopped them: {_list({answer.host: killed})}")
-                elif now:
-                    say(f"stopped by a signal: {_list({answer.host: now})}")
+        due = {host: [pid for pid, one in self._held.get(host, {}).items() if one.is_due] for host in hosts}
+        fresh = [host for host in hosts if not due[host]]
+        for alike in (fresh, *([host] for host in hosts if due[host])):
+            kill = due[alike[0]] if alike else []  # an id says nothing on another host
+            asked = request | {"kill": kill}
+            for answer in transport.run(alike, program, asked, timeout_s=GATHER_TIMEOUT_S) if alike else []:
+                if answer.problem is None:
+                    self._take(answer.host, dict(answer.value), kill)
+                elif answer.host not in self._unseen:
+                    self._unseen.add(answer.host)
+                    say(f"what does not run on {answer.host} cannot be ended from here: {answer.problem}")
+
+    def _take(self, host: str, found: dict[int, str], kill: Sequence[int]) -> None:
+        """Take down what does not run on a host, of which some were killed just now, and tell what is new."""
+        before, now = self._held.get(host, {}), time.monotonic()
+        held = {
+            pid: before[pid] if pid in before and before[pid].state == state else _Held(state, now)
+            for pid, state in found.items()
+        }
+        given_up = self.given_up.setdefault(host, set())
+        lost = [pid for pid, one in held.items() if one.killed and pid not in given_up]
+        killed = [pid for pid in held if pid in kill and not held[pid].killed]
+        stopped = [pid for pid, one in held.items() if one.state == "T" and pid not in before]
+        for pid in killed:
+            held[pid].killed = True
+        given_up.update(lost)
+        self._held[host] = held
+        for what, pids in (
+            ("stopped by a signal", stopped),
+            ("killed since they did not run, stopped by a signal or waiting for a disk", killed),
+            ("they were killed, do not end, and are given up", lost),
+        ):
+            if pids:
+                say(f"{what}: {_list({host: pids})}")
 
 
 class FailureWatch:
@@ -119,7 +163,7 @@ class FailureWatch:
         """Hosts on which what is stopped is ended, since others wait for it."""
         hosts = self._plan.placement.hosts
         if has_failed:
-            return _hosts_without(self._plan, records.done) or hosts
+            return hosts  # also where all ranks are done, since the launch waits for their launcher
         if len(records.done) == len(self._plan.placement.host_of_rank):
             self._all_done_at = min(self._all_done_at, time.monotonic())
             return hosts if time.monotonic() > self._all_done_at + DONE_S else []
@@ -187,16 +231,20 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
     """Wait until no process of this launch is left; return whether there was one.
 
     If their launcher was killed, ranks save and end by themselves, and hold the port and the run folder until then.
+    After the time that they have for that they are killed; those that even that does not end are given up.
     """
     started = time.monotonic()
     limit_s = environment.stop_grace_s(os.environ) + STOP_GRACE_S
-    said_at = -math.inf
+    said_at, was_killed = -math.inf, False
     stopped = StoppedProcesses(plan)
-    while running := _running(plan, unreachable):
+    while running := _running(plan, unreachable, stopped.given_up):
         now = time.monotonic()
-        if now - started > limit_s:
-            say(f"still running after {limit_s:g} s, end them by hand: {_list(running)}")
+        if now - started > limit_s + KILLED_S:
+            say(f"they were killed, do not end, and are given up: {_list(running)}")
             return True
+        if now - started > limit_s and not was_killed:
+            say(f"still running after {limit_s:g} s, and killed: {_list(running)}")
+            was_killed = bool(_running(plan, unreachable, {}, kill=True))
         if now - said_at > TELL_S:
             said_at = now
             say(f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}")
@@ -205,17 +253,20 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
     return said_at > -math.inf
 
 
-def _running(plan: LaunchPlan, unreachable: set[str]) -> dict[str, list[int]]:
-    """Processes of this launch by host; without hosts that cannot be reached."""
+def _running(
+    plan: LaunchPlan, unreachable: set[str], given_up: Mapping[str, Collection[int]], *, kill: bool = False
+) -> dict[str, list[int]]:
+    """Processes of this launch by host, which are killed if asked; without those that are given up, or out of reach."""
     hosts = [host for host in plan.placement.hosts if host not in unreachable]
-    request = {"launch_id": plan.launch_id}
+    request = {"launch_id": plan.launch_id, "all": kill}
     if not plan.transport.remote:
-        found = {"this host": running.answer(request)}
+        found, given_up = {"this host": running.answer(request)}, {"this host": set[int]().union(*given_up.values())}
     else:
         program = Path(running.__file__)
         answers = plan.transport.run(hosts, program, request, timeout_s=GATHER_TIMEOUT_S) if hosts else []
         found = {answer.host: answer.value for answer in answers if not answer.problem}
-    return {host: pids for host, pids in found.items() if pids}
+    left = {host: [pid for pid in pids if pid not in given_up.get(host, ())] for host, pids in found.items()}
+    return {host: pids for host, pids in left.items() if pids}
 
 
 def _list(running: dict[str, list[int]]) -> str:

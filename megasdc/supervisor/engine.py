@@ -20,7 +20,7 @@ from megasdc.events import read_events
 from megasdc.health.alert import alert
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
-from megasdc.health.process_state import Waker
+from megasdc.health.process_state import DISK_S, Waker
 from megasdc.launcher.records import collect
 from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import LaunchRequest
@@ -41,8 +41,8 @@ from megasdc.supervisor.trained import Trained, trained_in
 FIND_S = 2.0
 LOG_S = 2.0
 """Seconds that the writer of an attempt's log has after the front's end."""
-STOPPED_S, DISK_S = 10.0, 120.0
-"""A front may be stopped by a signal for so long, and wait for a disk, as where its host swaps."""
+STOPPED_S = 10.0
+"""A front may be stopped by a signal for so long."""
 OF_CONFIGURATION = ("time limit", "training.stop_step")
 """How the reasons of a stop begin that the configuration asks for, see ``megasdc.train.stop``."""
 
@@ -127,7 +127,7 @@ class FrontEngine:
         prefixes = {host: tuple(words) for host in allocation.slots if (words := allocation.prefix(host))}
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
-        self._waker = Waker(STOPPED_S, DISK_S)
+        self._waker = Waker(STOPPED_S, DISK_S, polls=True)
         self._room = room.RoomProbe(run_dir, _say)
         self._log: subprocess.Popen[bytes] | None = None
         self._ended_with: int | None = None
@@ -201,7 +201,7 @@ class FrontEngine:
             self._shown[path] = log.tell()
 
     def lives(self, process: Process) -> bool:
-        """See ``Engine``; one that is stopped is woken, and killed where it stays so, as one that a disk holds is."""
+        """See ``Engine``; one that is stopped is woken, and killed where it stays so, as one that does not run is."""
         if process == ENDED:
             return False
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor

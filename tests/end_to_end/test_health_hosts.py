@@ -19,7 +19,10 @@ from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import Event, read_events
+from megasdc.launcher.command import NODE_MODULE
 from megasdc.report.summary import summarize
+from megasdc.supervisor import front
+from megasdc.supervisor.journal import FOLDER, read_journal
 from tools.bench.supervised.target import clock_library
 from tools.hosts import Cluster, unavailable_reason
 
@@ -190,6 +193,69 @@ def test_a_lost_host_or_link_is_named_and_the_run_ends(
         assert not told and f"on {named[0]}: no done record" in said, said
     assert seconds <= FLOOR_S + 10, said
     assert launch.returncode == (75 if kind == "hang/link" else 78), said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", ["front", "launcher", "agent"])
+def test_a_hang_is_told_in_time_whatever_else_is_stopped(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    stopped: str,
+) -> None:
+    """A rank is stopped (SIGSTOP), and with it the front, the launchers, or its host's agent: the verdict comes ten
+    seconds later than phases may last, and the attempt ends, since what is stopped is woken or killed from outside.
+    """
+    raw = json.loads((folder / "config.json").read_text())
+    raw["megasdc"]["parallel"] |= {"timeout_s": 600.0}
+    raw["megasdc"]["health"] = {"hang_floor_s": FLOOR_S, "slow_floor_s": FLOOR_S, "ping_interval": 0}
+    raw["megasdc"]["training"]["steps"] = 100_000
+    raw["megasdc"]["checkpoint"] = {"interval": 0, "memory": {"interval": 0}}
+    raw["megasdc"]["supervise"] = {"num_hosts": 2, "pause_s": 1.0, "spare_test_s": 0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    run, log = folder / "run", folder / "supervise.log"
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 2, env=env) as hosts, open(log, "ab") as said:
+        argv = [sys.executable, "-m", "megasdc", "supervise", "--hostfile", str(hosts.hostfile())]
+        config = ["--config", str(folder / "config.json")]
+        launch = hosts.popen("node1", [*argv, *config], cwd=str(folder), stdout=said, stderr=said)
+        metrics = run / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 40, launch)
+        journal = read_journal(run / FOLDER)
+        (launch_id,) = (one.fields["launch_id"] for one in journal if one.kind == "planned")
+        found = [one for one in psutil.process_iter(["cmdline", "environ"]) if plays(one, stopped, folder, launch_id)]
+        for one in found:
+            one.suspend()
+        began = time.monotonic()
+        wait_until(lambda: any((run / "health" / "incidents").glob("hang_*.json")), launch)
+        verdict_s = time.monotonic() - began
+        wait_until(lambda: any(one.kind == "ended" for one in read_journal(run / FOLDER)), launch)
+        ended_s = time.monotonic() - began
+        launch.kill()
+        (path, *_) = (run / "health" / "incidents").glob("hang_*.json")
+        incident = json.loads(path.read_text())
+        (ended, *_) = (one.fields for one in read_journal(run / FOLDER) if one.kind == "ended")
+    told = f"{incident['kind']}: {incident['message']}"
+    print(f"{stopped}, {len(found)} processes: verdict after {verdict_s:.1f} s, end after {ended_s:.1f} s: {told}")
+    assert len(found) >= (3 if stopped == "launcher" else 2)
+    assert "node2" in incident["hosts"] or incident["ranks"] == [1], told
+    assert verdict_s <= FLOOR_S + 10 and ended_s <= FLOOR_S + 10 + END_S, log.read_text()
+    assert "node2" in ended["diagnosis"]["hosts"], ended
+
+
+END_S = 30.0
+"""Most seconds from a verdict to the end of its attempt: ranks leave or are killed, what is stopped is woken."""
+
+
+def plays(process: psutil.Process, stopped: str, folder: Path, launch_id: str) -> bool:  # noqa: F811
+    """Whether a process is rank 1, or what else a drill stops."""
+    words, rank = process.info["cmdline"] or [], (process.info["environ"] or {}).get("RANK")
+    if rank == "1" and str(folder / "config.json") in words:
+        return True
+    if stopped == "front":
+        return front.MODULE in words and launch_id in words[-1]
+    if stopped == "launcher":  # also pdsh and ssh, whose command lines have the same words
+        return launch_id in words and any(one in words for one in ("megasdc.launcher.runner", NODE_MODULE))
+    return "megasdc.health.agent" in words and '"node": 1,' in words[-1] and str(folder) in words[-1]
 
 
 def wait_until(done: Callable[[], bool], launch: subprocess.Popen[Any] | None) -> None:

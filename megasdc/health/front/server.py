@@ -22,6 +22,7 @@ from megasdc.health.board import LOST_S
 from megasdc.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.health.front.clocks import CLOCKS_FILE, HostClocks, Reading
 from megasdc.health.incident import Conclusion, conclude
+from megasdc.health.process_state import PAUSE_S
 from megasdc.moment import HostClock
 from megasdc.wire import SECRET_BYTES, Door, Messages, WireError
 
@@ -71,6 +72,7 @@ class Standstill:
         self._hosts: dict[int, HostState] = {}
         self._conclusion: Conclusion | None = None
         self._clocks = HostClocks(health / CLOCKS_FILE, say)
+        self._looked_at = time.monotonic()
 
     @property
     def clocks(self) -> dict[str, HostClock]:
@@ -93,6 +95,7 @@ class Standstill:
     def hear(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take a host's message, and return the answer to it."""
         with self._lock:
+            self._after_pause()
             self._clocks.take(hello.host, message.get("clock"))
             if hello.run != self._run:
                 return {"judges": False, "leave": None}
@@ -128,6 +131,8 @@ class Standstill:
     def look(self) -> None:
         """Tell of hosts that are heard no more, and judge again."""
         with self._lock:
+            self._after_pause()
+            self._looked_at = time.monotonic()
             self._clocks.look()
             for host in self._hosts.values():
                 if self._is_lost(host) and not host.silent:
@@ -135,12 +140,20 @@ class Standstill:
                     self._say(f"health: nothing is heard from {host.host} for {LOST_S:.0f} s")
             self._judge()
 
+    def _after_pause(self) -> None:
+        """What was not heard while this process stood still, as where a signal has stopped it, does not count."""
+        if (now := time.monotonic()) - self._looked_at > PAUSE_S:
+            self._looked_at = now
+            for host in self._hosts.values():
+                host.heard_at = now
+
     def silent_s(self) -> dict[str, float]:
         """Seconds for which nothing was heard of hosts that are lost, by the names that their agents have for them.
 
         By no index: ranks that go on without a replica count their hosts anew.
         """
         with self._lock:
+            self._after_pause()
             now = time.monotonic()
             return {host.host: now - host.heard_at for host in self._hosts.values() if self._is_lost(host)}
 

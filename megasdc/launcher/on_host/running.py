@@ -10,32 +10,42 @@ import signal
 from typing import Any
 
 
-def answer(request: dict[str, Any]) -> list[int]:
+def answer(request: dict[str, Any]) -> list[Any]:
     """Return the ids of the processes whose environment or launcher's command line holds ``launch_id``.
 
     Zombies are not listed: their environment and command line are empty. With ``run_dir``, resolved, only those that a
-    signal has stopped (SIGSTOP) are, agents of that run too: launchers and agents are woken, and those of all that
-    ``seen`` has, ids that were listed before, are killed.
+    signal has stopped (SIGSTOP) are, agents of that run too, and launchers and agents that wait for a disk (a rank that
+    does may save), each with its state, T or D: those that ``kill`` has are killed, and launchers and agents that are
+    stopped are woken. With ``all``, all are killed.
     """
     sign = request["launch_id"].encode()
     if "run_dir" in request:
-        return _end_stopped(sign, request["run_dir"], request["seen"])
-    return [pid for pid in _pids() if _is_rank(pid, sign) or _is_launcher(pid, sign)]
+        return _end_held(sign, request["run_dir"], request["kill"])
+    found = [pid for pid in _pids() if _is_rank(pid, sign) or _is_launcher(pid, sign)]
+    for pid in found if request.get("all") else []:
+        _send(pid, signal.SIGKILL)
+    return found
 
 
-def _end_stopped(sign: bytes, run_dir: str, seen: list[int]) -> list[int]:
+def _end_held(sign: bytes, run_dir: str, kill: list[int]) -> list[tuple[int, str]]:
     found = []
     folder = json.dumps(run_dir).encode()
     for pid in _pids():
+        if (state := _state(pid)) not in ("T", "D"):
+            continue
         wakes = _is_launcher(pid, sign) or _holds(pid, "cmdline", b"megasdc.health.agent", folder)
-        if (wakes or _is_rank(pid, sign)) and _is_stopped(pid):
-            found.append(pid)
-            with contextlib.suppress(OSError):
-                if pid in seen:
-                    os.kill(pid, signal.SIGKILL)
-                elif wakes:
-                    os.kill(pid, signal.SIGCONT)
+        if wakes or (state == "T" and _is_rank(pid, sign)):
+            found.append((pid, state))
+            if pid in kill:
+                _send(pid, signal.SIGKILL)
+            elif wakes and state == "T":
+                _send(pid, signal.SIGCONT)
     return found
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
 
 
 def _pids() -> list[int]:
@@ -50,11 +60,11 @@ def _is_launcher(pid: int, sign: bytes) -> bool:
     return _holds(pid, "cmdline", b"megasdc.launcher", sign)
 
 
-def _is_stopped(pid: int) -> bool:
+def _state(pid: int) -> str:
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def _holds(pid: int, name: str, *signs: bytes) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from megasdc import wire
 from megasdc.health import agent_process, board
 from megasdc.health.agent import AGENT_FILE, AgentOptions
 from megasdc.health.agent_process import AgentProcess
-from megasdc.health.board import FolderBoard, OwnState
+from megasdc.health.board import LOST_S, FolderBoard, OwnState
 from megasdc.health.front import server as front_server
 from megasdc.health.front.address import FrontAddress, Hello, front_path, take_front
 from megasdc.health.front.link import FrontLink
-from megasdc.health.front.server import FrontServer
+from megasdc.health.front.server import FrontServer, Standstill
 from megasdc.health.phases import Phase
 from megasdc.wire import WireError
 
@@ -126,6 +127,31 @@ def test_a_host_that_is_silent_is_told_and_named(
     wait_for(told)
     assert first.leave is not None and first.leave["exit_code"] == 79 and "n1" in first.leave["message"]
     wait_for(lambda: "health: nothing is heard from n1 for 0 s" in said)
+
+
+def test_a_front_that_stood_still_takes_no_host_for_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped by a signal, with its host or alone: what it did not hear meanwhile does not count."""
+    now = [0.0]
+    monkeypatch.setattr(front_server, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hosts = [Hello("r", node, f"n{node}", 2) for node in (0, 1)]
+    messages: list[dict[str, Any]] = [{"stuck": True, "report": stuck(node).report} for node in (0, 1)]
+    for both_speak in (True, False):
+        front = Standstill(tmp_path, lambda text: None)
+        for hello in hosts:
+            front.greet(hello)
+            front.hear(hello, {})
+        front.look()
+        now[0] += 60
+        assert front.hear(hosts[0], messages[0])["leave"] is None and not front.silent_s(), "the other may speak"
+        if both_speak:
+            leave = front.hear(hosts[1], messages[1])["leave"]
+        else:
+            for _ in range(round(LOST_S) + 2):
+                now[0] += 1
+                front.look()
+                leave = front.hear(hosts[0], messages[0])["leave"]
+        assert leave is not None and leave["exit_code"] == (75 if both_speak else 79)
+        front.close()
 
 
 def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(

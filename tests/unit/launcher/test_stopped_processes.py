@@ -1,12 +1,15 @@
-"""What a signal has stopped (SIGSTOP) holds nobody up: it is woken, or killed, from outside."""
+"""What does not run, stopped by a signal or waiting for a disk, holds nobody up: it is woken or killed from outside."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +20,23 @@ from typing import Any
 import psutil
 import pytest
 
-from megasdc.health import process_state
-from megasdc.health.process_state import Waker
+from megasdc.health import agent_process, process_state
+from megasdc.health.agent import AGENT_FILE, AgentOptions
+from megasdc.health.agent_process import AgentProcess
+from megasdc.health.process_state import Waker, started_at
 from megasdc.launcher import process as process_module
 from megasdc.launcher import supervision
+from megasdc.launcher.environment import STOP_GRACE_VARIABLE
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.process import LauncherProcess
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, LaunchRecords, StartedRecord, write_done, write_started
+from megasdc.launcher.records import (
+    LAUNCH_ID_VARIABLE,
+    DoneRecord,
+    LaunchRecords,
+    StartedRecord,
+    write_done,
+    write_started,
+)
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.supervision import FailureWatch, wait_for_ranks
 from megasdc.run_lock import start_ticks
@@ -33,6 +46,21 @@ from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import Process
 
 PATIENT = "import time; time.sleep(60)"
+WAITS = """
+#define _GNU_SOURCE
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int main(int argc, char **argv) {
+    if (syscall(SYS_clone, CLONE_VFORK | SIGCHLD, 0, 0, 0, 0) == 0) {
+        while (argc--) memset(argv[argc], 0, strlen(argv[argc]));
+        pause();
+    }
+    return 0;
+}
+"""
 
 
 @contextmanager
@@ -47,6 +75,21 @@ def stopped(*more: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def waits_for_a_disk(folder: Path, *more: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in state D, as where its host swaps: it waits for a child, which has no command line."""
+    program = folder / "waits"
+    subprocess.run(["cc", "-x", "c", "-o", str(program), "-"], input=WAITS, text=True, check=True)
+    process = subprocess.Popen([str(program), *more], env={**os.environ, **variables}, start_new_session=True)
+    while psutil.Process(process.pid).status() != psutil.STATUS_DISK_SLEEP:
+        time.sleep(0.01)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
@@ -93,27 +136,40 @@ def test_a_front_that_waits_for_a_disk_has_a_limit(
 ) -> None:
     """As in swap death (state D): it is killed, and where even that does not end it, the run goes on without it."""
     monkeypatch.setattr(engine_module, "DISK_S", 0.2)
-    program = tmp_path / "waits"
-    source = "#include <unistd.h>\nint main(void) { if (!vfork()) { pause(); _exit(0); } return 0; }"
-    subprocess.run(["cc", "-x", "c", "-o", str(program), "-"], input=source, text=True, check=True)
     nothing: Any = None
     for kills in (True, False):
         engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
-        process = subprocess.Popen([str(program)], start_new_session=True)
-        while psutil.Process(process.pid).status() != psutil.STATUS_DISK_SLEEP:
-            time.sleep(0.01)
-        ticks = start_ticks(process.pid)
-        assert ticks is not None and engine.lives(Process(process.pid, ticks)), "not before its time"
-        with monkeypatch.context() as patch:
+        with waits_for_a_disk(tmp_path) as process, monkeypatch.context() as patch:
+            ticks = start_ticks(process.pid)
+            assert ticks is not None and engine.lives(Process(process.pid, ticks)), "not before its time"
             if not kills:
                 patch.setattr(process_state, "_send", lambda pid, number: None)
             end = time.monotonic() + 20
             while engine.lives(Process(process.pid, ticks)) and time.monotonic() < end:
                 time.sleep(0.02)
-        said = capsys.readouterr().err
-        assert "waits for a disk, has for 0.2 s, and is killed" in said and ("given up" in said) == (not kills)
-        assert not engine.lives(Process(process.pid, ticks)) and (kills or process.poll() is None)
-        os.killpg(process.pid, signal.SIGKILL)
+            said = capsys.readouterr().err
+            assert "waits for a disk, and has for 0.2 s: it is killed" in said and ("given up" in said) == (not kills)
+            assert not engine.lives(Process(process.pid, ticks)) and (kills or process.poll() is None)
+
+
+def test_a_process_that_polls_and_does_not_run_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its state is; not one that runs, nor for the time that who looks has stood still itself."""
+    polling = "import time\nwhile True: time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-S", "-c", polling]) as runs, subprocess.Popen(["sleep", "60"]) as still:
+        time.sleep(0.3)
+        waker, passive = Waker(60, 0.1, polls=True), Waker(60, 0.1)
+        monkeypatch.setattr(process_state, "PAUSE_S", 0.15)
+        for _ in range(2):
+            assert waker.look(still.pid) == waker.look(runs.pid) == ""
+            time.sleep(0.2)
+        monkeypatch.setattr(process_state, "PAUSE_S", 10.0)
+        said = []
+        while still.poll() is None:
+            said += [waker.look(still.pid), waker.look(runs.pid), passive.look(still.pid)]
+            time.sleep(0.02)
+        assert [one for one in said if one] == [f"process {still.pid} does not run, and has for 0.1 s: it is killed"]
+        assert runs.poll() is None
+        runs.kill()
 
 
 def test_a_stopped_launcher_is_woken_by_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +181,68 @@ def test_a_stopped_launcher_is_woken_by_its_front(monkeypatch: pytest.MonkeyPatc
     assert process.wait(lambda: None, failure_grace_s=60) == 0
     assert "the launcher: process" in said[0]
     process.close()
+
+
+def test_a_stopped_ssh_of_pdsh_is_woken_by_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waits for pdsh, which waits for it."""
+    monkeypatch.setattr(process_module, "STOPPED_S", 0.05)
+    monkeypatch.setattr(process_module, "LOOK_S", 0.1)
+    sleep, pdsh = shutil.which("sleep"), tmp_path / "pdsh"
+    assert sleep is not None
+    shutil.copy(sleep, tmp_path / "ssh")
+    pdsh.write_text(f"#!/bin/sh\n{tmp_path}/ssh 0.5 &\nkill -STOP $!\nwait $!\n")
+    pdsh.chmod(0o700)
+    said: list[str] = []
+    program = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+    process = LauncherProcess([sys.executable, "-c", program, str(pdsh)], os.environ, stdout=None, say=said.append)
+    assert process.wait(lambda: None, failure_grace_s=60) == 0 and "is woken" in said[0]
+    process.close()
+
+
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_launcher_that_waits_for_a_disk_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: bool
+) -> None:
+    """It is killed; the launch does not wait for one that even this does not end, and says so."""
+    for name, value in {"DISK_S": 0.1, "LOOK_S": 0.05, "POLL_S": 0.01, "KILL_S": 0.1}.items():
+        monkeypatch.setattr(process_module, name, value)
+    said: list[str] = []
+    with waits_for_a_disk(tmp_path):  # makes the program
+        process = LauncherProcess([str(tmp_path / "waits")], os.environ, stdout=None, say=said.append)
+        group = os.getpgid(process._process.pid)
+        with monkeypatch.context() as patch:
+            if not kills:
+                patch.setattr(process_state, "_send", lambda pid, number: None)
+                patch.setattr(process, "_kill", lambda: None)
+            assert process.wait(lambda: None, failure_grace_s=60) == -signal.SIGKILL
+            process.close()
+        os.killpg(group, signal.SIGKILL)
+    assert "waits for a disk, and has for 0.1 s: it is killed" in said[0]
+    assert [("does not end" in one) for one in said[1:]] == ([] if kills else [True, True])
+
+
+def test_an_agent_that_waits_for_a_disk_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed; where even that does not end it, another one is started beside it, and the run is told."""
+    monkeypatch.setattr(agent_process, "STILL_S", 0.1)
+    monkeypatch.setattr(agent_process, "LOOK_S", 0.0)
+    monkeypatch.setattr(process_state, "_send", lambda pid, number: None)
+    options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("a",), 5.0, 5.0, 10.0, ())
+    started: list[str] = []
+
+    def start(_: AgentProcess) -> bool:
+        started.append("again")
+        return True
+
+    monkeypatch.setattr(AgentProcess, "start", start)
+    agent = AgentProcess(options, None, "r")
+    with waits_for_a_disk(tmp_path) as process:
+        (tmp_path / AGENT_FILE).write_text(json.dumps({"pid": process.pid, "started_at": started_at(process.pid)}))
+        end = time.monotonic() + 20
+        while not started and time.monotonic() < end:
+            agent.look()
+            time.sleep(0.02)
+    assert started and [name for name, _ in agent.news] == ["agent_stopped", "agent_stopped", "agent_restarted"]
+    assert "it is killed" in agent.news[0][1] and "given up" in agent.news[1][1]
 
 
 @pytest.fixture
@@ -178,6 +296,8 @@ def test_a_silent_host_is_known_by_its_name_after_hosts_were_counted_anew(launch
         assert watch._awaited(records, has_failed=False) == [host]
     silent["b"] = 1.0
     assert watch._awaited(records, has_failed=False) == ["c"], "one that was heard of is left alone"
+    records.done[1] = DoneRecord(1, "b", 75, None, None, 0.0, None)
+    assert watch._awaited(records, has_failed=True) == ["user@a", "10.0.0.2", "c"], "for their launchers"
 
 
 def test_a_stopped_rank_is_killed_once_another_has_failed(launched: Any) -> None:
@@ -207,3 +327,52 @@ def test_a_stopped_launcher_of_ranks_that_are_done_is_woken(launched: Any) -> No
             time.sleep(0.02)
     with stopped(**{LAUNCH_ID_VARIABLE: launched.launch_id}) as rank:
         assert wait_for_ranks(launched, set()) and rank.poll() == -signal.SIGKILL
+
+
+def test_a_launcher_that_waits_for_a_disk_is_killed_once_others_wait_for_it(
+    tmp_path: Path, launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a failure, once it has at each look for the limit; the launch ends without one that does not end so.
+
+    A rank is left alone: it may save.
+    """
+    launcher = ("megasdc.launcher.node", launched.launch_id)
+    monkeypatch.setattr(supervision, "DISK_S", 0.5)
+    done(launched, 79)
+    with (
+        waits_for_a_disk(tmp_path, *launcher) as node,
+        waits_for_a_disk(tmp_path, **{LAUNCH_ID_VARIABLE: launched.launch_id}) as rank,
+    ):
+        watch, began = FailureWatch(launched), time.monotonic()
+        while node.poll() is None and time.monotonic() < began + 30:
+            assert watch() is signal.SIGINT
+            time.sleep(0.02)
+        assert node.poll() == -signal.SIGKILL and rank.poll() is None and time.monotonic() - began > 0.5
+    launched.transport = Powerless(remote=False)
+    with waits_for_a_disk(tmp_path, *launcher) as node:
+        assert wait_for_ranks(launched, set()) and node.poll() is None
+    said = capsys.readouterr().err
+    assert "killed since they did not run" in said and "do not end, and are given up" in said
+
+
+class Powerless(Transport):
+    """Its programs kill nothing, as where the kernel does not end a process."""
+
+    def run(self, hosts: Any, program: Path, request: Any, *, timeout_s: float, watch: Any = None) -> Any:
+        """See ``Transport``."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / program.name
+            copy.write_text(program.read_text().replace("os.kill(pid, number)", "pass"))
+            return super().run(hosts, copy, request, timeout_s=timeout_s, watch=watch)
+
+
+def test_what_outlives_its_time_to_end_is_killed(
+    launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it does: the launch left it running, and told somebody to end it by hand."""
+    monkeypatch.setattr(supervision, "STOP_GRACE_S", 0.0)
+    monkeypatch.setenv(STOP_GRACE_VARIABLE, "0.1")
+    environment = {**os.environ, LAUNCH_ID_VARIABLE: launched.launch_id}
+    with subprocess.Popen([sys.executable, "-S", "-c", PATIENT], env=environment) as rank:
+        assert wait_for_ranks(launched, set()) and rank.wait(10) == -signal.SIGKILL
+    assert f"still running after 0.1 s, and killed: this host: process {rank.pid}" in capsys.readouterr().err
