@@ -157,6 +157,43 @@ def _ours(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+class AskedRanks:
+    """Counts the ranks of a launch that are asked to stop while they start.
+
+    Over a connection of its own, since the main thread may wait at the store meanwhile, which lets nobody else ask it.
+
+    Args:
+        world_size: ranks of the launch.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._store: dist.Store | None = None
+
+    def add(self, by: int) -> int:
+        """Add this rank, 1, take it back, -1, or nothing, 0.
+
+        Returns:
+            How many ranks are asked; 0 where the store does not answer.
+        """
+        import torch.distributed as dist
+
+        if self._world_size == 1:
+            return 1 + min(by, 0)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limit = datetime.timedelta(seconds=LOOK_S)
+        try:
+            if self._store is None:
+                self._store = _ours(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+            return int(self._store.add("asked to stop", by))
+        except RuntimeError:  # the rank that holds it has gone, or is stuck
+            return 0
+
+    def is_everyone(self, count: int) -> bool:
+        """Whether so many ranks are all."""
+        return count == self._world_size
+
+
 def _listener(host: str, port: int) -> str:
     """Description of who listens on a port: a launch of megasdc, or another program."""
     import torch.distributed as dist

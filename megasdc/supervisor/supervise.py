@@ -341,6 +341,10 @@ class Supervisor:
         self._say(f"finished with exit code {code}: {text}")
         for line in lines_of(with_journal(self._journal.path.parents[1], self._journal.entries)):
             self._say(line)
-        if code == 0:  # else a person may go on from memory; before it is written down, after which nobody does it
+        last = self._history.failures[-1] if self._history.failures else None
+        has_trained = last is None or last.last != 0 or last.diagnosis.kind == "done"
+        # Else a person may go on from memory, which may have what no disk has; before it is written down, after which
+        # nobody does it.
+        if code == 0 and has_trained:
             self._engine.release(list(self._history.slots))
         self._write("finished", exit_code=code, text=text)

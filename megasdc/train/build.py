@@ -39,6 +39,7 @@ from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.cut import Cut
 from megasdc.parallel.devices import device_uuid
+from megasdc.parallel.meeting import AskedRanks
 from megasdc.run_identity import count_start
 from megasdc.run_lock import HeldFolders
 from megasdc.train.build_engine import build_training_engine, check_memory_here
@@ -178,7 +179,8 @@ def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
     Collective: all ranks of the launch.
     """
     section = place.config.megasdc.parallel
-    on_met = (lambda: None) if signals.start is None else signals.start.met
+    size = int(os.environ.get("WORLD_SIZE", "1")) if place.part is None else place.part.cut.launch_size
+    on_met = (lambda: None) if signals.start is None else partial(signals.start.met, AskedRanks(size))
     if place.part is not None:
         return meet(place.part, section, on_met)
     groups.init_process_group(

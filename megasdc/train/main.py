@@ -99,6 +99,8 @@ def pretrain(
                 logger.warning("%s", warning)
         _train(config, cut, started_at, signals, held)
     except Exception as error:
+        if signals.start is not None:
+            signals.start.wait_where_all_leave()
         known = as_known_error(error)
         if known is None:
             logger.error("unexpected error\n%s", traceback.format_exc())

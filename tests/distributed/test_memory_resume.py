@@ -144,6 +144,21 @@ def test_what_cannot_be_put_together_leaves_the_disk(failed: tuple[Path, Path, P
     _ended_as(run_dir, straight)
 
 
+def test_a_start_that_is_stopped_before_its_first_step_leaves_memory(
+    failed: tuple[Path, Path, Path], straight: Path
+) -> None:
+    """What it was to go on from is newer than the disk: the next start takes it."""
+    config, run_dir, memory = failed
+    run = _run_of(run_dir)
+    newest = _steps_held(memory, run)[-1]
+    assert train_run(config, 2, f"megasdc.training.stop_step={newest}") == [(0, None)] * 2
+    assert newest > 4 and newest in _steps_held(memory, run)
+    assert train_run(config, 2) == [(0, None)] * 2
+    assert [(one["step"], one["disk_step"]) for one in events_of(run_dir, "resume", "memory")] == [(newest, 4)] * 2
+    assert not memory.exists(), "the run has ended"
+    _ended_as(run_dir, straight)
+
+
 def test_candidates_on_the_disk_are_left_behind(failed: tuple[Path, Path, Path], straight: Path) -> None:
     """After corruption an audit has agreed with what memory holds alone: what the disk has never counts again."""
     config, run_dir, memory = failed

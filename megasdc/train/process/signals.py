@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megasdc.errors import PeerError
+
+if TYPE_CHECKING:
+    from megasdc.parallel.meeting import AskedRanks
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +23,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AUDIT_SIGNAL = signal.SIGUSR2
 STUCK_S = 5.0
 POLL_S = 1.0
+LOOK_S, SETTLE_S = 0.2, 1.0
+"""Between two looks whether all ranks are asked to stop, and from there to their end."""
 
 Leave = Callable[[int, BaseException | None], None]
 
@@ -28,13 +34,16 @@ class StartGuard:
 
     Python's handlers run only when the main thread returns from native code. A thread that waits there for a killed
     rank would not return before its timeout, and would keep its port until then. Until all ranks have met, the rank
-    ends at once, with success, since nothing is lost; after that it ends when its main thread has not reacted for
-    seconds. ``leave`` ends the process, and is called in a thread.
+    ends at once, with success, since nothing is lost; after that it does so once all ranks of the launch are asked to
+    stop, and ends when its main thread has not reacted for seconds. ``leave`` ends the process; a thread calls it.
     """
 
     def __init__(self, leave: Leave) -> None:
         self._leave = leave
         self._met = False
+        self._ranks: AskedRanks | None = None
+        self._lock = threading.Lock()
+        self._is_counted = self._all_are_asked = False
         self._heard_at = 0.0
         self._closed = threading.Event()
         self._reading, self._writing = os.pipe()
@@ -42,9 +51,13 @@ class StartGuard:
         self._previous = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="start guard", daemon=True).start()
 
-    def met(self) -> None:
-        """All ranks have met: from now on they depend on this rank."""
-        self._met = True
+    def met(self, ranks: AskedRanks | None = None) -> None:
+        """All ranks have met: from now on they depend on this rank.
+
+        Args:
+            ranks: counts those that are asked to stop; None: nothing does.
+        """
+        self._ranks, self._met = ranks, True
 
     @property
     def is_closed(self) -> bool:
@@ -56,11 +69,29 @@ class StartGuard:
         self._heard_at = time.monotonic()
 
     def close(self) -> None:
-        """Hand stop signals over to the training loop; idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            signal.set_wakeup_fd(self._previous)
-            os.close(self._writing)  # ends the thread
+        """Hand stop signals over to the training loop; idempotent. Where all ranks leave, wait for the thread's end."""
+        with self._lock:
+            if self._is_counted and not self._all_are_asked and self._ranks is not None:
+                self._all_are_asked = self._ranks.is_everyone(self._ranks.add(-1) + 1)  # others may have seen that
+            if not (self._all_are_asked or self._closed.is_set()):
+                self._closed.set()
+                signal.set_wakeup_fd(self._previous)
+                os.close(self._writing)  # ends the thread
+        self.wait_where_all_leave()
+
+    def wait_where_all_leave(self) -> None:
+        """Do not return where all ranks are asked to stop, and this one is about to leave: others go meanwhile."""
+        while self._all_are_asked:
+            time.sleep(POLL_S)
+
+    def _look_whether_all_are_asked(self) -> bool:
+        """Count this rank among those that are asked, once."""
+        with self._lock:
+            if self._ranks is not None and not self._all_are_asked and not self._closed.is_set():
+                count = self._ranks.add(0 if self._is_counted else 1)
+                self._is_counted = self._is_counted or count > 0
+                self._all_are_asked = self._ranks.is_everyone(count)
+            return self._all_are_asked
 
     def _watch(self) -> None:
         while number := os.read(self._reading, 1):
@@ -69,18 +100,24 @@ class StartGuard:
         os.close(self._reading)
 
     def _stop(self, number: signal.Signals) -> None:
-        began = time.monotonic()
+        began = asked_at = time.monotonic()
         while not self._closed.is_set():
             if not self._met:
                 logger.info("%s before the process group was set up: nothing to save", number.name)
+                self._leave(0, None)
+            if self._look_whether_all_are_asked():
+                logger.info("%s on all ranks while the run was starting: nothing to save", number.name)
+                time.sleep(SETTLE_S)  # until all have seen it, and take no other's end for a failure
                 self._leave(0, None)
             if time.monotonic() - max(began, self._heard_at) > STUCK_S:
                 error = PeerError(f"{number.name} during the start of the run, while this rank waited for another one")
                 logger.error("%s", error)
                 self._leave(error.exit_code, error)
-            if self._closed.wait(POLL_S):
+            if self._closed.wait(LOOK_S):
                 return
-            os.kill(os.getpid(), number)  # again, to see whether the main thread handles it
+            if time.monotonic() - asked_at >= POLL_S:
+                asked_at = time.monotonic()
+                os.kill(os.getpid(), number)  # again, to see whether the main thread handles it
 
 
 class StopSignals:

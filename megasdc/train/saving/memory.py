@@ -173,11 +173,13 @@ class MemoryCheckpoints(Hook):
         self._place.gather(None)  # no rank uses a slot again before
 
     def on_end(self, run: Run) -> None:
-        """The run needs no memory any more.
+        """The run needs no memory any more; where no step was taken it may hold what nothing else does.
 
         Collective: all ranks of the world.
         """
         self._saver.close()
+        if self._has_old and run.step == self._first and run.step < run.steps:
+            return
         self._place.gather(None)  # a writer that still runs would make the folder again
         if self._place.leader:
             shutil.rmtree(self._folder, ignore_errors=True)

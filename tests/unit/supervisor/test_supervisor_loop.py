@@ -709,6 +709,19 @@ def test_without_another_host_the_run_goes_on_without_snapshots(tmp_path: Path, 
     assert overrides_of(attempt, []) == (["megasdc.checkpoint.memory.without_room=go_on"] if skips else [])
 
 
+@pytest.mark.parametrize("last", [0, 5])
+def test_an_attempt_that_is_stopped_before_its_first_step_leaves_memory(tmp_path: Path, last: int) -> None:
+    """It has saved nothing, and hosts may hold what no disk has; after steps all is on the disk."""
+
+    class Stopped(SmallProcesses):
+        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
+            return replace(super().evidence(attempt, waiting, stops), asked="SIGTERM", last=last)
+
+    engine = Stopped(tmp_path, [(0, None, (), 5)])
+    assert supervise(tmp_path, engine) == 0
+    assert engine.released == ([*SLOTS] if last else [])
+
+
 class _Killed(BaseException):
     """As SIGKILL, nothing is done after it."""
 

@@ -1,11 +1,14 @@
 """A rank that is asked to stop while it starts ends soon, also where its main thread is in native code."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from megasdc.parallel.local_ranks import free_port
 
 pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
@@ -53,6 +56,64 @@ def test_a_stop_during_the_start(number, met, closed, stuck, code, said):
     assert process.stdout.readline().strip() == said.format(number=int(number))
     assert process.wait(timeout=30) == code
     process.stdout.close()
+
+
+RANKS = """
+import os, sys, time
+import torch.distributed as dist
+from megasdc.parallel import meeting
+from megasdc.parallel.identity import Identity
+from megasdc.train.process import signals
+def leave(code, error):
+    print("left", type(error).__name__, flush=True)
+    os._exit(code)
+stop = signals.StopSignals(leave)
+store = meeting.meet(Identity.own(int(os.environ["RANK"]), 2, None), 60.0)
+stop.start.met(meeting.AskedRanks(2))
+print("ready", flush=True)
+if sys.argv[1] == "waits":
+    store.get("what nobody sets")
+began = time.monotonic()
+while not stop.received or time.monotonic() - began < float(sys.argv[1]):
+    time.sleep(0.01)
+stop.close()
+print("received", stop.received, flush=True)
+"""
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_a_start_that_all_ranks_are_to_stop_is_over(everyone: bool) -> None:
+    """They leave with success, whatever they do, also where one waits at the store; of one rank it is remembered."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    what = ("600", "waits") if everyone else ("4", "600")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, what[rank]],
+            env={**os.environ, **address, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outs = [one.stdout for one in ranks if one.stdout is not None]
+    try:
+        assert [out.readline() for out in outs] == ["ready\n"] * 2
+        time.sleep(0.2)
+        for one in ranks if everyone else ranks[:1]:
+            one.send_signal(signal.SIGTERM)
+        if everyone:
+            assert [(out.readline().strip(), one.wait(30)) for out, one in zip(outs, ranks, strict=True)] == [
+                ("left NoneType", 0)
+            ] * 2
+        else:
+            assert (outs[0].readline().strip(), ranks[0].wait(30)) == (f"received {int(signal.SIGTERM)}", 0)
+            assert ranks[1].poll() is None
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+        for out in outs:
+            out.close()
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step():
