@@ -44,6 +44,8 @@ class Kind:
     names_hosts: bool = False
 
 
+MENDABLE = ("unfit", "no_room", "mended")
+"""Kinds of what a host lacks, which say nothing of its hardware."""
 LOST = "lost"
 """Kind of an attempt whose diagnosis is lost."""
 KINDS = {
@@ -54,6 +56,7 @@ KINDS = {
     "input": Kind("configuration, data or command line are wrong"),
     "unfit": Kind("a host is not fit for the run, and others are", names_hosts=True),
     "no_room": Kind("the memory of a host has no room for snapshots", names_hosts=True),
+    "mended": Kind("a host had an error that others had not, and has it no more", names_hosts=True),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
@@ -176,6 +179,7 @@ class Evidence:
         ended_by: number of the signal that ended the rank that failed first; None: none, or not known.
         last: last step that the attempt itself did; 0: none, None: not known.
         checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
+        failed_alike: hosts whose ranks have recorded that they ended with the exit code themselves.
         without_room: the supervisor has seen meanwhile that the run folder had no room.
         by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
@@ -199,6 +203,7 @@ class Evidence:
     ended_by: int | None = None
     last: int | None = None
     checked: Checked = field(default_factory=Checked)
+    failed_alike: Sequence[str] = ()
     by_time: bool = False
     without_room: bool = False
 
@@ -260,6 +265,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
         kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
         return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))
+    if code in OF_HOSTS and (host := _mended(evidence)):
+        return found("mended", [host], f"{evidence.lines[0]}; it was checked since, and has that no more")
     if evidence.checked.given_up and evidence.interrupted:  # the next start ends in the same way, and checks
         return found("preempted", text=evidence.interrupted)
     if code in (USAGE, ConfigError.exit_code):
@@ -307,6 +314,14 @@ def _of_one_host(evidence: Evidence) -> list[Unfit]:
     if any(code == evidence.exit_code for code, _ in shared):
         return []
     return [one for one in unfit if (one.code, one.snapshots) not in shared and one.host in evidence.host_of_rank]
+
+
+def _mended(evidence: Evidence) -> str:
+    """The one host of several whose ranks ended with an error that no host has any more; empty: it is not so."""
+    hosts, told = {*evidence.host_of_rank}, {*evidence.failed_alike}
+    only = told.pop() if len(told) == 1 else ""
+    is_known = len(hosts) > 1 and hosts <= {*evidence.checked.fit} and NO_MEMORY not in " ".join(evidence.lines)
+    return only if is_known else ""
 
 
 def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:

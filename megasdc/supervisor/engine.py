@@ -264,6 +264,7 @@ class FrontEngine:
             left_out=self.left_out(attempt),
             unreachable=unreachable,
             checked=checked,
+            failed_alike=self._failed_alike(attempt, hosts, code) if is_asked else (),
             grows=attempt.grows,
             interrupted=self._interrupted(attempt, result),
             asked=self._asked(attempt, result),
@@ -299,6 +300,14 @@ class FrontEngine:
         _say(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
         watch = Watch(stops, tell_every(_say))
         return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole, watch=watch)
+
+    def _failed_alike(self, attempt: Attempt, host_of_rank: Sequence[str], code: int | None) -> tuple[str, ...]:
+        """Hosts whose ranks have recorded that they ended with a code themselves."""
+        with suppress(OSError):
+            done = collect(self._run_dir, attempt.launch_id).done
+            ranks = [rank for rank, one in done.items() if one.exit_code == code and rank < len(host_of_rank)]
+            return tuple(dict.fromkeys(host_of_rank[rank] for rank in sorted(ranks)))
+        return ()
 
     def release(self, hosts: Sequence[str]) -> None:
         """See ``Engine``."""

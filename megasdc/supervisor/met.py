@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.launcher.verdict import REPLACED, RETURNED, REWOUND, Met, drain, in_order, read_met
-from megasdc.supervisor.diagnosis import KINDS, Back
+from megasdc.supervisor.diagnosis import KINDS, MENDABLE, Back
 from megasdc.supervisor.history import SUSPECTED, TESTED
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
-
-_MENDABLE = ("unfit", "no_room")
-"""Kinds of diagnoses of what a host lacks, which say nothing of its hardware."""
 
 
 def all_met(run_dir: Path) -> list[Met]:
@@ -66,5 +63,5 @@ def of_journal(entries: Sequence[Entry]) -> list[Met]:
 def _replaced(common: dict[str, Any], hosts: tuple[str, ...], text: str, kind: str) -> Met:
     title = KINDS[kind].title if kind in KINDS else "failed often in other runs"
     names = " and ".join(hosts)
-    to_do = f"mend what {names} lacks" if kind in _MENDABLE else drain(names)
+    to_do = f"mend what {names} lacks" if kind in MENDABLE else drain(names)
     return Met(**common, kind=REPLACED, what=f"{names}: {title}", hosts=hosts, done=text, to_do=to_do)

@@ -16,6 +16,7 @@ corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
 host_lost          replace the hosts                   replace the hosts
+mended             start again                         replace the hosts
 hang, rank_lost    start again                         replace the hosts
 rank_crashed       start again                         replace the hosts
 rank_failed        start again                         replace the hosts
@@ -110,6 +111,7 @@ RULES = {
     "non_finite": Rule(Action.AGAIN, Action.BACK),
     "unfit": Rule(Action.REPLACE, certain=True, outside=True),
     "no_room": Rule(Action.REPLACE, outside=True),
+    "mended": Rule(Action.AGAIN, Action.REPLACE),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),

@@ -16,7 +16,7 @@ from megasdc.launcher.plan import new_launch_id
 from megasdc.launcher.verdict import lines_of
 from megasdc.room import RoomProbe
 from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.diagnosis import KINDS, diagnose
+from megasdc.supervisor.diagnosis import KINDS, MENDABLE, diagnose
 from megasdc.supervisor.engine import Engine
 from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import HostTest, Tests
@@ -224,7 +224,7 @@ class Supervisor:
         named = f": {', '.join(diagnosis.hosts)}" if diagnosis.hosts else ""
         self._say(f"attempt {attempt.number} ended at step {diagnosis.step}: {KINDS[diagnosis.kind].title}{named}")
         hours = (self._history.now - self._history.attempt_at) / HOUR_S
-        is_mendable = diagnosis.kind in ("unfit", "no_room")  # what a host lacks says nothing of its hardware
+        is_mendable = diagnosis.kind in MENDABLE  # what a host lacks says nothing of its hardware
         failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 and not is_mendable else None
         self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)

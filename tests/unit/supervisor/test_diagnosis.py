@@ -113,6 +113,10 @@ def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
     for same in (Checked(lacks, ()), Checked((), ("a", "b"))):
         assert diagnose(replace(ENDED, exit_code=code, checked=same)).kind not in ("unfit", "no_room")
     assert diagnose(replace(ENDED, exit_code=79, checked=Checked(lacks, ("a",)))).kind == "rank_lost"
+    mended = replace(ENDED, exit_code=code, checked=Checked((), ("a", "b")), failed_alike=("b",))
+    assert (diagnose(mended).kind, diagnose(mended).hosts) == ("mended", ("b",)), "others had it not, nobody has it now"
+    for known in ({"failed_alike": ("a", "b")}, {"failed_alike": ()}, {"checked": Checked((), ("b",))}):
+        assert diagnose(replace(mended, **known)).kind != "mended"  # type: ignore[arg-type]
     given_up = replace(ENDED, exit_code=code, checked=Checked(given_up=True))
     assert "before it was known whether one host alone has it" in diagnose(given_up).text
     assert diagnose(replace(given_up, interrupted="the job is about to end")).kind == "preempted", "the next one looks"
