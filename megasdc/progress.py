@@ -1,4 +1,4 @@
-"""Progress bars on standard error: of parts, of bytes, of several kinds of work, of runs under a time limit.
+"""Progress: bars on standard error, of parts, bytes, several kinds of work, runs under a time limit; bytes as text.
 
 rich is imported when a bar is drawn, since many commands draw none.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+GIB = 1 << 30
 OnProgress = Callable[[str, int, int], None]
 """Called with what is done, how many parts of it are done, and of how many."""
 
@@ -65,6 +66,26 @@ def bytes_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[
     with _bar("bytes", None, quiet) as bar:
         task = bar.add_task(description, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+def tell_bytes(say: Callable[[str], None], total: int, every_s: float = 10.0) -> Callable[[int], None]:
+    """Make a function to call with the bytes of each part, which says every few seconds how many of all are done.
+
+    Args:
+        say: receives ``1.5 of 64.0 GiB``.
+        total: bytes.
+        every_s: seconds; what takes no longer is not told.
+    """
+    done, told_at = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, told_at
+        done += count
+        if time.monotonic() - told_at >= every_s:
+            told_at = time.monotonic()
+            say(f"{done / GIB:,.1f} of {total / GIB:,.1f} GiB")
+
+    return advance
 
 
 @contextmanager

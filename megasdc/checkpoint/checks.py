@@ -59,18 +59,29 @@ def check_file(
 
 
 def check_share(
-    folder: Path, manifest: HasFiles, files: Sequence[FileRecord], place: Place, *, checksums: bool
+    folder: Path,
+    manifest: HasFiles,
+    files: Sequence[FileRecord],
+    place: Place,
+    *,
+    checksums: bool,
+    progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Check those of some files that fall to this rank when the ranks of a folder divide them by size.
 
     See ``check_file``.
     """
-    by_size = sorted(files, key=lambda record: (-record.size_bytes, record.name))
     return [
         problem
-        for index in place.share(len(by_size))
-        for problem in check_file(folder, by_size[index], manifest, checksums=checksums)
+        for record in share_of(files, place)
+        for problem in check_file(folder, record, manifest, checksums=checksums, progress=progress)
     ]
+
+
+def share_of(files: Sequence[FileRecord], place: Place) -> list[FileRecord]:
+    """Files that fall to this rank when the ranks of a folder divide them by size."""
+    by_size = sorted(files, key=lambda record: (-record.size_bytes, record.name))
+    return [by_size[index] for index in place.share(len(by_size))]
 
 
 def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:

@@ -22,6 +22,7 @@ from megasdc.checkpoint.checks import (
     find_incomplete,
     find_unexpected,
     needed_files,
+    share_of,
 )
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
@@ -30,6 +31,7 @@ from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
+from megasdc.progress import tell_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -291,8 +293,13 @@ def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -
         problems.append(wrong)
     loaded_by = {rank: set(needed_files(manifest, rank)) for rank in place.ranks} if same_size else {}
     own, loaded = loaded_by.get(place.rank, set()), set[str]().union(*loaded_by.values())
-    for record in manifest.files:
-        if record.name in own:
-            problems += check_file(folder, record, manifest, checksums=verify)
     others = [record for record in manifest.files if record.name not in loaded]
-    return problems + check_share(folder, manifest, others, place, checksums=verify)
+    needed = [record for record in manifest.files if record.name in own]
+    progress = None
+    if place.rank == 0:  # as one of those that read at the same time
+        total = sum(record.size_bytes for record in (*needed, *share_of(others, place)))
+        said = f"checksums of the checkpoint of step {manifest.step}, on this rank: %s"
+        progress = tell_bytes(lambda text: logger.info(said, text), total)
+    for record in needed:
+        problems += check_file(folder, record, manifest, checksums=verify, progress=progress)
+    return problems + check_share(folder, manifest, others, place, checksums=verify, progress=progress)

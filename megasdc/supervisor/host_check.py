@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from megasdc.data.verify import check_folder, verify_prepared
 from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
 from megasdc.launcher.on_host.module import PROGRESS_MARK
 from megasdc.memory_limits import free_memory
+from megasdc.progress import tell_bytes
 from megasdc.shared_memory import SNAPSHOT_SHARE, shared_folder
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 
@@ -113,26 +113,12 @@ def _check_data(config: RunConfig, whole: bool) -> None:
     folders = [Path(folder) for folder in config.megasdc.data.folders]
     manifests = [Manifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
-    advance = _progress_of(size)
+    advance = tell_bytes(lambda text: print(PROGRESS_MARK, text, file=sys.stderr, flush=True), size, TELL_S)
     for folder in folders:
         if not whole or size > WHOLE_BYTES:
             verify_prepared(folder)
         elif problems := check_folder(folder, advance).problems:
             raise DataError("; ".join(problems))
-
-
-def _progress_of(size: int) -> Callable[[int], None]:
-    """A function of the bytes of each piece read, which tells once a second how many there are."""
-    done, told_at = 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, told_at
-        done += count
-        if time.monotonic() - told_at >= TELL_S:
-            told_at = time.monotonic()
-            print(PROGRESS_MARK, f"{done / GIB:,.1f} of {size / GIB:,.1f} GiB", file=sys.stderr, flush=True)
-
-    return advance
 
 
 def _check_memory(config: RunConfig, layout: Layout, vocab_size: int, slots: int) -> None:

@@ -47,6 +47,7 @@ GUIDES = (
     "supervise",
     "preflight",
     "plan-run",
+    "security",
 )
 """In an order in which a page uses only what those before it make."""
 TOOLS = {

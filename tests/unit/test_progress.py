@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from megasdc.progress import runs_bar
+from megasdc.progress import GIB, runs_bar, tell_bytes
 
 
 def _drawn(minutes: float | None, *told: tuple[int, int | None], seconds: float = 0.0) -> str:
@@ -32,3 +32,13 @@ def test_time() -> None:
     """Where time decides the bar is one of time, from the first run on."""
     drawn = _drawn(10.0, (1, None), (7, None), seconds=120.0)
     assert "verifying: 7 runs" in drawn and "20%" in drawn
+
+
+def test_bytes_are_told_every_few_seconds() -> None:
+    """How many of all; what takes no longer is not told."""
+    told: list[str] = []
+    advance = tell_bytes(told.append, 4 * GIB, 0.0)
+    for count in (GIB, GIB // 2):
+        advance(count)
+    tell_bytes(told.append, 4 * GIB)(GIB)
+    assert told == ["1.0 of 4.0 GiB", "1.5 of 4.0 GiB"]

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, fin
 from megasdc.checkpoint.resume import Chosen, too_new
 from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, Line, find_held, read_line
 from megasdc.parallel.dims import ParallelDims
+from megasdc.progress import tell_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -184,15 +185,19 @@ def _check(sources: Sequence[Source], place: Place) -> list[Source]:
     leader = place.ranks[0]
     own = [(index, one.held) for index, one in enumerate(sources) if one.leader == leader]
     files = [(index, held.folder, file) for index, held in own for file in held.record.files]
-    bad = {files[number][0] for number in place.share(len(files)) if not _is_whole(*files[number][1:])}
+    mine = [files[number] for number in place.share(len(files))]
+    said = "checksums of step %d in memory, on this rank: %s"
+    step, total = sources[0].held.record.step, sum(file.size_bytes for _, _, file in mine)
+    advance = tell_bytes(lambda text: logger.info(said, step, text), total) if place.rank == 0 else None
+    bad = {index for index, path, file in mine if not _is_whole(path, file, advance)}
     wrong = set[int]().union(*place.gather(bad))
     return [one for index, one in enumerate(sources) if index not in wrong]
 
 
-def _is_whole(folder: Path, file: HeldFile) -> bool:
+def _is_whole(folder: Path, file: HeldFile, advance: Callable[[int], None] | None = None) -> bool:
     try:
         path = folder / file.name
-        whole = path.stat().st_size == file.size_bytes and hash_file(path) == file.xxh3_128
+        whole = path.stat().st_size == file.size_bytes and hash_file(path, advance) == file.xxh3_128
     except OSError as error:
         logger.warning("memory: %s cannot be read: %s", folder / file.name, error)
         return False

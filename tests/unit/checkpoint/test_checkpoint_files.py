@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
 import random
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megasdc import durable
-from megasdc.checkpoint import files
+from megasdc.checkpoint import files, resume
 from megasdc.checkpoint.formats.allowlist import check_pickle, find_unsafe_classes, load_checked
 from megasdc.checkpoint.manifest import (
     has_marker,
@@ -30,12 +32,14 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
+from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.retention import plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.errors import CheckpointError
+from megasdc.progress import tell_bytes
 
 
 class Malicious:
@@ -55,6 +59,20 @@ class Harmless:
 def make_checkpoint(folder: Path, step: int = 2, storage: str = "shared") -> Path:
     """Write a whole checkpoint of one rank."""
     return write_checkpoint(folder, step, storage=storage, not_finite=[])
+
+
+def test_a_resume_tells_how_far_its_checksums_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In lines of rank 0, of all bytes that it reads; without checksums it reads none, and says nothing."""
+    path = make_checkpoint(tmp_path)
+    manifest, place = read_manifest(path), Place(0, "n", {"n": [0]}, [0], "x")
+    monkeypatch.setattr(resume, "tell_bytes", partial(tell_bytes, every_s=0.0))
+    with caplog.at_level(logging.INFO):
+        assert resume._check_share(path, manifest, place, False) == [] and not caplog.messages
+        assert resume._check_share(path, manifest, place, True) == []
+    assert len(caplog.messages) == len(manifest.files)
+    assert all(text.startswith("checksums of the checkpoint of step 2") for text in caplog.messages)
 
 
 def test_a_manifest_comes_back_and_any_flipped_bit_is_found(tmp_path: Path) -> None:
