@@ -64,6 +64,7 @@ KINDS = {
     "storage": Kind("a folder cannot be written, or the disk is full"),
     "corrupt_again": Kind("a rank computes wrong results, again when it repeats them", names_hosts=True),
     "corrupt_once": Kind("a rank has computed a wrong result once", names_hosts=True),
+    "corrupt": Kind("wrong results, and no rank is named"),
     "corrupt_one_of": Kind("one of several ranks computes wrong results", names_hosts=True),
     "host_lost": Kind("a host cannot be reached", names_hosts=True),
     "hang": Kind("a rank was stuck", names_hosts=True),
@@ -81,6 +82,7 @@ BY_CODE = {
     DataError.exit_code: "input",
     CheckpointError.exit_code: "checkpoint",
     NonFiniteError.exit_code: "non_finite",
+    CorruptionError.exit_code: "corrupt",
     StorageError.exit_code: "storage",
     TraceError.exit_code: "input",
 }

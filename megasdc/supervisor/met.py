@@ -11,6 +11,7 @@ from megasdc.launcher.verdict import REPLACED, RETURNED, REWOUND, Met, drain, in
 from megasdc.supervisor.diagnosis import KINDS, MENDABLE, Back
 from megasdc.supervisor.history import SUSPECTED, TESTED
 from megasdc.supervisor.journal import FOLDER, Entry, read_journal
+from megasdc.supervisor.policy import Action
 
 
 def all_met(run_dir: Path) -> list[Met]:
@@ -50,6 +51,9 @@ def of_journal(entries: Sequence[Entry]) -> list[Met]:
             if hosts := tuple(said.get("replaced", ())):
                 away |= set(hosts)
                 found.append(_replaced(common, hosts, said["text"], kind))
+            if kind == "corrupt" and said["action"] != Action.STOP.value:
+                done = "the run goes on from an earlier save"
+                found.append(Met(**common, kind=REWOUND, what=said["text"], hosts=(), done=done))
             if said.get("back") is not None:
                 back = Back(**said["back"])
                 found.append(Met(**common, kind=REWOUND, what=said["text"], hosts=(), done=f"the run goes {back}"))

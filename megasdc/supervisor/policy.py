@@ -12,6 +12,7 @@ no_room            replace the hosts; else start again replace the hosts; else s
 non_finite         start again                         go back, and skip data if that is wanted; else stop
 memory, storage    start again                         stop
 checkpoint         start again                         go back to an earlier one, or to the beginning; else stop
+corrupt            start again                         stop
 corrupt_again      replace the hosts                   replace the hosts
 corrupt_once       start again                         replace the hosts
 corrupt_one_of     replace all of them                 replace all of them
@@ -114,6 +115,7 @@ RULES = {
     "mended": Rule(Action.AGAIN, Action.REPLACE),
     "memory": Rule(Action.AGAIN, Action.STOP),
     "storage": Rule(Action.AGAIN, Action.STOP),
+    "corrupt": Rule(Action.AGAIN, Action.STOP),
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),
     "corrupt_once": Rule(Action.AGAIN, Action.REPLACE),
     "corrupt_one_of": Rule(Action.REPLACE, certain=True),

@@ -34,6 +34,7 @@ CAUSE_OF = {
     "stuck": HANG,
     "storage": STORAGE,
     "checkpoint": STORAGE,
+    "corrupt": CORRUPTION,
     "corrupt_again": CORRUPTION,
     "corrupt_once": CORRUPTION,
     "corrupt_one_of": CORRUPTION,

@@ -60,6 +60,17 @@ def test_everything_is_in_one_list(run: Path) -> None:
     assert again.hosts == ("n2",), "only what was away comes back, and only once"
 
 
+def test_a_way_back_that_nobody_is_named_for_is_in_the_list(run: Path) -> None:
+    """As where the last save of a run was wrong, without a report on a rank; once, and not where the run ends so."""
+    with Journal(run / FOLDER, lambda line: None) as journal:
+        for number, action in ((4, "start again"), (5, "stop")):
+            journal.write("planned", attempt=number, slots={"n1": 1}, launch_id=f"launch{number}")
+            journal.write("ended", exit_code=73, diagnosis={**DIAGNOSIS, "kind": "corrupt"}, trained=None, last=None)
+            journal.write("decided", action=action, text="the last save is wrong", replaced=[], pause_s=0.0, back=None)
+    (last,) = [one for one in all_met(run) if one.what == "the last save is wrong"]
+    assert (last.kind, last.attempt, last.hosts) == ("rewound", 4, ()) and "earlier save" in last.done
+
+
 def test_it_stands_wherever_people_look(run: Path) -> None:
     """Summary, page, live view and JSON of a run whose steps are all done."""
     summary, found = summarize(run), all_met(run)

@@ -102,6 +102,14 @@ def test_corruption_names_the_hosts_of_its_ranks() -> None:
     assert diagnose(replace(ENDED, exit_code=72, corruption=one)).kind == "checkpoint"
 
 
+def test_wrong_results_without_a_report_are_no_failure_of_the_launch() -> None:
+    """As where the last save of a run leads nowhere: nobody is named, whoever failed first, and nobody replaced."""
+    text = "step_00000050 is the last checkpoint, and megasdc.json: replicas have consumed 8 samples of the stream"
+    found = diagnose(replace(ENDED, exit_code=73, lines=[text]))
+    assert (found.kind, found.hosts, found.text) == ("corrupt", (), text)
+    assert diagnose(replace(ENDED, exit_code=73, failed_rank=None, failed_host=None)).kind == "corrupt"
+
+
 @pytest.mark.parametrize("code", OF_HOSTS)
 def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
     """Whatever the exit code: hosts of the attempt are named, others and spares are what they are compared with."""

@@ -58,7 +58,7 @@ def test_every_kind_has_a_rule_and_a_line_of_the_table() -> None:
         ),
         *((kind, REPLACE, REPLACE) for kind in ("corrupt_again", "corrupt_one_of", "host_lost", "unfit", "no_room")),
         ("input", STOP, STOP),
-        *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite")),
+        *((kind, AGAIN, STOP) for kind in ("memory", "storage", "checkpoint", "non_finite", "corrupt")),
         *((kind, AGAIN, AGAIN) for kind in ("stuck", "launch", "preempted", "grown")),
         *((kind, FINISH, FINISH) for kind in ("done", "stopped")),
     ],
