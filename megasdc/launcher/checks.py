@@ -27,9 +27,10 @@ class HostNeeds:
     """Requirements of a run on every host.
 
     ``python_path``: folders of PYTHONPATH; ``path``: folders put before PATH; ``readable``: paths, each with the remedy
-    where it cannot be read; ``data``: folders of prepared data, the same on all; ``master_port`` None: the launch
-    reserves a free one; ``compilers``: needed on hosts without an accelerator, each with the setting that needs it;
-    ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set for the ranks.
+    where it cannot be read; ``data``: folders of prepared data, and ``code``: files, the same on all; ``master_port``
+    None: the launch reserves a free one; ``compilers``: needed on hosts without an accelerator, each with the setting
+    that needs it; ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set
+    for the ranks.
     """
 
     cwd: str
@@ -37,6 +38,7 @@ class HostNeeds:
     path: list[str]
     readable: Mapping[str, str]
     data: list[str]
+    code: list[str]
     writable: list[str]
     master_port: int | None
     compilers: Mapping[str, str]
@@ -93,7 +95,7 @@ def inspect_hosts(
 
     Args:
         placement: the first host is that of rank 0.
-        trusted: hosts whose data are right where others differ from them; empty: what most of them have is.
+        trusted: hosts whose data and code are right where others differ from them; empty: what most of them have is.
         among_others: the run has further hosts.
         watch: what is done meanwhile; None: nothing.
     """
@@ -104,6 +106,7 @@ def inspect_hosts(
         "distributions": DISTRIBUTIONS,
         "readable": list(needs.readable),
         "data": needs.data,
+        "code": needs.code,
         "writable": needs.writable,
         "master_port": None,
     }
@@ -122,6 +125,7 @@ def inspect_hosts(
             several = among_others or len(placement.hosts) > 1
             report.found.extend(_host_problems(answer.host, answer.value, needs, several))
     report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
+    report.found.extend(code_problems({host: found["code"] for host, found in report.facts.items()}, trusted))
     if placement.remote:
         (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S)
         versions = {host: found["versions"] for host, found in report.facts.items()}
@@ -145,15 +149,45 @@ def data_problems(data: Mapping[str, Mapping[str, str | None]], trusted: Collect
         for host in data.keys() - found.keys() if found else ():
             text = f"{host}: there are no prepared data in {folder}, as other hosts have; copy or share them"
             problems.append(HostProblem((host,), text, DataError.exit_code))
-        votes = Counter(digest for host, digest in found.items() if not trusted or host in trusted).most_common(2)
-        if len(set(found.values())) < 2 or not votes:
+        if (odd := _others(found, trusted)) is None:
             continue
-        is_tied = len(votes) == 2 and votes[0][1] == votes[1][1]
-        odd = () if is_tied else tuple(host for host, digest in found.items() if digest != votes[0][0])
         who = f"{', '.join(odd)}: the data in {folder} are others than" if odd else f"the data in {folder} differ"
         rest = "those of the other hosts" if odd else f"between {', '.join(found)}"
         problems.append(HostProblem(odd, f"{who} {rest}; copy them from one host to all", DataError.exit_code))
     return problems
+
+
+def code_problems(code: Mapping[str, Mapping[str, str | None]], trusted: Collection[str] = ()) -> list[HostProblem]:
+    """Files that say what is computed and are not the same on all hosts.
+
+    Args:
+        code: digest of each file by host; None: it cannot be read, which is a problem of its own.
+        trusted: see ``inspect_hosts``.
+    """
+    problems = []
+    for path in dict.fromkeys(name for own in code.values() for name in own):
+        found = {host: digest for host, own in code.items() if (digest := own.get(path)) is not None}
+        if (odd := _others(found, trusted)) is None:
+            continue
+        who = f"{', '.join(odd)}: {path} is another than on the other hosts" if odd else f"{path} differs between hosts"
+        problems.append(HostProblem(odd, f"{who}; copy it from one host to all"))
+    return problems
+
+
+def _others(found: Mapping[str, str], trusted: Collection[str]) -> tuple[str, ...] | None:
+    """Hosts that have something else than most, or than those that are trusted.
+
+    Args:
+        found: digest by host.
+
+    Returns:
+        None: all have the same; empty: it is not known who is right.
+    """
+    votes = Counter(digest for host, digest in found.items() if not trusted or host in trusted).most_common(2)
+    if len(set(found.values())) < 2 or not votes:
+        return None
+    is_tied = len(votes) == 2 and votes[0][1] == votes[1][1]
+    return () if is_tied else tuple(host for host, digest in found.items() if digest != votes[0][0])
 
 
 def version_problems(

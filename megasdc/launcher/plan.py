@@ -214,6 +214,7 @@ def _needs(program: RankProgram, rank: RankCommand, master_port: int | None) -> 
         path=rank.path,
         readable=program.readable,
         data=program.data,
+        code=program.code,
         writable=program.writable,
         master_port=master_port,
         compilers=program.compilers,

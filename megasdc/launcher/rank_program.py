@@ -26,6 +26,7 @@ class RankProgram:
         arguments: after that.
         readable: files and folders that each host must be able to read, with the remedy where it cannot.
         data: folders among them of prepared data, the same on all hosts.
+        code: files among them that say what is computed, the same on all hosts.
         writable: folders that each host must be able to write to.
         watched: whether agents watch the ranks' health.
         hang_floor_s: least seconds without progress after which they are stuck.
@@ -46,6 +47,7 @@ class RankProgram:
     hang_floor_s: float = 0.0
     compilers: Mapping[str, str] = field(default_factory=dict)
     data: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
     check_ranks: Callable[[int], object] = lambda _: None
     is_users: bool = False
     wait_for_room_s: float = WAIT_S
@@ -68,6 +70,7 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
     for name in request.allow_changed:
         arguments += ["--allow-changed", name]
     script, sections = str(request.script.absolute()), config.megasdc
+    hooks = [str(cwd / hook.path) for hook in sections.optimizer_hooks if hook.hook == "file" and hook.path]
     folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
     data = sections.data.prepare_command(request.config_path, request.overrides)
     remedy = (
@@ -78,10 +81,11 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         words=[script],
         arguments=arguments,
         readable={
-            **dict.fromkeys([script, arguments[1], *_files(config, cwd)], "make, copy or share it"),
+            **dict.fromkeys([script, arguments[1], *hooks, *_golden(config, cwd)], "make, copy or share it"),
             **{str(cwd / folder): remedy for folder in sections.data.folders},
         },
         data=[str(cwd / folder) for folder in sections.data.folders],
+        code=[script, arguments[1], *hooks],
         writable=[str(cwd / folder) for folder in folders],
         watched=sections.health.is_on(launched=True, studied=sections.study.replicas is not None),
         alert_command=tuple(sections.health.alert_command),
@@ -92,11 +96,10 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
     )
 
 
-def _files(config: RunConfig, cwd: Path) -> list[str]:
-    """Files of the user's that ranks read at their start, wherever they run."""
-    sections = config.megasdc
-    named = [hook.path for hook in sections.optimizer_hooks if hook.hook == "file"]
-    return [str(cwd / path) for path in (*named, sections.sdc.golden) if path is not None]
+def _golden(config: RunConfig, cwd: Path) -> list[str]:
+    """The golden trace that ranks read at their start, wherever they run."""
+    path = config.megasdc.sdc.golden
+    return [] if path is None else [str(cwd / path)]
 
 
 def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
@@ -113,6 +116,7 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
         words=["-m", PROGRAM_MODULE],
         arguments=[json.dumps(settings)],
         readable={} if program.is_module else {str(script): "make, copy or share it"},
+        code=[] if program.is_module else [str(script)],
         writable=[str(run_dir)],
         watched=program.hang_after_s > 0,
         alert_command=program.alert_command,

@@ -44,7 +44,8 @@ class Allocation:
 
     def release(self, hosts: Sequence[str], run: str) -> None:
         """Let the memory of hosts go that holds a run's snapshots, by its id; of one that does not answer it stays."""
-        Transport(remote=True).run(hosts, Path(release.__file__), {"run": run}, timeout_s=PROBE_S)
+        transport = Transport(remote=True, prefixes={host: self.prefix(host) for host in hosts})
+        transport.run(hosts, Path(release.__file__), {"run": run}, timeout_s=PROBE_S)
 
     def was_cancelled(self, log: str) -> bool:
         """Whether a scheduler has cancelled an attempt, by what that has printed."""

@@ -70,7 +70,8 @@ class HostChecks:
             run: ranks of the hosts of the run.
             beside: other hosts, whose data are right; they are only compared with.
             overrides: settings beside those of the request.
-            deep: also what needs megasdc on the host: what it lacks of data, memory and room.
+            deep: also what needs megasdc on the host: what it lacks of data, memory and room; for a training that is
+                not megasdc's own of modules and shared memory.
             whole: read every byte of the data.
             watch: what is done meanwhile, and whether the check is given up; None: nothing, and it is not.
         """
@@ -89,7 +90,7 @@ class HostChecks:
         silent = {one.hosts[0]: one.text for one in report.found if one.silent and one.hosts[0] in slots}
         unfit = [found for found in _of_report(report) if found.host in slots]
         asked = [host for host in slots if host not in silent]
-        if deep and request.config_path is not None:
+        if deep:
             common = self._host_request(request, run, whole)
             lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common, watch)
             unfit, silent = unfit + lacks, silent | more
@@ -105,7 +106,7 @@ class HostChecks:
         except StorageError:  # a start says so
             identity = None
         return HostRequest(
-            config=str(request.config_path),
+            config=None if request.config_path is None else str(request.config_path),
             overrides=list(request.overrides),
             allow_changed=list(request.allow_changed),
             ranks=sum(run.values()),
@@ -114,6 +115,8 @@ class HostChecks:
             run=None if identity is None else identity.run,
             snapshot_bytes=self._snapshot_bytes(),
             whole=whole,
+            script=None if request.program is None else request.program.name,
+            is_module=request.program is not None and request.program.is_module,
         )
 
     def _snapshot_bytes(self) -> int | None:

@@ -9,6 +9,8 @@ host (``megasdc.launcher.checks``) is not asked again.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import shutil
@@ -22,10 +24,11 @@ from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.config import Layout, RunConfig, check_layout, load_config
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared
-from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
+from megasdc.errors import ConfigError, DataError, LaunchError, MegasdcError, StorageError
 from megasdc.launcher.on_host.module import PROGRESS_MARK
 from megasdc.memory_limits import free_memory
 from megasdc.progress import tell_bytes
+from megasdc.room import probe
 from megasdc.shared_memory import SNAPSHOT_SHARE, shared_folder
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 
@@ -43,7 +46,7 @@ class HostRequest:
     """What is asked of a host.
 
     Args:
-        config: the run's JSON file.
+        config: the run's JSON file; None: the training is not megasdc's own.
         overrides: as of ``--set``.
         allow_changed: as of ``--allow-changed``.
         ranks: of the run.
@@ -52,9 +55,11 @@ class HostRequest:
         run: its id; None: it was never started.
         snapshot_bytes: that snapshots in memory of a rank take, as a start has measured; None: none has.
         whole: read every byte of the data.
+        script: of a training that is not megasdc's own; None: it is.
+        is_module: it is the name of a module, not a path.
     """
 
-    config: str
+    config: str | None
     overrides: list[str]
     allow_changed: list[str]
     ranks: int
@@ -63,6 +68,8 @@ class HostRequest:
     run: str | None
     snapshot_bytes: int | None
     whole: bool
+    script: str | None = None
+    is_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class Lack:
 
 def check_host(request: HostRequest) -> list[Lack]:
     """What this host lacks; the data first, whose vocabulary the others need."""
+    if request.config is None:
+        return [*_lacks(lambda: _check_imports(request)), *_lacks(_check_shared_memory)]
     try:
         config = load_config(request.config, request.overrides, request.allow_changed)
         layout = check_layout(config, request.ranks)
@@ -106,6 +115,39 @@ def _lacks(check: Callable[[], None], *, snapshots: bool = False) -> Iterator[La
         check()
     except MegasdcError as error:
         yield Lack(error.exit_code, str(error), snapshots)
+
+
+def _check_imports(request: HostRequest) -> None:
+    """Raise LaunchError where a module is not installed that a script imports whatever happens, or that it is itself.
+
+    What is imported within a condition or a function may not be needed; what is wrong with the script itself is no
+    matter of a host.
+    """
+    assert request.script is not None, "of a training that is not megasdc's own"
+    names, path = [request.script.partition(".")[0]] if request.is_module else [], Path(request.script)
+    if not request.is_module:
+        sys.path.insert(0, str(path.absolute().parent))
+        with suppress(OSError, SyntaxError, ValueError):  # a launch checks that it can be read
+            names = _imported(ast.parse(path.read_bytes()))
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise LaunchError(
+            f"{request.script} needs {', '.join(missing)}, not installed in {sys.prefix}; install what other hosts have"
+        )
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    """First parts of the names of modules that are imported whatever happens."""
+    names = [one.name for part in tree.body if isinstance(part, ast.Import) for one in part.names]
+    names += [part.module for part in tree.body if isinstance(part, ast.ImportFrom) and part.module and not part.level]
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
+def _check_shared_memory() -> None:
+    """Raise StorageError where nothing can be written to the folder of shared memory, as ranks and libraries do."""
+    try:
+        probe(shared_folder())
+    except OSError as error:
+        raise StorageError(f"{shared_folder()} cannot be written to: {error.strerror}; free space there") from error
 
 
 def _check_data(config: RunConfig, whole: bool) -> None:

@@ -116,9 +116,6 @@ class SlurmJob(Allocation):
         failed = set() if self._own in failed else failed
         return tuple(host for host in attempt.hosts if host in down or host in failed)
 
-    def release(self, hosts: Sequence[str], run: str) -> None:
-        """Nothing: nodes often refuse SSH, and their memory goes after ``linger_s``, or with the job."""
-
     def was_cancelled(self, log: str) -> bool:
         """See ``Allocation``: a node failure and a time limit of the step are no cancellation."""
         return any(match["why"] is None for match in _CANCELLED.finditer(log))

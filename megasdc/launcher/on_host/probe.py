@@ -26,8 +26,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: ``cwd``, ``python_path`` (list), ``path`` (list, put before PATH), ``distributions``, ``readable``
-            (files and folders), ``data`` (folders with a manifest), ``writable`` (folders), ``master_port`` (None: not
-            checked).
+            (files and folders), ``data`` (folders with a manifest), ``code`` (files), ``writable`` (folders),
+            ``master_port`` (None: not checked).
 
     Returns:
         The facts, by name; JSON types only.
@@ -44,6 +44,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "versions": {name: _version(name) for name in request["distributions"]},
         "unreadable": [path for path in request["readable"] if not _readable(path)],
         "data": {folder: _digest(pathlib.Path(folder) / "manifest.json") for folder in request["data"]},
+        "code": {path: _digest(pathlib.Path(path)) for path in request["code"]},
         "unwritable": {path: why for path in request["writable"] if (why := _why_unwritable(path)) is not None},
         "own_address": _own_address(),
         "addresses": _addresses(),

@@ -15,6 +15,7 @@ from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.checks import (
     DISTRIBUTIONS,
     address_from_here,
+    code_problems,
     data_problems,
     master_address,
     version_problems,
@@ -58,6 +59,16 @@ def test_data_that_one_host_has_others_of_are_named() -> None:
     assert problem.hosts == () and problem.text.startswith("the data in d differ between a, b")
     (problem,) = data_problems({"a": same, "b": other, "c": other}, trusted=["a"])
     assert problem.hosts == ("b", "c")
+
+
+def test_code_that_one_host_has_others_of_is_named() -> None:
+    """A script or configuration; of two hosts it is not known which is right, unless one is trusted."""
+    (problem,) = code_problems({"a": {"t.py": "1"}, "b": {"t.py": "2"}, "c": {"t.py": "1"}})
+    assert problem.hosts == ("b",) and "b: t.py is another than on the other hosts" in problem.text
+    (unknown,) = code_problems({"a": {"t.py": "1"}, "b": {"t.py": "2"}})
+    assert unknown.hosts == ()
+    assert code_problems({"a": {"t.py": "1"}, "b": {"t.py": "2"}}, trusted=["a"])[0].hosts == ("b",)
+    assert not code_problems({"a": {"t.py": "1"}, "b": {"t.py": None}}), "that it cannot be read is another problem"
 
 
 def test_probe_judges_paths(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasdc.launcher.on_host.module import PROGRESS_MARK
-from megasdc.launcher.request import LaunchRequest
+from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.supervisor import host_check
 from megasdc.supervisor.fitness import Checked, HostChecks, tell_every
 from megasdc.supervisor.host_check import HostRequest, check_host
@@ -76,6 +76,28 @@ def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, mon
     assert checks.check({"b": 1}, hosts, beside=["a"], deep=False).fit == ("b",), "a look reads no data"
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     assert {one.code for one in checks.check(hosts, hosts, deep=False).unfit} == {78}
+
+
+def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that its script imports, the script itself, and shared memory; not what may do without."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text("import torch, beside\ntry:\n    import nowhere_a\nexcept ImportError:\n    pass\n")
+    program = UserProgram(str(script), False, (), "run", 0.0, 1.0, ())
+    request = LaunchRequest(None, launcher_args=("--master_port", "29418"), program=program)
+    checks = HostChecks(request, tmp_path / "run", {"a": ("env",), "b": ("env",)})
+    hosts = {"a": 1, "b": 1}
+    assert checks.check({"b": 1}, hosts, beside=["a"]) == Checked((), ("b",), {})
+    script.write_text("import torch\nfrom nowhere_b.part import thing\n")
+    (lacking,) = checks.check({"b": 1}, hosts, beside=["a"]).unfit
+    assert (lacking.host, lacking.code) == ("b", 78) and "needs nowhere_b, not installed" in lacking.text
+    assert not checks.check({"b": 1}, hosts, beside=["a"], deep=False).unfit, "a look starts nothing"
+    module = HostRequest(None, [], [], 2, 1, 2, None, None, False, "nowhere_c.train", True)
+    assert [one.code for one in check_host(module)] == [78]
+    monkeypatch.setattr("megasdc.supervisor.host_check.shared_folder", lambda: script)
+    assert [one.code for one in check_host(replace(module, script="json.tool"))] == [77]
 
 
 def test_without_a_host_that_answers_nothing_is_found(config: Path, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.errors import LaunchError
 from megasdc.launcher.command import parse_launcher_args
 from megasdc.launcher.request import LaunchRequest
@@ -151,6 +154,20 @@ def test_hosts_without_a_step_are_unreachable_unless_none_can_be_had(programs: P
     programs.write("srun", 'case "$*" in *=node2*) exit 1;; esac')
     job.is_ending = True
     assert job.unreachable(attempt(node2=1, node3=1)) == ()
+
+
+def test_hosts_release_their_memory_in_a_step_of_the_job(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes often refuse SSH; what lies there would stay for ``linger_s``, or until the job ends."""
+    programs.write("srun", 'while case "$1" in --*) true;; *) false;; esac; do shift; done; exec "$@"')
+    folder = memory_folder(f"test-{os.getpid()}")
+    folder.mkdir(mode=0o700)
+    try:
+        (folder / "owner").write_text(json.dumps({"linger_s": 600.0}))
+        SlurmJob(ENVIRON).release(["node1"], f"test-{os.getpid()}")
+        assert json.loads((folder / "owner").read_text()) == {"linger_s": 0.0}
+    finally:
+        shutil.rmtree(folder)
+    assert any("--overlap" in call and "--nodelist=node1" in call for call in programs.calls)
 
 
 def test_a_job_is_left_by_requeueing_it_without_the_nodes(programs: Programs) -> None:
