@@ -169,7 +169,7 @@ def run(
     found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
     if supervise:
         raise typer.Exit(supervise_program(read, found))
-    result = launch_run(read.request(found.logging.run_dir, found.health), dry_run=dry_run, quiet=as_json)
+    result = launch_run(read.request(found.logging.run_dir, found), dry_run=dry_run, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)

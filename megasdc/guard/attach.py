@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megasdc import room
 from megasdc.config.problems.without_effect import idle_warnings
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
@@ -164,6 +165,8 @@ class Guard:
         folder, error = Path(settings.logging.run_dir), None
         world, copies = self._groups()
         origin = Origin()
+        room.set_limit(settings.logging.wait_for_room_s)
+        self._undo.callback(room.finish)
         try:
             events = EventLog(folder, self.dims.rank)
             self._undo.callback(events.close)
@@ -214,6 +217,7 @@ class Guard:
             result = take_step(*args, **options)
             for part in (*self._parts, self._saves):
                 part.after_step(step)
+            room.waiting_s()  # writes what had no room before
             if self._left is not None:
                 self._left -= 1
                 if self._left == 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megasdc.durable import write_durably
 from megasdc.guard.training import Part, Training
+from megasdc.room import END_S, wait_for_room
 from megasdc.tensors.finite import are_finite
 
 logger = logging.getLogger(__name__)
@@ -117,8 +118,9 @@ class SaveMarks(Part):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         content = {"format": FORMAT, "step": step, "audit_step": audit_step, "time": now}
         try:
-            write_durably(folder / MARK, json.dumps(content) + "\n")
-        except OSError as error:  # it was removed, or the disk is full: training goes on
+            text, path = json.dumps(content) + "\n", folder / MARK
+            wait_for_room(lambda: write_durably(path, text), path, logger.warning, at_most_s=END_S)
+        except OSError as error:  # it was removed, or the disk stays full: training goes on
             logger.warning("%s is not marked as verified: %s", folder, error)
             self._tell("warning", "checkpoint_not_marked", step=step, message=str(error))
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megasdc.config.sections.guard import GuardHealthSection
+from megasdc.config.sections.guard import GuardSettings
 from megasdc.errors import LaunchError
 from megasdc.launcher.hosts import read_hostfile
 from megasdc.launcher.request import LaunchRequest, UserProgram
@@ -62,13 +62,13 @@ class DeepSpeedCommand:
         """Of the script or the module, without folder and ending."""
         return self.script.rpartition(".")[2] if self.is_module else Path(self.script).stem
 
-    def request(self, run_dir: str, health: GuardHealthSection) -> LaunchRequest:
-        """The launch that it asks for.
+    def request(self, run_dir: str, settings: GuardSettings) -> LaunchRequest:
+        """The launch that it asks for; ``run_dir``: folder of the run, whatever the settings say.
 
         Raises:
             LaunchError: the number of hosts contradicts other options, or the hostfile is wrong.
         """
-        include = self.include
+        include, health = self.include, settings.health
         if self.num_hosts is not None and self.hostfile is not None:
             if include or self.exclude:
                 raise LaunchError("deepspeed --num_nodes: it cannot be given with --include or --exclude")
@@ -84,6 +84,7 @@ class DeepSpeedCommand:
             program=UserProgram(
                 *(self.script, self.is_module, self.arguments, run_dir, health.hang_after_s, health.hang_floor_s),
                 alert_command=tuple(health.alert_command),
+                wait_for_room_s=settings.logging.wait_for_room_s,
             ),
         )
 

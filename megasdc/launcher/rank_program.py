@@ -121,6 +121,7 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
         watched=program.hang_after_s > 0,
         alert_command=program.alert_command,
         hang_floor_s=program.hang_after_s,
+        wait_for_room_s=program.wait_for_room_s,
         is_users=True,
     )
 

@@ -28,6 +28,7 @@ class UserProgram:
     hang_after_s: float
     hang_floor_s: float
     alert_command: tuple[str, ...]
+    wait_for_room_s: float
 
 
 @dataclass(frozen=True)

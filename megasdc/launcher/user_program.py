@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from megasdc import room
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
 from megasdc.health.program_health import ProgramHealth
 from megasdc.health.rank_watch import record_collectives
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
     settings = json.loads(text)
     rank, run_dir, own = int(os.environ["RANK"]), Path(settings["run_dir"]), os.getpid()
     follow_parent()
+    room.set_limit(settings["wait_for_room_s"])
     record_collectives(os.environ)
     end: dict[str, Any] = {"code": 1, "error": None}
 

@@ -98,7 +98,7 @@ def _run_once(
 ) -> tuple[Mapping[int, Trace], ParallelDims]:
     os.environ[TRIAL_VARIABLE] = json.dumps({"folder": folder, "steps": steps})
     try:
-        result = launch_run(command.request(folder, settings.health), quiet=True)
+        result = launch_run(command.request(folder, settings), quiet=True)
     finally:
         del os.environ[TRIAL_VARIABLE]
     if result.exit_code:

@@ -92,10 +92,11 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
             "deepspeed --include, --exclude, --num_gpus: not with --supervise, which chooses hosts itself: write a "
             "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
         )
+    room.set_limit(settings.logging.wait_for_room_s)
     section, allocation = settings.supervise, _allocation(command.hostfile, command.launcher_args)
     num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation, "")
     run_dir = Path.cwd() / settings.logging.run_dir
-    request = replace(command, num_hosts=None).request(str(run_dir), settings.health)
+    request = replace(command, num_hosts=None).request(str(run_dir), settings)
     sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
     engine = FrontEngine(run_dir, 0, [], 0, request, allocation, sizes, settings.health.alert_command)
     name = shlex.join([command.script, *command.arguments])

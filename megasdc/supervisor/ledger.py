@@ -15,13 +15,17 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megasdc.errors import StorageError
+from megasdc.room import END_S, lacks_room, limit_s, wait_for_room
 
 RATIO, CERTAINTY = 2.0, 0.9
+LOCK_S = 5.0
+"""Seconds that another supervisor may write."""
 HOUR_S, DAY_S = 3600.0, 86_400.0
 
 
@@ -78,12 +82,16 @@ class Judgement:
 class Ledger:
     """A ledger in a file, which is made by the first use that is added.
 
+    A use that has no room (``megasdc.room``), or that another supervisor keeps out for too long, is kept and added with
+    the next one, or by ``close``.
+
     Args:
         path: of the file, on storage that all supervisors see.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._kept: list[Use] = []
 
     def read(self) -> list[Use]:
         """All uses, oldest first; a last line that is not whole is ignored.
@@ -109,24 +117,68 @@ class Ledger:
                 ) from error
         return uses
 
-    def add(self, use: Use) -> None:
-        """Add a use, unless it is there already.
+    def add(self, use: Use) -> int:
+        """Add a use, unless it is there already, and those that are kept; returns how many are kept then.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: they cannot be written, now or later.
         """
+        self._kept.append(use)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                if all(one.key != use.key for one in self.read()):
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)  # a supervisor was killed within a line
-                    file.write(json.dumps(asdict(use)).encode() + b"\n")
-                    file.flush()
-                    os.fsync(file.fileno())
+            self._write()
         except OSError as error:
-            raise StorageError(f"the ledger {self.path} cannot be written: {error}") from error
+            if not (lacks_room(error) or isinstance(error, BlockingIOError)) or not limit_s():
+                raise self._lost(error) from error
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Add what is kept, for which is waited for ``room.END_S``.
+
+        Raises:
+            StorageError: it cannot be written, and is lost.
+        """
+        if not self._kept:
+            return
+        try:
+            wait_for_room(self._write, self.path, at_most_s=END_S)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: OSError) -> StorageError:
+        lost, self._kept = len(self._kept), []
+        return StorageError(f"the ledger {self.path} cannot be written: {error}; {lost} uses of hosts are lost")
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a+b", buffering=0) as file:
+            _lock(file.fileno())
+            known = {one.key for one in self.read()}
+            lines = [json.dumps(asdict(one)).encode() + b"\n" for one in self._kept if one.key not in known]
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)  # a supervisor was killed within a line, or it had no room
+            left = b"".join(lines)
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        self._kept.clear()
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file for this process alone.
+
+    Raises:
+        BlockingIOError: another process has it for ``LOCK_S``, as one that a signal has stopped.
+    """
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(LOCK_S / 100)
+        else:
+            return
 
 
 def judge(uses: Sequence[Use], host: str, now: float, days: float) -> Judgement:

@@ -85,6 +85,7 @@ class Supervisor:
             raise
         finally:
             self._tests.close()
+            self._close_ledger()
         return 0 if self._history.exit_code is None else self._history.exit_code
 
     def _end_without_journal(self) -> None:
@@ -329,11 +330,19 @@ class Supervisor:
         return bool(ended) or to_come
 
     def _add_use(self, use: Use) -> None:
-        """Add a use of hosts to the ledger; where that fails, the run goes on."""
+        """Add a use of hosts to the ledger; where that fails, or there is no room, the run goes on."""
         if self._ledger is None:
             return
         try:
-            self._ledger.add(use)
+            if self._ledger.add(use) == 1:
+                self._say(f"the ledger {self._ledger.path} cannot be written now: what hosts did is kept meanwhile")
+        except StorageError as error:
+            self._say(str(error))
+
+    def _close_ledger(self) -> None:
+        try:
+            if self._ledger is not None:
+                self._ledger.close()
         except StorageError as error:
             self._say(str(error))
 

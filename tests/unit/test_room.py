@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megasdc.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.metrics.writer import MetricsWriter, read_metrics
 from megasdc.supervisor.journal import Journal, read_journal
+from megasdc.supervisor.ledger import Ledger, Use
 
 
 @pytest.fixture
@@ -127,6 +129,28 @@ def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: py
     assert 1.5 < time.monotonic() - began < 10.0
     room.end_waits_when(bool)
     assert not room.is_asked_to_end()
+
+
+def test_a_ledger_without_room_keeps_what_it_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there is room, or its supervisor ends; what is lost then is said."""
+    monkeypatch.setattr(room, "END_S", 0.5)
+    ledger = Ledger(small / "ledger.jsonl")
+    uses = [Use(f"use {number}", 1.0, 1.0, ("a",), None, "x" * 4000) for number in range(5)]
+    assert ledger.add(uses[0]) == 0
+    filler = fill(small)
+    assert [ledger.add(one) for one in uses[1:3]] == [1, 2]
+    assert ledger.read() == uses[:1]
+    filler.unlink()
+    assert ledger.add(uses[3]) == 0 and ledger.read() == uses[:4]
+    filler = fill(small)
+    assert ledger.add(uses[4]) == 1
+    filler.unlink()
+    ledger.close()
+    assert ledger.read() == uses
+    fill(small)
+    assert ledger.add(replace(uses[0], key="last")) == 1
+    with pytest.raises(StorageError, match="1 uses of hosts are lost"):
+        ledger.close()
 
 
 def test_an_agents_line_that_has_room_in_part_is_not_there(small: Path) -> None:

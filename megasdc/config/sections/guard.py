@@ -120,6 +120,12 @@ class GuardLoggingSection(Section):
 
     run_dir: str = setting(..., "Folder of events and incident reports; created if absent.")
     interval: PositiveInt = setting(100, "Steps between reports of bounds.")
+    wait_for_room_s: NonNegativeFloat = setting(
+        900.0,
+        "Seconds that launch and supervisor wait while the run folder has no room (full, a quota, read-only), until "
+        "they end with exit code 77; training goes on, and what the guard writes is kept and written later. 0: the "
+        "first such write is an error.",
+    )
 
 
 class GuardHealthSection(Section):

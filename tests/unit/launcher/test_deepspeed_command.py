@@ -10,21 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config.sections.guard import GuardHealthSection
+from megasdc.config.sections.guard import GuardLoggingSection, GuardSettings
 from megasdc.errors import LaunchError
 from megasdc.launcher import deepspeed_command, user_program
 from megasdc.launcher.deepspeed_command import read_command
 from megasdc.launcher.hosts import place_program_here
+from megasdc.launcher.rank_program import program_of
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
 
-HEALTH = GuardHealthSection()
+SETTINGS = GuardSettings(logging=GuardLoggingSection(run_dir="runs/of the settings", wait_for_room_s=7.0))
 
 
-def test_options_of_the_launcher_and_of_the_script_are_told_apart() -> None:
+def test_options_of_the_launcher_and_of_the_script_are_told_apart(tmp_path: Path) -> None:
     """What comes after the script is its own, also where the launcher has an option of that name."""
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "train.py").touch()
     words = ["deepspeed", "--num_gpus=4", "--master_port", "29555", "-q", "my/train.py", "--num_gpus", "5", "-e"]
     words += ["--no_python", "x", "--"]
-    request = read_command([*words, "", "a b"]).request("runs/x", HEALTH)
+    request = read_command([*words, "", "a b"]).request("runs/x", SETTINGS)
     assert (request.num_gpus, request.hostfile, request.launcher_args) == (4, None, ("--master_port", "29555", "-q"))
     program = request.program
     assert program is not None and (program.name, program.is_module, program.run_dir) == (
@@ -32,6 +35,7 @@ def test_options_of_the_launcher_and_of_the_script_are_told_apart() -> None:
         False,
         "runs/x",
     )
+    assert program.wait_for_room_s == 7.0 == program_of(request, tmp_path).wait_for_room_s
     assert program.arguments == ("--num_gpus", "5", "-e", "--no_python", "x", "--", "", "a b")
 
 
@@ -47,9 +51,9 @@ def test_num_nodes_are_the_first_of_the_hostfile(tmp_path: Path, monkeypatch: py
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
     read = read_command(["deepspeed", "--hostfile", str(hostfile), "--num_nodes", "2", "t.py"])
-    assert read.request("r", HEALTH).include == "a@b"
+    assert read.request("r", SETTINGS).include == "a@b"
     with pytest.raises(LaunchError, match="--num_nodes: it cannot be given with --include"):
-        read_command(["deepspeed", "-H", str(hostfile), "-i", "a", "--num_nodes", "2", "t.py"]).request("r", HEALTH)
+        read_command(["deepspeed", "-H", str(hostfile), "-i", "a", "--num_nodes", "2", "t.py"]).request("r", SETTINGS)
     assert read_command(["deepspeed", "t.py"]).hostfile is None
     monkeypatch.setattr(deepspeed_command, "DEFAULT_HOSTFILE", hostfile)
     assert read_command(["deepspeed", "t.py"]).hostfile == hostfile
@@ -122,6 +126,7 @@ def test_a_process_that_a_script_forks_leaves_no_record(tmp_path: Path) -> None:
     wrote = "os.path.exists('done/x/rank_00000.json')"
     script.write_text(f"import os, sys\nif os.fork() == 0:\n    sys.exit(5)\nos.wait()\nassert not {wrote}\n")
     settings = {"name": str(script), "is_module": False, "arguments": [], "run_dir": str(tmp_path), "hang_after_s": 0}
+    settings["wait_for_room_s"] = 0.0
     env = {**os.environ, "RANK": "0", LAUNCH_ID_VARIABLE: "x"}
     command = [sys.executable, "-m", user_program.__name__, json.dumps(settings)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)

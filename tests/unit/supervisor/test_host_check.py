@@ -85,7 +85,7 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "train.py"
     script.write_text("import torch, beside\ntry:\n    import nowhere_a\nexcept ImportError:\n    pass\n")
-    program = UserProgram(str(script), False, (), "run", 0.0, 1.0, ())
+    program = UserProgram(str(script), False, (), "run", 0.0, 1.0, (), 900.0)
     request = LaunchRequest(None, launcher_args=("--master_port", "29418"), program=program)
     checks = HostChecks(request, tmp_path / "run", {"a": ("env",), "b": ("env",)})
     hosts = {"a": 1, "b": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
+from megasdc.supervisor import ledger as ledger_module
 from megasdc.supervisor.command import _suspect
 from megasdc.supervisor.history import HOSTS, History
 from megasdc.supervisor.journal import Journal
@@ -88,6 +90,19 @@ def suspected(tmp_path: Path, ledger: Ledger, num_hosts: int) -> list[str]:
         journal.write(HOSTS, slots={"a": 1, "b": 1, "c": 1}, num_hosts=num_hosts)
         _suspect(journal, ledger, 30)
         return list(History.of(journal.entries).replaced)
+
+
+def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other was told is added once the file is free."""
+    monkeypatch.setattr(ledger_module, "LOCK_S", 0.1)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with open(ledger.path, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert ledger.add(use(1, "a")) == 1
+    assert ledger.add(use(2, "b")) == 0
+    assert [one.key for one in ledger.read()] == ["1", "2"]
 
 
 def test_suspects_wait_for_a_test_as_far_as_there_are_others(tmp_path: Path) -> None:
