@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megasdc.errors import PeerError
+from megasdc.errors import PeerError, StorageError
 from megasdc.events import Event, in_order, starts_of
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
@@ -23,6 +23,7 @@ from megasdc.report.run_pages.lines import read_lines
 from megasdc.report.run_pages.slowness import load_slowness
 from megasdc.run_lock import read_holder
 from megasdc.sdc.incidents.incident import Incident, load_incidents
+from megasdc.supervisor.journal import FOLDER, read_journal
 
 OnProgress = Callable[[str, int, int], None]
 CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
@@ -272,24 +273,48 @@ def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Endi
         launches = [one for one in launches if one.name == holder.launch_id]
     starts = starts_of(events)
     found = [_ending_of(launch, folder, starts.get(launch.name), notes) for launch in launches]
-    last = _last_of([one for one in found if one is not None])
+    planned = _planned(folder, notes)
+    last = _last_of([one for one in found if one is not None], planned)
     told = _told_ending(events)
     if told is None or last is None:
         return told or last
-    if told.launch is not None:  # no launcher's record, or not yet
-        return told if told.launch != last.launch and (told.attempt or 0) >= (last.attempt or 0) else last
-    return told if told.time > last.time else last
+    if told.launch is None:  # of an earlier version
+        return told if told.time > last.time else last
+    if told.launch == last.launch:
+        return last
+    # Its launcher has left no record, or not yet. What its ranks have left has the file system's time, as all records.
+    left = [path.stat().st_mtime for path in (folder / "done" / told.launch).glob("*")]
+    return _last_of([last, replace(told, time=max(left, default=math.inf))], planned)
 
 
-def _last_of(endings: Sequence[Ending]) -> Ending | None:
+def _planned(folder: Path, notes: list[str]) -> dict[str, int]:
+    """Places of launches in the order in which a supervisor has planned them, by launch id."""
+    try:
+        entries = read_journal(folder / FOLDER)
+    except StorageError as error:
+        notes.append(str(error))
+        return {}
+    return {str(one.fields["launch_id"]): one.number for one in entries if one.kind == "planned"}
+
+
+def _last_of(endings: Sequence[Ending], planned: Mapping[str, int]) -> Ending | None:
     """That of the launch that began last: ranks of an earlier one may have ended after it, when their host was back.
 
-    By the numbers of starts; a launch that made none comes by the file system's clock, by which all records are.
+    By the order in which a supervisor has planned them, or by the numbers of starts; a launch that made none, and that
+    a person has started, comes by the file system's clock, by which all records are.
     """
-    numbered = [one for one in endings if one.attempt is not None]
-    last = max(numbered, key=lambda one: one.attempt or 0, default=None)
-    others = [one for one in endings if one.attempt is None and (last is None or one.time > last.time)]
-    return max(others, key=lambda one: one.time, default=last)
+
+    def is_later(one: Ending, other: Ending) -> bool:
+        places = planned.get(one.launch or ""), planned.get(other.launch or "")
+        for of_one, of_other in (places, (one.attempt, other.attempt)):
+            if of_one is not None and of_other is not None and of_one != of_other:
+                return of_one > of_other
+        return one.time > other.time
+
+    last: Ending | None = None
+    for one in sorted(endings, key=lambda one: (one.attempt is None, one.attempt or 0)):
+        last = one if last is None or is_later(one, last) else last
+    return last
 
 
 def _told_ending(events: Sequence[Event]) -> Ending | None:

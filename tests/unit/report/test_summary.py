@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from megasdc.report.run_pages.record import load_run
 from megasdc.report.run_pages.status import status_of
 from megasdc.report.summary import Failure, RunSummary, render, summarize
 from megasdc.run_lock import HeldFolders, Holder, take
+from megasdc.supervisor.journal import FOLDER, Journal
 from megasdc.train.main import pretrain, tell_end, tell_failure
 
 RUN = RunSummary(
@@ -218,6 +220,36 @@ def test_a_rank_of_an_earlier_start_that_ends_late_is_no_end_of_the_run(
     started.write_text(started.read_text().replace('"time": ', '"time": 0.'))  # before the second start
     write_done(folder, 1, 79, PeerError("another rank has gone"))
     assert summarize(folder).failure is None and load_run(folder).ending.exit_code == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_supervised", [True, False])
+def test_the_end_of_a_launch_that_made_no_start_is_known_by_no_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supervised: bool
+) -> None:
+    """By the order in which a supervisor planned, though files of the launch before are newer, as after its clock was
+    set back; else by the file system's clock, and not by the dates of events, whose host is a day ahead.
+    """
+    folder = write_run(tmp_path / "run", losses(3))
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "one")
+    log = EventLog(folder, 0, Origin("id", 1))
+    log.emit("start", "run")
+    log.emit("end", "failed", exit_code=79, error="PeerError", message="another has gone", process_started=0.0)
+    log.close()
+    events = folder / "events" / "rank_00000.jsonl"
+    rows = [json.loads(line) for line in events.read_text().splitlines()]
+    events.write_text("".join(json.dumps({**row, "time": row["time"] + 86_400.0}) + "\n" for row in rows))
+    write_started(folder, 0)
+    (folder / "done" / "two").mkdir()
+    said = {"exit_code": 78, "lines": ["rank 1 on b never started"], "failed_rank": 1, "failed_host": "b"}
+    path = folder / "done" / "two" / "launch.json"
+    path.write_text(json.dumps(said))
+    if is_supervised:
+        with Journal(folder / FOLDER, lambda line: None) as journal:
+            for number, launch in enumerate(("one", "two"), 1):
+                journal.write("planned", attempt=number, slots={"b": 1}, launch_id=launch)
+        os.utime(path, (1.0, 1.0))
+    ending = load_run(folder).ending
+    assert ending is not None and (ending.launch, ending.exit_code) == ("two", 78)
 
 
 def test_a_front_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
