@@ -49,10 +49,12 @@ def main() -> NoReturn:
         with contextlib.suppress(OSError):
             write_started(run_dir, rank)
 
+    ends: list[str] = []
+
     def leave(code: int, error: BaseException | None) -> NoReturn:
         if run_dir is not None:
             try:
-                write_done(run_dir, rank, code, error)
+                write_done(run_dir, rank, code, error, end=ends[-1] if ends and not code else None)
             except OSError as problem:
                 print(f"rank {rank}: no record of the end could be written: {problem}", file=sys.stderr)
         sys.stdout.flush()
@@ -60,7 +62,7 @@ def main() -> NoReturn:
         # Not sys.exit: after a failure, destructors of process groups may wait for ranks that have gone.
         os._exit(code)
 
-    leave(*pretrain(arguments.config, arguments.set, arguments.allow_changed, leave))
+    leave(*pretrain(arguments.config, arguments.set, arguments.allow_changed, leave, ends.append))
 
 
 def _run_dir(config: str, overrides: list[str]) -> str | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ TEMPORARY_PREFIX = ".tmp_"
 """How names begin that are not final yet; what a killed process leaves is found by it."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced_"
 """How the name of a folder begins that ``commit_folder`` has moved aside."""
-_NAME_CHARACTERS, _HOST_CHARACTERS = 150, 60  # a name may have 255 bytes
+_NAME_CHARACTERS = 150  # a name may have 255 bytes
 
 
 @contextmanager
@@ -29,11 +28,12 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         path: of the file; its folder exists.
         mode: ``w`` for text in UTF-8, ``wb`` for bytes.
     """
-    # Hosts may share the folder, and threads may replace the same file.
-    owner = f"{socket.gethostname()[:_HOST_CHARACTERS]}.{threading.get_native_id()}"
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:_NAME_CHARACTERS]}.{owner}")
+    # Hosts may share the folder, threads may replace the same file, and whoever else may write there must not be able
+    # to put a link in its place.
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:_NAME_CHARACTERS]}.{secrets.token_hex(16)}")
+    file = open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")  # noqa: SIM115 - below
     try:
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ increments a counter in it. Whether a launch that left a record is still active:
 | on another host | its record changes within 30 s; clocks of two hosts are not compared |
 | the same, and its launch was seen to end | never: it is replaced, and learns that if it lives |
 
+Only users who may write in the folder may lock the file (``open_lock_file``).
 On a file system without flock, or whose server keeps the lock of a lost host, the record alone decides.
 """
 
@@ -20,7 +21,9 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -220,9 +223,10 @@ def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
         LaunchError: another launch is active there.
         OSError: the folder cannot be written.
     """
-    file: IO[str] = open(folder / LOCK_FILE, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
+    was_open = _readers_may_lock(folder / LOCK_FILE)
+    file = open_lock_file(folder / LOCK_FILE)
     try:
-        locked = _lock_or_refuse(folder, file, say)
+        locked = _lock_or_refuse(folder, file, say, was_open)
         found = read_holder(folder)
         if (living := _living(folder, found, say, ended)) is not None:
             raise in_use(folder, living)
@@ -301,7 +305,7 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
     Raises:
         OSError: the folder cannot be written.
     """
-    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:  # NFS needs a readable file for a shared lock
+    with open_lock_file(folder / LOCK_FILE) as file:
         unlocked, found = _lock_shared(folder, file)
         ours = found is not None and found.token == token
         free = ours or (unlocked and (found is None or not found.may_live))
@@ -371,8 +375,52 @@ def _living(folder: Path, found: Holder | None, say: Say, ended: Collection[str]
     return None
 
 
-def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
-    """Take the lock. True: done; False: another host has it, perhaps a lost one; None: no flock; this host's raises."""
+def open_lock_file(path: Path) -> IO[str]:
+    """Open a file that is locked with flock, made where it is absent, so that only who may write beside it can do so.
+
+    Whoever may read a file may lock it. So nobody may read this one who may not write in its folder; where a group
+    may, it may read and write the file too, whatever the umask: it can start what the file guards.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC  # NFS needs both for the two kinds of locks
+    try:
+        found = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        found = os.open(path, flags)
+    seen = os.fstat(found)
+    if seen.st_uid == os.geteuid():
+        folder = path.parent.stat()
+        with contextlib.suppress(OSError):  # it is still locked, by more users
+            if folder.st_mode & stat.S_IWGRP and seen.st_gid != folder.st_gid:
+                os.fchown(found, -1, folder.st_gid)
+            wanted = _lock_mode(folder, os.fstat(found).st_gid)
+            if stat.S_IMODE(seen.st_mode) != wanted:
+                os.fchmod(found, wanted)
+    return os.fdopen(found, "a+", encoding="utf-8")
+
+
+def _lock_mode(folder: os.stat_result, group: int) -> int:
+    """Mode of a lock file of a group in a folder."""
+    of_group = 0o060 if folder.st_mode & stat.S_IWGRP and group == folder.st_gid else 0
+    return 0o600 | of_group | (0o006 if folder.st_mode & stat.S_IWOTH else 0)
+
+
+def _readers_may_lock(path: Path) -> bool:
+    """Whether a lock file can be locked by users who may not write beside it, as those of earlier versions can."""
+    try:
+        seen = path.stat(follow_symlinks=False)
+        return bool(stat.S_IMODE(seen.st_mode) & ~_lock_mode(path.parent.stat(), seen.st_gid) & 0o044)
+    except FileNotFoundError:
+        return False
+
+
+def _lock_or_refuse(folder: Path, file: IO[str], say: Say, was_open: bool) -> bool | None:
+    """Take the lock. True: done; None: no flock; False: another host has it, perhaps a lost one; this host's raises.
+
+    False too where whoever has it has left no record, and need not have been allowed to: ``was_open``.
+    """
     end = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -391,6 +439,9 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
             raise in_use(folder, found)
         if found is not None and not found.is_here:
             return False
+        if time.monotonic() > end and was_open:
+            say(f"{folder / LOCK_FILE} is locked by a process that left no record, and any user could do so: replaced")
+            return False
         if time.monotonic() > end:
             raise LaunchError(
                 f"{folder} is in use by a process that holds {folder / LOCK_FILE} and left no record; find it with "
@@ -400,9 +451,9 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
 
 
 def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
-    """Replace a lock file whose lock a lost host keeps by a new, locked one."""
-    path = folder / f"{LOCK_FILE}.{socket.gethostname()}.{os.getpid()}"
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held by the lock
+    """Replace a lock file whose lock a lost host keeps, or a user who should not have it, by a new, locked one."""
+    path = folder / f"{LOCK_FILE}.{secrets.token_hex(16)}"
+    file = open_lock_file(path)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.replace(path, folder / LOCK_FILE)
     old.close()

@@ -17,6 +17,7 @@ from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.data.verify import verify_prepared
 from megasdc.durable import commit_folder
 from megasdc.errors import DataError
+from megasdc.run_lock import open_lock_file
 
 
 def describe_settings(section: DataSection) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def lock_folder(work: Path) -> Iterator[None]:
     """Lock the work folder against other processes; the lock ends with the process, also when it is killed."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "lock"
-    with open(path, "w") as file:
+    with open_lock_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -22,6 +22,7 @@ import numpy as np
 from megasdc.data.manifest import checksum_file
 from megasdc.durable import rename_durably, replacing, write_durably
 from megasdc.program import write_whole
+from megasdc.run_lock import open_lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
 def _locked(path: Path) -> Iterator[bool]:
     """Hold a file lock; yields false if the file system has no locks: then the rename lets one writer win."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with open_lock_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             alone = True

@@ -30,6 +30,7 @@ from megasdc.experiments.results import ResultStore
 from megasdc.experiments.run_process import RunningRanks, start_ranks
 from megasdc.experiments.sweep_file import SweepFile
 from megasdc.parallel.processes import fork_server
+from megasdc.run_lock import open_lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def alone(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - held as long as the block
+        lock = open_lock_file(folder / ".lock")
     except OSError as error:
         raise StorageError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
     with lock:

@@ -40,6 +40,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
 from megasdc.run_identity import count_start
 from megasdc.sdc.suspects import Suspects
+from megasdc.shared_memory import deepspeed_buffer, remove_buffers
 from megasdc.versions.private_names import GUARD, check_private_names
 
 logger = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class Guard:
         model, patterns = engine.module, settings.audit.submodules
         own = {fqn for fqn, _ in model.named_modules() if fqn}, {name for name, _ in model.named_parameters()}
         texts, origins, *names = zip(*gather_objects((error and str(error), origin, *own), world), strict=True)
+        remove_buffers([deepspeed_buffer(self.dims.rank)])  # all ranks have opened what DeepSpeed has made of it
         if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise StorageError(f"logging.run_dir: {folder} cannot be written: {failed[0]}") from error
         submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names)

@@ -41,6 +41,7 @@ from megasdc.health.phases import Phase
 from megasdc.health.process_state import PAUSE_S, started_at
 from megasdc.health.rank_state import GONE
 from megasdc.health.watched import WatchedRanks
+from megasdc.shared_memory import read_own_json
 
 POLL_S = 1.0
 KEEP_S = 300.0
@@ -244,10 +245,27 @@ class Agent:
 def _first_steps(folder: Path) -> dict[int, int]:
     """First steps of the ranks' processes by rank, where an earlier agent of this start has kept them."""
     try:
-        found = json.loads((folder / AGENT_FILE).read_text(encoding="utf-8"))["first_steps"]
+        found = (read_agent(folder) or {})["first_steps"]
         return {int(rank): int(step) for rank, step in found.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}
+
+
+def read_agent(folder: Path) -> dict[str, Any] | None:
+    """What the agent of a host has left of itself: ``pid``, ``started_at``, ``first_steps``; None: it has not yet.
+
+    Raises:
+        ValueError: it cannot be so.
+        OSError: it cannot be read, or another user has written it.
+    """
+    try:
+        found = read_own_json(folder / AGENT_FILE)
+    except FileNotFoundError:
+        return None
+    pid, began_at = found.get("pid"), found.get("started_at")
+    if type(pid) is not int or pid < 1 or type(began_at) not in (int, float):
+        raise ValueError(f"{folder / AGENT_FILE} names no process")
+    return found
 
 
 def main(argv: Sequence[str]) -> None:

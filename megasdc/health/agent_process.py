@@ -13,13 +13,14 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from megasdc.health.agent import AGENT_FILE, CLOCK_FILE, AgentOptions
+from megasdc.health.agent import CLOCK_FILE, AgentOptions, read_agent
 from megasdc.health.board import FolderBoard, OwnState
 from megasdc.health.front.address import FrontAddress, Hello
 from megasdc.health.front.link import FrontLink
 from megasdc.health.process_state import Waker, process_state
 from megasdc.health.rank_state import GONE
 from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.shared_memory import read_own_json
 
 START_S = 60.0
 LOOK_S = 2.0
@@ -47,7 +48,7 @@ class AgentProcess:
         self._restarts = 0
         self._waker = Waker(STOPPED_S, STILL_S, polls=True)
         self._ended = False
-        self._clock = ""
+        self._clock: dict[str, Any] | None = None
         self.news: deque[tuple[str, str]] = deque()
         """What the run has to be told, as name of an event and text; the run takes it out."""
         self.clocks: deque[dict[str, Any]] = deque(maxlen=MAX_CLOCKS)
@@ -83,10 +84,10 @@ class AgentProcess:
     def _look_at_clock(self) -> None:
         """Take how the clocks of this host differ from those of the front, as its agent has left it."""
         with contextlib.suppress(OSError, ValueError):
-            text = (self._options.folder / CLOCK_FILE).read_text(encoding="utf-8")
-            if text != self._clock:
-                self.clocks.append(json.loads(text))
-                self._clock = text
+            clock = read_own_json(self._options.folder / CLOCK_FILE)
+            if clock != self._clock:
+                self.clocks.append(clock)
+                self._clock = clock
 
     def look(self) -> None:
         """Start it again if it has ended, at most three times; wake it where a signal has stopped it, or end it."""
@@ -124,8 +125,10 @@ class AgentProcess:
 
     def _lives(self) -> bool:
         try:
-            found = json.loads((self._options.folder / AGENT_FILE).read_text(encoding="utf-8"))
+            found = read_agent(self._options.folder)
         except (OSError, ValueError):
+            return True
+        if found is None:
             return True  # it has not detached yet
         if process_state(found["pid"], found["started_at"]) == GONE:
             return False

@@ -24,6 +24,7 @@ from megasdc.health.process_state import started_at
 from megasdc.health.rank_watch import Leave, RankWatch
 from megasdc.health.record import Identity, RecordWriter, record_path
 from megasdc.health.record_folder import record_folder, remove_leftovers
+from megasdc.shared_memory import NAME_VARIABLE, make_own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +69,11 @@ class ProgramHealth:
             pid=os.getpid(),
             started_at=started_at(os.getpid()),
         )
-        self._folder, self._here = record_folder(run, node), here
+        random = os.environ.get(NAME_VARIABLE)
+        self._folder, self._here = record_folder(run if random is None else f"{run}.{random}", node), here
         if identity.local_rank == 0:
             remove_leftovers()
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        make_own_folder(self._folder)
         self._record = RecordWriter(self._folder, identity)
         self._record.enter(Phase.START, 0)
         self._joined, self._step = 0, 0

@@ -78,8 +78,7 @@ class RankWatch:
             except Exception:  # whatever is wrong with the agent, this rank can still be asked, and leave
                 logger.exception("this host's agent could not be looked after")
             if self._record.must_leave:
-                told = leave_message(self._record.folder)
-                self._leave(told["exit_code"], told["message"])
+                self._leave(*leave_message(self._record.folder))
                 return
 
     def _tell(self, number: int) -> None:

@@ -27,12 +27,13 @@ import os
 import struct
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from megasdc.errors import StorageError
+from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.health.phases import Phase
+from megasdc.shared_memory import open_own, read_own_json
 
 SIZE = 4096
 BUCKETS = 44
@@ -133,10 +134,12 @@ class RecordWriter:
         path = record_path(folder, identity.rank)
         part = path.with_suffix(".part")
         try:
-            part.write_bytes(content.ljust(SIZE, b"\0"))
-            os.replace(part, path)
-            with open(path, "r+b") as file:
+            part.unlink(missing_ok=True)  # of a start that was killed
+            with open(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "r+b") as file:
+                file.write(content.ljust(SIZE, b"\0"))
+                file.flush()
                 self._map = mmap.mmap(file.fileno(), SIZE)
+            os.replace(part, path)
         except OSError as error:
             raise StorageError(f"progress record {path} cannot be written: {error}") from error
         self._counts = memoryview(self._map)[_COUNTS_AT : _COUNTS_AT + 4 * BUCKETS * 16].cast("I")
@@ -216,26 +219,29 @@ class RecordReader:
 
     Raises:
         ValueError: the file is no whole record.
+        OSError: it cannot be read, or is not this user's.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "r+b")  # noqa: SIM115 - open as long as this lives
+        self._path = path
+        self._file = open(open_own(path, os.O_RDWR), "r+b")  # noqa: SIM115 - open as long as this lives
         try:
             self._check_size()
         except ValueError:
             self._file.close()
             raise
         self._map = mmap.mmap(self._file.fileno(), SIZE)
-        try:
-            self.identity = Identity(**json.loads(self._map[:_IDENTITY_BYTES].rstrip(b"\0")))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is no progress record: {error}") from error
         self._words = memoryview(self._map).cast("q")
         self._requests = self._words[_ASKED_AT // 8 :]
+        try:
+            self.identity = _identity(json.loads(self._map[:_IDENTITY_BYTES].rstrip(b"\0")))
+        except (ValueError, TypeError, RecursionError) as error:
+            self.close()
+            raise ValueError(f"{path} is no progress record: {error}") from error
 
     def _check_size(self) -> None:
         if (size := os.fstat(self._file.fileno()).st_size) != SIZE:
-            raise ValueError(f"{self._file.name} is no progress record: {size:,} bytes, not {SIZE:,}")
+            raise ValueError(f"{self._path} is no progress record: {size:,} bytes, not {SIZE:,}")
 
     def read(self) -> Progress:
         """Where the rank is; ``ValueError`` where the record is damaged."""
@@ -290,7 +296,24 @@ class RecordReader:
         self._file.close()
 
 
-def leave_message(folder: Path) -> dict[str, Any]:
-    """Why the ranks of this host must leave: ``exit_code`` and ``message``."""
-    found: dict[str, Any] = json.loads((folder / LEAVE_FILE).read_text(encoding="utf-8"))
+def _identity(raw: dict[str, Any]) -> Identity:
+    """An identity as it was written; ValueError or TypeError where it cannot have been."""
+    found = Identity(**raw)
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+    for field in fields(Identity):
+        value = getattr(found, field.name)
+        if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
+            raise TypeError(f"{field.name} is {value!r}")
+    if found.pid < 1:
+        raise ValueError(f"pid is {found.pid}")
     return found
+
+
+def leave_message(folder: Path) -> tuple[int, str]:
+    """Exit code with which the ranks of this host must leave, never 0, and why."""
+    try:
+        found = read_own_json(folder / LEAVE_FILE)
+    except (OSError, ValueError) as error:
+        return HangError.exit_code, f"the agent of this host has told the ranks to leave; why cannot be read: {error}"
+    code, message = found.get("exit_code"), str(found.get("message"))
+    return (code if type(code) is int and code in ERRORS_BY_EXIT_CODE else HangError.exit_code), message

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megasdc.health.agent import AGENT_FILE
+from megasdc.health.agent import read_agent
 from megasdc.health.process_state import process_state
 from megasdc.health.rank_state import GONE
 from megasdc.health.record import RecordReader
-from megasdc.shared_memory import own_prefix, shared_folder
+from megasdc.shared_memory import own_folders, own_prefix, shared_folder
 
 LEFT_S = 600.0
 """Records whose folder has not changed for so long, and whose processes are gone, are nobody's."""
 
 
 def record_folder(run: str, node: int) -> Path:
-    """Folder of the records of a host, by the name of the start and the host's index."""
+    """Folder of the records of a host.
+
+    Args:
+        run: name of the start, with a part that other users cannot guess, who else could make the folder first.
+        node: index of the host.
+    """
     return shared_folder() / f"{own_prefix()}{run}-{node}"
 
 
 def remove_leftovers() -> None:
     """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
-    shared = shared_folder()
-    for folder in set(shared.glob(f"{own_prefix()}*")) - set(shared.glob(f"{own_prefix()}memory-*")):
+    for folder in own_folders(own_prefix()):
+        if folder.name.startswith(f"{own_prefix()}memory-"):
+            continue
         try:
             is_old = time.time() - folder.stat().st_mtime > LEFT_S
-            pids = [json.loads((folder / AGENT_FILE).read_text())] if (folder / AGENT_FILE).exists() else []
+            agent = read_agent(folder)
+            pids = [] if agent is None else [agent]
             pids += [asdict(RecordReader(path).identity) for path in folder.glob("rank_*.record")]
         except (OSError, ValueError):
             continue

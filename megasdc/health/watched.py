@@ -21,6 +21,7 @@ from megasdc.health.rank_state import DISK, GONE, RUNNING
 from megasdc.health.rank_watch import answer_path
 from megasdc.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
 from megasdc.health.sockets import connections, silent_peers
+from megasdc.shared_memory import read_own_json
 
 ANSWER_S = 3.0
 """Seconds that ranks have to answer."""
@@ -186,10 +187,9 @@ class WatchedRanks:
         if number not in asked or rank.record.answered < asked[number]:
             return {}
         try:
-            found: dict[str, Any] = json.loads(answer_path(self._folder, number).read_text(encoding="utf-8"))
+            return read_own_json(answer_path(self._folder, number))
         except (OSError, ValueError):
             return {}
-        return found
 
     def end(self, leave: Mapping[str, Any], tell: Callable[[str], None]) -> None:
         """Tell all to leave, and kill those that do not.

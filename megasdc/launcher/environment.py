@@ -15,6 +15,7 @@ from pathlib import Path
 from megasdc.errors import LaunchError
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
+from megasdc.shared_memory import NAME_VARIABLE
 
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")
@@ -37,7 +38,7 @@ FORWARDED_PREFIXES = (
 )
 # A secret would be readable on command lines and in launch.json; use `wandb login` on the host of rank 0.
 # The process id is valid on one host only, and belongs to the outer launch if this front runs as a rank.
-NEVER_FORWARDED = ("WANDB_API_KEY", NODE_PID_VARIABLE)
+NEVER_FORWARDED = ("WANDB_API_KEY", NODE_PID_VARIABLE, NAME_VARIABLE)
 FORWARDED_NAMES = (
     "ATEN_CPU_CAPABILITY",
     "CUDA_DEVICE_MAX_CONNECTIONS",

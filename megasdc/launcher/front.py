@@ -33,6 +33,7 @@ from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import held_port
+from megasdc.shared_memory import NAME_VARIABLE
 from megasdc.wire import raise_descriptor_limit
 
 
@@ -219,6 +220,7 @@ def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verd
     env[own_lines.FOLDER_VARIABLE] = str(own_lines.logs_folder(plan.run_dir))
     env[host_failed.FOLDER_VARIABLE] = str(records_dir(plan.run_dir, plan.launch_id))
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
+    env[NAME_VARIABLE] = secrets.token_hex(16)  # here, not among the ranks' variables: those are arguments on hosts
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
         code = process.wait(FailureWatch(plan, silent=silent), plan.request.failure_grace_s)

@@ -11,6 +11,7 @@ a SIGTERM.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_in
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.records import records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
+from megasdc.shared_memory import NAME_VARIABLE, deepspeed_buffer, remove_buffers
 from megasdc.versions.private_names import ends_at_launch_error
 
 LOGS = take_folder_option(sys.argv)
@@ -99,6 +101,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._buffers: list[str] = []
         self._end = launch.terminate_process_tree
         self._are_ended = False
 
@@ -106,7 +109,12 @@ class Ranks:
         """Replacement of ``subprocess.Popen`` in launch.py."""
         process = subprocess.Popen(command, **options)
         self._processes[options["env"]["RANK"]] = process
+        self._buffers.append(deepspeed_buffer(options["env"]["RANK"], options["env"]))
         return process
+
+    def remove_buffers(self) -> None:
+        """Remove what DeepSpeed has left of them in shared memory, of those that were killed too."""
+        remove_buffers(self._buffers)
 
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
@@ -153,10 +161,14 @@ def main() -> None:
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})
     launch.terminate_process_tree = ranks.end
     os.environ[NODE_PID_VARIABLE] = str(os.getpid())
+    os.environ.setdefault(NAME_VARIABLE, secrets.token_hex(16))
     if sys.argv[1] == FOLLOW_OPTION:
         sys.argv.pop(1)
         follow_input()
-    launch.main()
+    try:
+        launch.main()
+    finally:
+        ranks.remove_buffers()
 
 
 if __name__ == "__main__":

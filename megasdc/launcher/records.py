@@ -29,7 +29,10 @@ LAUNCH_ID_VARIABLE = origin.LAUNCH_ID_VARIABLE
 
 @dataclass(frozen=True)
 class StartedRecord:
-    """A rank has started the training script; fields are named as in the file."""
+    """A rank has started the training script; fields are named as in the file.
+
+    ``buffer``: name of what DeepSpeed may leave of it in shared memory, None: nothing.
+    """
 
     rank: int
     host: str
@@ -37,6 +40,7 @@ class StartedRecord:
     time: float
     boot_id: str | None = None
     monotonic: float | None = None
+    buffer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class DoneRecord:
     """A rank has ended by itself; fields are named as in the file.
 
     ``exit_code`` is that of the process; ``error_class``, ``message`` and its ``first_line`` are None without an error;
-    ``launcher_gone``: whether the launcher of its host had ended before it.
+    ``launcher_gone``: whether the launcher of its host had ended before it; ``end``: how a training ended without an
+    error, None: what it ran did not come so far, whatever its exit code.
     """
 
     rank: int
@@ -57,6 +62,12 @@ class DoneRecord:
     launcher_gone: bool = False
     boot_id: str | None = None
     monotonic: float | None = None
+    end: str | None = None
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether it ended with 0, and says how what it ran came to its end."""
+        return self.exit_code == 0 and self.end is not None
 
     @property
     def ended_at(self) -> Moment:
@@ -114,22 +125,38 @@ def records_dir(run_dir: Path | str, launch_id: str) -> Path:
     return Path(run_dir) / "done" / launch_id
 
 
-def write_started(run_dir: Path | str, rank: int) -> Path | None:
+def write_started(run_dir: Path | str, rank: int, buffer: str | None = None) -> Path | None:
     """Record that a rank has started.
 
     Args:
         run_dir: created if absent.
         rank: global rank.
+        buffer: see ``StartedRecord``.
 
     Returns:
         The file written; None without a launch id in the environment, or when it could not be written.
     """
     now = Moment.now()
-    record = StartedRecord(rank, now.host, os.getpid(), now.time, now.boot_id, now.monotonic)
+    record = StartedRecord(rank, now.host, os.getpid(), now.time, now.boot_id, now.monotonic, buffer)
     return _write_of_rank(run_dir, f"started_{rank:05d}.json", asdict(record))
 
 
-def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseException | None = None) -> Path | None:
+def left_buffers(run_dir: Path | str, rank: int) -> list[str]:
+    """Names of buffers that a rank of this number may have left in this host's memory in earlier launches of a run."""
+    host, found = Moment.now().host, []
+    for path in records_dir(run_dir, "*").parent.glob(f"*/started_{rank:05d}.json"):
+        try:
+            record = StartedRecord(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue
+        if record.host == host and isinstance(record.buffer, str):
+            found.append(record.buffer)
+    return found
+
+
+def write_done(
+    run_dir: Path | str, rank: int, exit_code: int, error: BaseException | None = None, *, end: str | None = None
+) -> Path | None:
     """Record how a rank ended; the last thing a rank does before it exits.
 
     Args:
@@ -137,6 +164,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
         rank: global rank.
         exit_code: exit code that the process will return.
         error: the exception that ended it, if any.
+        end: how what it ran came to its end without an error: at its last step, or where it stopped before, and why.
 
     Returns:
         The file written; None without a launch id in the environment, or when it could not be written.
@@ -153,6 +181,7 @@ def write_done(run_dir: Path | str, rank: int, exit_code: int, error: BaseExcept
         launcher_gone=launcher_has_gone(),
         boot_id=now.boot_id,
         monotonic=now.monotonic,
+        end=end,
     )
     return _write_of_rank(run_dir, f"rank_{rank:05d}.json", asdict(record))
 

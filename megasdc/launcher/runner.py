@@ -103,7 +103,7 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
     grace = DEEPSPEED_GRACE_S if number == signal.SIGINT else stop_grace_s(os.environ)
     if children and _remote:
         name = signal.Signals(number).name.removeprefix("SIG")
-        _remote["stop"] = [*_remote["pdsh"], "pkill", f"-{name}", "-f", _remote["pattern"]]
+        _remote["stop"] = [*_remote["pdsh"], "pkill", f"-{name}", "-u", "$(id -u)", "-f", _remote["pattern"]]
         _remote["end"] = time.monotonic() + grace + LOST_HOST_S
         _send_to_hosts()
         return

@@ -25,10 +25,11 @@ from megasdc import room
 from megasdc.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
 from megasdc.health.program_health import ProgramHealth
 from megasdc.health.rank_watch import record_collectives
-from megasdc.launcher.orphans import follow_parent
+from megasdc.launcher.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone
 from megasdc.launcher.plan import SLOTS_VARIABLE
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.launcher.records import LAUNCH_ID_VARIABLE, left_buffers, write_done, write_started
 from megasdc.program import INTERRUPTED
+from megasdc.shared_memory import deepspeed_buffer, remove_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,16 @@ def main(argv: Sequence[str]) -> None:
     follow_parent()
     room.set_limit(settings["wait_for_room_s"])
     record_collectives(os.environ)
-    end: dict[str, Any] = {"code": 1, "error": None}
+    end: dict[str, Any] = {"code": 1, "error": None, "end": None}
 
     def leave() -> None:
         if os.getpid() != own:
             return
         if health is not None:
             health.close()
-        write_done(run_dir, rank, end["code"], end["error"])
+        if NODE_PID_VARIABLE not in os.environ or launcher_has_gone():  # else it does so once all ranks have ended
+            remove_buffers([buffer])
+        write_done(run_dir, rank, end["code"], end["error"], end=end["end"])
         if end["code"]:
             _flush()
             os._exit(end["code"])
@@ -64,10 +67,13 @@ def main(argv: Sequence[str]) -> None:
         _flush()
         os._exit(code)
 
-    write_started(run_dir, rank)
+    buffer = deepspeed_buffer(rank)
+    remove_buffers([buffer, *left_buffers(run_dir, rank)])  # of launches that were killed
+    write_started(run_dir, rank, buffer)
     health = _watch(settings, rank, run_dir, leave_at_once)
     atexit.register(leave)  # the first to be registered is the last to be called
     end["code"], end["error"] = _run(settings, extra)
+    end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
         sys.exit(end["code"])
 

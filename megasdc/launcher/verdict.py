@@ -94,7 +94,8 @@ def judge(
     launcher is then kept, because a rank may end with one and be unable to write its record (a full disk). Success of
     every rank is success, also after a requested stop: the record is the last thing that a rank writes, and DeepSpeed's
     launcher returns 1 after every signal. But ranks whose launcher was killed save and end as after a requested stop:
-    if no stop was requested, the launch has failed.
+    if no stop was requested, the launch has failed. So has one with a rank that ended with 0 while its training had not
+    come to an end.
 
     Args:
         host_of_rank: host of each expected rank.
@@ -114,6 +115,8 @@ def judge(
         return _ranks_agreed(agreed, host_of_rank, failed, missing, notes)
     if causes:
         return _ranks_failed(_explaining(_first(causes, clocks)), host_of_rank, failed, missing, notes)
+    if early := [done for _, done in sorted(records.done.items()) if done.exit_code == 0 and not done.has_ended_well]:
+        return _ended_early(early, host_of_rank, failed, missing, notes)
     interrupted = [done.rank for done in failed if done.error_class == INTERRUPTED]
     if stopped_by is not None and (missing or interrupted or not failed):
         return _stopped(stopped_by, host_of_rank, missing, interrupted, notes)
@@ -125,6 +128,8 @@ def judge(
         return _abandoned(host_of_rank, records, launcher_code, notes)
     if launcher_code != 0:
         notes.insert(0, f"the launcher ended with {describe_code(launcher_code)}, after every rank reported success")
+    stops = dict.fromkeys(done.end for _, done in sorted(records.done.items()) if (done.end or "").startswith("stop"))
+    notes[:0] = [f"it {end}" for end in stops]
     return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
 
 
@@ -233,6 +238,20 @@ def _ranks_failed(
     if len(first) > len(shown):
         lines.append(f"and {len(first) - len(shown)} more ranks that may have been first")
     return Verdict(code, None, None, [*lines, *_others(others, missing, host_of_rank, "after them"), *notes])
+
+
+def _ended_early(
+    early: list[DoneRecord], host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
+) -> Verdict:
+    """Ranks that ended with 0, and not because their training had come to an end."""
+    one, ranks = early[0], [done.rank for done in early]
+    host = host_of_rank[one.rank] if one.rank < len(host_of_rank) else one.host
+    line = (
+        f"{_ranks(ranks, host_of_rank)} ended with exit code 0, and not at the last step, nor since it was to stop: "
+        "something else has ended it"
+    )
+    lines = [line, *_others([done.rank for done in failed], missing, host_of_rank, "with it")]
+    return Verdict(LaunchError.exit_code, one.rank, host, [*lines, *notes])
 
 
 def _unknown(first: Sequence[object]) -> str:

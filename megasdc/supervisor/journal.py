@@ -25,8 +25,9 @@ from megasdc.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.errors import LaunchError, StorageError
 from megasdc.moment import Moment
 from megasdc.room import wait_for_room
+from megasdc.run_lock import open_lock_file
 
-FOLDER, JOURNAL_FILE = "supervise", "journal.jsonl"
+FOLDER, JOURNAL_FILE, LOCK_FILE = "supervise", "journal.jsonl", ".lock"
 """In the run folder, and in that one."""
 DAMAGED = "damaged"
 """Kind of the entry that says that the journal was written anew: ``aside``, the name of the damaged file beside it,
@@ -68,6 +69,11 @@ class Entry:
         return max(0.0, other.time - self.time)
 
 
+def _new(path: str, flags: int) -> int:
+    """Open a file that is not there yet."""
+    return os.open(path, flags | os.O_EXCL, 0o666)
+
+
 Rebuild = Callable[[Sequence[Entry]], Sequence[Entry]]
 """From the entries of whole lines to those that a journal begins with that is written anew."""
 
@@ -96,22 +102,23 @@ class Journal:
         self.path, self._size, self._say = folder / JOURNAL_FILE, 0, say
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open_lock_file(folder / LOCK_FILE)
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
         except OSError as error:
             raise StorageError(f"the supervisor's journal {self.path} cannot be opened: {error}") from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(self._file.fileno()).st_ino != self.path.stat().st_ino:
                 raise BlockingIOError("another supervisor has just written it anew")
             self.entries, self._checksum = self._read(say, rebuild)
         except BlockingIOError as error:
-            self._file.close()
+            self.close()
             raise LaunchError(f"{self.path} is in use by another supervisor of this run; wait for its end") from error
         except OSError as error:
-            self._file.close()
+            self.close()
             raise StorageError(f"the supervisor's journal {self.path} cannot be read: {error}") from error
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def __enter__(self) -> Self:
@@ -120,7 +127,12 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another supervisor have it; idempotent."""
         self._file.close()
+        self._lock.close()
 
     def write(self, kind: str, **fields: Any) -> Entry:
         """Add an entry, which is on the disk on return.
@@ -209,9 +221,8 @@ class Journal:
             text += line.encode()
         temporary = self.path.with_name(f"{TEMPORARY_PREFIX}{JOURNAL_FILE}")
         temporary.unlink(missing_ok=True)
-        file = open(temporary, "a+b", buffering=0)  # noqa: SIM115 - open as long as this lives
+        file = open(temporary, "a+b", buffering=0, opener=_new)  # noqa: SIM115 - open as long as this lives
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(text)
             os.fsync(file.fileno())
             _keep_aside(self.path, aside)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megasdc.errors import StorageError
 from megasdc.room import END_S, lacks_room, limit_s, wait_for_room
+from megasdc.run_lock import open_lock_file
 
 RATIO, CERTAINTY = 2.0, 0.9
 LOCK_S = 5.0
@@ -150,8 +151,9 @@ class Ledger:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b", buffering=0) as file:
-            _lock(file.fileno())
+        lock = open_lock_file(self.path.with_name(f".{self.path.name}.lock"))  # readers could lock the ledger itself
+        with lock, open(self.path, "a+b", buffering=0) as file:
+            _lock(lock.fileno())
             known = {one.key for one in self.read()}
             lines = [json.dumps(asdict(one)).encode() + b"\n" for one in self._kept if one.key not in known]
             file.seek(0)

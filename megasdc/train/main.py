@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,12 +44,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megasdc")
 
+ALL_DONE = "all steps done"
+
 
 def pretrain(
     config_path: str,
     overrides: Sequence[str],
     allow_changed: Sequence[str] = (),
     leave: Leave | None = None,
+    on_end: Callable[[str], object] = lambda end: None,
 ) -> tuple[int, BaseException | None]:
     """Train as one rank of a run.
 
@@ -59,6 +62,8 @@ def pretrain(
         allow_changed: paths ``a.b.c`` of fields that may differ from the checkpoint that the run resumes from.
         leave: ends the process with an exit code and an error, if a stop signal arrives while the rank is still
             starting and may be stuck; None: such a signal is only recorded.
+        on_end: is told how a training ended that has not failed: ``ALL_DONE``, or where and why it stopped before. Who
+            returns 0 without it was ended by something else.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -70,6 +75,8 @@ def pretrain(
 
     def leave_start(code: int, error: BaseException | None) -> None:
         held.release()  # else a start on another host would wait until the lock is stale
+        if code == 0:
+            on_end("stopped before its first step")
         assert leave is not None, "asked only where it is given"
         leave(code, error)
 
@@ -97,7 +104,7 @@ def pretrain(
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)
-        _train(config, cut, started_at, signals, held)
+        on_end(_train(config, cut, started_at, signals, held))
     except Exception as error:
         if signals.start is not None:
             signals.start.wait_where_all_leave()
@@ -181,8 +188,8 @@ class _Start:
     remaining: Remaining | None = None
 
 
-def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> None:
-    """Train to the end; where replicas are left out, this rank starts once more or ends."""
+def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> str:
+    """Train to the end; where replicas are left out, this rank starts once more or ends. Returns how it ended."""
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.train import build, loop  # noqa: F401 - all of PyTorch and DeepSpeed
@@ -190,18 +197,19 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
         from megasdc.train.process.startup import StartClock
 
     start = _Start(config, StartClock(started_at), started_at)
-    while (remaining := _train_from(start, cut, signals, held, library)) is not None:
+    while not isinstance(remaining := _train_from(start, cut, signals, held, library), str):
         began_at = time.monotonic()
         free_memory()
         whole = check_layout(config, remaining.launch_size)
         fewer = with_replicas(config, whole, remaining.replicas(whole))
         start = _Start(fewer, StartClock(started_at, again=True), began_at, remaining)
+    return remaining
 
 
 def _train_from(
     start: _Start, cut: Cut | None, signals: StopSignals, held: HeldFolders, library: LibraryLines
-) -> Remaining | None:
-    """Train until all is done, None, or until replicas are left out: then the ranks that go on, this one among them."""
+) -> Remaining | str:
+    """Train until the run ends: how; or until replicas are left out: the ranks that go on, this one among them."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.loop import train
@@ -229,13 +237,16 @@ def _train_from(
         groups.shutdown()
         if run.stop_error is not None:
             raise run.stop_error
-        return None
+        if run.step >= run.steps:
+            return ALL_DONE
+        assert run.stop_reason is not None, f"the loop has ended at step {run.step} of {run.steps}"
+        return f"stopped at step {run.step} of {run.steps}: {run.stop_reason}"
     remaining = leave_out(run, step, wrong, start.remaining, held)
     if run.launch_dims.rank in remaining.ranks:
         set_up_logging(int(os.environ["RANK"]))
         return remaining
     logger.warning("this rank ends: its replica was found wrong in step %d, and is left out", step)
-    return None
+    return f"left out: its replica was found wrong in step {step}"
 
 
 def tell_end(run: Run, first: int) -> None:
@@ -243,7 +254,7 @@ def tell_end(run: Run, first: int) -> None:
 
     ``first``: the step after which this launch began.
     """
-    reason = run.stop_reason or "all steps done"
+    reason = run.stop_reason or ALL_DONE
     if not run.stop_reason and first >= run.steps:
         logger.warning(
             "nothing to train: %s is already at step %d of %d; for a new run set another megasdc.logging.run_dir, to "

@@ -90,7 +90,7 @@ def meet_others(run_dir: Path, absent: bool) -> None:
     from megasdc.train.process.signals import StopSignals
 
     def leave(code: int, error: BaseException | None) -> None:
-        write_done(run_dir, RANK, code, error)
+        write_done(run_dir, RANK, code, error, end=None if code else "stopped before its first step")
         os._exit(code)
 
     signals = StopSignals(leave)
@@ -124,5 +124,5 @@ if __name__ == "__main__":
         main(folder)
     except MegasdcError as error:
         code, cause = error.exit_code, error
-    write_done(folder, RANK, code, cause)
+    write_done(folder, RANK, code, cause, end=None if code else "all steps done")
     sys.exit(code)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megasdc.shared_memory import SHARED_MEMORY
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import read_journal
 from tools.hosts import Cluster, unavailable_reason
@@ -65,6 +66,10 @@ def without_megasdc(folder: Path, ranks: int) -> str:
     done = subprocess.run(
         [*launcher, "train.py"], cwd=plain, capture_output=True, text=True, check=True, env={**os.environ}, timeout=300
     )
+    left = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_{rank}" for rank in range(ranks)]
+    assert all((SHARED_MEMORY / name).exists() for name in left), "DeepSpeed leaves buffers"
+    for name in left:
+        (SHARED_MEMORY / name).unlink()
     return digest_of(done.stdout)
 
 
@@ -92,6 +97,9 @@ def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(folder: P
         check=True,
     )
     assert "exit code 75" in shown.stdout and "steps             7 of ?" in shown.stdout
+    buffers = [json.loads(path.read_text())["buffer"] for path in folder.glob("runs/train/done/*/started_*.json")]
+    assert len(buffers) == 6 and all(buffers)
+    assert not [name for name in buffers if (SHARED_MEMORY / name).exists()]
 
 
 def test_what_cannot_be_launched_is_refused(folder: Path) -> None:

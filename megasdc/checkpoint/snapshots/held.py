@@ -8,10 +8,10 @@ whole is not written anywhere: a restart looks whether every rank's files are fo
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -23,7 +23,14 @@ from typing import Any
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError
-from megasdc.shared_memory import own_prefix, shared_folder
+from megasdc.shared_memory import (
+    is_own_folder,
+    make_own_folder,
+    own_folders,
+    own_prefix,
+    read_own_json,
+    shared_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +45,8 @@ FORMAT_VERSION = 2
 LEAST_S = 600.0
 """A folder that nobody uses is removed by a later run once it is so old."""
 _LOOK_S = 1.0
+_APART = "~"
+"""Before the random part of a name; no host's name has it."""
 
 
 class HeldFile(Record):
@@ -126,13 +135,23 @@ class Held:
 def memory_folder(run: str | None) -> Path:
     """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has.
 
-    Under SLURM it is that of a start of the job: what an earlier one has left is not the job's own.
+    Under SLURM it is that of a start of the job: what an earlier one has left is not the job's own. Where another user
+    has taken its name, the folder has a random part behind it, and is found by its owner; before ``claim`` there is
+    none, and each call has another name for it.
     """
     assert run is not None, "the start was counted"
     job = f"job{number}-" if (number := os.environ.get("SLURM_JOB_ID")) else ""
     if job and (restarts := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":
         job = f"job{number}.{restarts}-"
-    return shared_folder() / f"{own_prefix()}memory-{run}-{job}{socket.gethostname()}"
+    folder = shared_folder() / f"{own_prefix()}memory-{run}-{job}{socket.gethostname()}"
+    if is_own_folder(folder) or not os.path.lexists(folder):
+        return folder
+    return min(own_folders(f"{folder.name}{_APART}"), default=_beside(folder))
+
+
+def _beside(folder: Path) -> Path:
+    """A name that no other user can guess."""
+    return folder.with_name(f"{folder.name}{_APART}{secrets.token_hex(16)}")
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
@@ -189,21 +208,27 @@ class Owner:
 def claim(folder: Path, start: str, linger_s: float) -> None:
     """Make the folder, and say which start of the run uses it now: the agent of an earlier one leaves it alone then.
 
+    Where another user makes one of that name meanwhile, it gets a name beside that, which ``memory_folder`` gives then.
+
     Raises:
         OSError: shared memory cannot be written.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user: ask for it to be removed", str(folder))
+    try:
+        make_own_folder(folder)
+    except PermissionError:
+        folder = _beside(folder)
+        make_own_folder(folder)
     write_durably(folder / OWNER_FILE, json.dumps(asdict(Owner(start, os.getpid(), linger_s))))
 
 
 def owner(folder: Path) -> Owner | None:
     """The start that uses a folder; None: there is no folder, or nobody uses it."""
     try:
-        return Owner(**json.loads((folder / OWNER_FILE).read_text(encoding="utf-8")))
+        found = Owner(**read_own_json(folder / OWNER_FILE))
     except (OSError, ValueError, TypeError):
         return None
+    is_valid = type(found.pid) is int and type(found.linger_s) in (int, float) and isinstance(found.start, str)
+    return found if is_valid else None
 
 
 def linger(folder: Path, start: str) -> None:
@@ -223,7 +248,10 @@ def linger(folder: Path, start: str) -> None:
 
 def remove_forgotten(kept: Path) -> None:
     """Remove this user's folders of runs that are gone, where no agent was left to do so, but for the own one."""
-    for folder in shared_folder().glob(f"{own_prefix()}memory-*-{socket.gethostname()}"):
+    host = socket.gethostname()
+    for folder in own_folders(f"{own_prefix()}memory-"):
+        if not folder.name.partition(_APART)[0].endswith(f"-{host}"):
+            continue  # hosts may share the folder
         with contextlib.suppress(OSError):
             found = owner(folder)
             newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -235,7 +263,7 @@ def remove_forgotten(kept: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder that nobody can take meanwhile: it has another name first."""
-    aside = folder.with_name(f"{own_prefix()}removed-{folder.name}")
+    aside = folder.with_name(f"{own_prefix()}removed-{secrets.token_hex(16)}")
     with contextlib.suppress(OSError):
         folder.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)

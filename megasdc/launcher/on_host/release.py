@@ -22,9 +22,13 @@ def answer(request: dict[str, Any]) -> list[str]:
     shared = pathlib.Path("/dev/shm")
     shared = shared if shared.is_dir() else pathlib.Path(tempfile.gettempdir())
     found = []
-    # Hosts may share the folder: the name ends with that of the host.
-    for path in shared.glob(f"megasdc-{os.getuid()}-memory-{request['run']}-*{socket.gethostname()}/owner"):
-        if not (_is_own(path.parent, stat.S_ISDIR) and _is_own(path, stat.S_ISREG)):
+    # Hosts may share the folder: the name ends with that of the host, before a random part that it may have.
+    start, host = f"megasdc-{os.getuid()}-memory-{request['run']}-", socket.gethostname()
+    for folder in shared.iterdir():
+        path = folder / "owner"
+        if not (folder.name.startswith(start) and folder.name.partition("~")[0].endswith(host)):
+            continue
+        if not (_is_own(folder, stat.S_ISDIR) and _is_own(path, stat.S_ISREG)):
             continue
         owner = {**json.loads(path.read_text()), "linger_s": 0.0}
         part = path.with_name(f".tmp_owner.release.{secrets.token_hex(8)}")
@@ -37,5 +41,8 @@ def answer(request: dict[str, Any]) -> list[str]:
 
 def _is_own(path: pathlib.Path, is_kind: Callable[[int], bool]) -> bool:
     """Whether it is what it should be, no link, and belongs to this user."""
-    seen = path.lstat()
+    try:
+        seen = path.lstat()
+    except OSError:
+        return False
     return is_kind(seen.st_mode) and seen.st_uid == os.getuid()

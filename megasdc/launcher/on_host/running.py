@@ -49,7 +49,16 @@ def _send(pid: int, number: int) -> None:
 
 
 def _pids() -> list[int]:
-    return [int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
+    found = (int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*"))
+    return [pid for pid in found if pid != os.getpid() and _is_own(pid)]
+
+
+def _is_own(pid: int) -> bool:
+    """Whether a process is this user's: others may write what they like on their command lines."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        return False  # it has ended
 
 
 def _is_rank(pid: int, sign: bytes) -> bool:

@@ -31,6 +31,7 @@ from megasdc.health.record import Identity, RecordWriter
 from megasdc.health.record_folder import record_folder, remove_leftovers
 from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.collectives import gather_objects
+from megasdc.shared_memory import is_own_folder, make_own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,8 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     dims, host = run.dims, socket.gethostname()
     front = take_front(run.folder / "health", os.environ.get(LAUNCH_ID_VARIABLE)) if dims.rank == 0 else None
     origin = run.events.origin
-    own = (host, f"{origin.run}.{origin.attempt}.{secrets.token_hex(2)}", front)  # copies of a folder share a run's id
+    # Copies of a folder share a run's id; and other users, who could make the folder of records first, cannot guess it.
+    own = (host, f"{origin.run}.{origin.attempt}.{secrets.token_hex(16)}", front)
     everyone: list[Any] = [None] * dims.world_size
     dist.all_gather_object(everyone, own, group=run.host_group)
     _, name, front = everyone[0]
@@ -195,7 +197,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
     try:
         if identity.local_rank == 0:
             remove_leftovers()
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_own_folder(folder)
         record = RecordWriter(folder, identity)
     except (OSError, StorageError) as error:
         problem = f"rank {identity.rank} on {identity.host} cannot write progress records: {error}"
@@ -203,6 +205,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
     if record is None or problems:
         if record is not None:
             record.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        if is_own_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         raise StorageError(problems[0])
     return record

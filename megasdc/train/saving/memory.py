@@ -208,13 +208,14 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     Collective: all ranks of the world.
     """
     origin, section = run.events.origin, config.megasdc.checkpoint
-    folder, ranks = memory_folder(origin.run), Ranks("node_local", run.host_group, run.events)
+    ranks = Ranks("node_local", run.host_group, run.events)
     place = find_place(ranks)
     problem: Problem | None = None
     if place.leader:
+        folder = memory_folder(origin.run)
         try:
             claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s)
-            remove_forgotten(folder)
+            remove_forgotten(memory_folder(origin.run))
         except OSError as error:
             problem = describe_error(error, f"write {folder}")
     raise_together(problem, place, "nothing can be kept in memory")
@@ -223,7 +224,9 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     if section.resume == "never":
         return None
     dims, newest = wanted_dims(config, run), section.resume_at_most
-    return find_in_memory(folder, origin.run, dims, ranks, newest=newest, verified_only=verified_only)
+    return find_in_memory(
+        memory_folder(origin.run), origin.run, dims, ranks, newest=newest, verified_only=verified_only
+    )
 
 
 def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:

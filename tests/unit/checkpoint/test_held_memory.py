@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.snapshots import held
+from megasdc import shared_memory
 from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, linger, memory_folder, remove_forgotten
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.launcher.on_host import release
@@ -22,7 +22,7 @@ GONE = 2**22 + 1
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of shared memory."""
-    monkeypatch.setattr(held, "shared_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 

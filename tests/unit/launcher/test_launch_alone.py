@@ -17,6 +17,7 @@ from megasdc.launcher.hosts import Placement
 from megasdc.launcher.launch_alone import NVML_VARIABLE
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.launcher.rank import RankCommand
+from megasdc.shared_memory import NAME_VARIABLE
 
 RANK = """
 import json, os, pathlib, sys
@@ -39,6 +40,7 @@ def start(folder: Path, words: list[str], environment: dict[str, str], *argument
     found: dict[str, Any] = {path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}
     for seen in found.values():
         seen["environment"].pop(NODE_PID_VARIABLE, None)
+        seen["environment"].pop(NAME_VARIABLE, None)
         seen["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)  # set by the import of PyTorch 2.10
         seen["argv"].remove(str(folder))
     return {**found, "exit code": done.returncode}

@@ -24,7 +24,17 @@ def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (done.message, done.first_line) == ("first\nsecond", "first")
     assert collect(tmp_path, "two").started == {}
     on_disk = json.loads((tmp_path / "done" / "one" / "rank_00003.json").read_text())
-    names = ["boot_id", "error_class", "exit_code", "first_line", "host", "launcher_gone", "message", "monotonic"]
+    names = [
+        "boot_id",
+        "end",
+        "error_class",
+        "exit_code",
+        "first_line",
+        "host",
+        "launcher_gone",
+        "message",
+        "monotonic",
+    ]
     names += ["rank", "time"]
     assert sorted(on_disk) == names
     for new in ("launcher_gone", "boot_id", "monotonic"):

@@ -29,11 +29,12 @@ def records_of(
         at, host = (times or {}).get(rank, 1.0), HOSTS[rank]
         when = at + (moved or {}).get(host, 0.0)
         there = at + CLOCKS[host].monotonic_s
-        record = DoneRecord(rank, host, code, None, f"reason {rank}", when, f"reason {rank}", False, host, there)
+        record = DoneRecord(rank, host, code, None, f"reason {rank}", when, f"reason {rank}", False, host, there, DONE)
         records.done[rank] = record
     return records
 
 
+DONE = "all steps done"
 SUCCESS = dict.fromkeys(range(4), 0)
 
 
@@ -268,3 +269,21 @@ def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> No
     assert judge(HOSTS, records, 1).ended_by is None
     records.ended[2] = EndedRecord(2, "b", 1, 5.0)
     assert judge(HOSTS, records, 1).ended_by is None
+
+
+@pytest.mark.parametrize("stopped_by", [None, 15])
+def test_a_rank_that_ended_with_0_before_its_last_step_is_not_done(stopped_by: int | None) -> None:
+    """Whoever wrote the code or ended it: what a training came to must stand in the record."""
+    records = records_of(SUCCESS)
+    records.done[2] = replace(records.done[2], end=None)
+    verdict = judge(HOSTS, records, 0, stopped_by=stopped_by)
+    assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
+    assert "rank 2 on b ended with exit code 0, and not at the last step" in verdict.lines[0]
+
+
+def test_where_a_launch_stopped_stands_behind_its_ranks() -> None:
+    """They are done, and the run may not be."""
+    records = records_of(SUCCESS)
+    stopped = "stopped at step 3 of 9: time limit"
+    records.done.update({rank: replace(done, end=stopped) for rank, done in records.done.items()})
+    assert judge(HOSTS, records, 0).lines == ["all 4 ranks are done", f"it {stopped}"]

@@ -102,7 +102,7 @@ def test_a_supervisor_whose_lock_was_given_to_another_writes_nothing(tmp_path: P
     """As after a network split: the other one's entries stay as they are; likewise where the file was replaced."""
     with Journal(tmp_path, SAID.append) as lost:
         lost.write("opened", config="a")
-        fcntl.flock(lost._file, fcntl.LOCK_UN)  # as a file server does that takes a host for lost
+        fcntl.flock(lost._lock, fcntl.LOCK_UN)  # as a file server does that takes a host for lost
         with Journal(tmp_path, SAID.append) as other:
             other.write("taken_over")
             content = other.path.read_bytes()

@@ -340,7 +340,7 @@ def test_a_supervisor_whose_run_another_has_taken_over_starts_nothing(tmp_path: 
 
     def lose(journal: Journal, written: bool) -> None:
         if not written and len(journal.entries) == 4:
-            fcntl.flock(journal._file, fcntl.LOCK_UN)
+            fcntl.flock(journal._lock, fcntl.LOCK_UN)
             with Journal(tmp_path, print) as other:
                 other.write("taken_over")
 

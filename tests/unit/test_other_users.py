@@ -1,0 +1,162 @@
+"""Another user of a host neither overwrites a file of a run's nor holds it up, and a group that shares it still can."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megasdc import durable, run_lock
+from megasdc.durable import write_durably
+from megasdc.launcher.on_host import running
+from megasdc.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
+from megasdc.supervisor.journal import Journal
+from megasdc.supervisor.ledger import Ledger, Use
+
+OTHER, GROUP = 65_534, 4_242
+"""Id of another user, and of a group."""
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users can read, as run folders are."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def another_user(action: Callable[[], object], groups: tuple[int, ...] = ()) -> Iterator[bool]:
+    """A process of another user that has done something, and stays; yields whether it could."""
+    reads, writes = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setgroups(list(groups))
+        os.setgid(OTHER)
+        os.setuid(OTHER)
+        try:
+            kept = action()
+            os.write(writes, b"1")
+        except OSError:
+            kept = os.write(writes, b"0")
+        time.sleep(600)
+        os._exit(0 if kept else 1)
+    try:
+        yield os.read(reads, 1) == b"1"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
+        os.close(writes)
+
+
+def lock_by_reading(path: Path) -> object:
+    """Lock a file as ``flock -s`` does, which needs no more than the right to read it."""
+    found = os.open(path, os.O_RDONLY)
+    fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return found
+
+
+def launch(folder: Path, said: list[str]) -> run_lock.RunLock:
+    """Take the lock of a run."""
+    return take(folder, Holder.this_process("own", "20260102-030405-abcdef"), said.append)
+
+
+@as_root
+def test_no_reader_can_lock_what_guards_a_run(folder: Path) -> None:
+    """Neither the launch's lock, nor the supervisor's, nor that of the ledger, whatever the umask is."""
+    before = os.umask(0)
+    try:
+        launch(folder, []).release()
+        with Journal(folder, print):
+            pass
+        Ledger(folder / "ledger").add(Use("key", 0.0, 1.0, ("a",)))
+    finally:
+        os.umask(before)
+    for name in (LOCK_FILE, ".lock", ".ledger.lock"):
+        with another_user(lambda name=name: lock_by_reading(folder / name)) as could:  # type: ignore[misc]
+            assert not could, name
+
+
+@as_root
+def test_a_lock_of_an_earlier_version_that_a_reader_holds_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could be locked by whoever may read it; the next one cannot, and the launch begins."""
+    monkeypatch.setattr(run_lock, "SETTLE_S", 0.5)
+    (folder / LOCK_FILE).touch(0o644)
+    said: list[str] = []
+    with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as could:
+        assert could
+        lock = launch(folder, said)
+        assert (holder := read_holder(folder)) is not None and holder.token == "own"
+        assert any("replaced" in line for line in said)
+        with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as again:
+            assert not again
+        lock.release()
+
+
+@as_root
+@pytest.mark.parametrize("mask", [0o022, 0o002])
+def test_a_group_that_shares_a_folder_launches_in_it(folder: Path, mask: int) -> None:
+    """Its members take the lock in turn, with each umask; who is no member does not."""
+    os.chown(folder, 0, GROUP)
+    folder.chmod(0o2775)
+    before = os.umask(mask)
+    try:
+        launch(folder, []).release()
+        with another_user(lambda: launch(folder, []), (GROUP,)) as could:
+            assert could
+    finally:
+        os.umask(before)
+    with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as could:
+        assert not could
+    assert stat.S_IMODE((folder / LOCK_FILE).stat().st_mode) == 0o660
+
+
+@as_root
+def test_processes_of_another_user_are_none_of_a_launch(folder: Path) -> None:
+    """Whatever stands on their command lines; an own one with the same is found."""
+    words = ["megasdc.launcher 20260102-030405-abcdef", "60"]
+    theirs = subprocess.Popen(words, executable="/bin/sleep", user=OTHER, group=OTHER, extra_groups=[])
+    own = subprocess.Popen(words, executable="/bin/sleep")
+    try:
+        deadline = time.monotonic() + 30
+        while own.pid not in (found := running.answer({"launch_id": "20260102-030405-abcdef"})):
+            assert time.monotonic() < deadline
+        assert found == [own.pid]
+    finally:
+        for process in (theirs, own):
+            process.kill()
+            process.wait()
+
+
+def test_a_file_is_not_replaced_through_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write in a folder and knows the temporary name puts a link there: what it leads to stays."""
+    victim = folder / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda size: "0" * 2 * size)
+    (folder / f".tmp_latest.{'0' * 32}").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_durably(folder / "latest", "new")
+    assert victim.read_text() == "precious" and (folder / f".tmp_latest.{'0' * 32}").is_symlink()
+
+
+def test_a_lock_is_not_opened_through_a_link(folder: Path) -> None:
+    """It would make the other file one that is locked, and change its mode."""
+    (folder / "victim").touch(0o644)
+    (folder / LOCK_FILE).symlink_to(folder / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_lock_file(folder / LOCK_FILE)
+    assert stat.S_IMODE((folder / "victim").stat().st_mode) == 0o644
