@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import stat
@@ -13,12 +14,17 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megasdc.durable import replacing
 from megasdc.errors import MegasdcError, StorageError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters (C0 and C1), and those that turn the order of what follows."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Errors that only writing raises."""
 
@@ -124,7 +130,46 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _say(name: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code reports it too
-        print(f"{name}: error: {text}", file=sys.stderr, flush=True)
+        print(printable(f"{name}: error: {text}"), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: characters that would control it are shown as escapes, but for tabs and ends of lines.
+
+    What stands in a run's files and in models may come from anybody.
+    """
+    return _CONTROLS.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text of a command, ``printable``.
+
+    Args:
+        err: to standard error.
+        nl: with the end of a line.
+    """
+    import typer
+
+    typer.echo(printable(text), err=err, nl=nl)
+
+
+def safe_console(**options: Any) -> Console:
+    """A console of rich's whose texts are ``printable``; colours and places are rich's own.
+
+    Args:
+        options: of ``rich.console.Console``.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Makes each piece of text printable."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for one in super().render(renderable, options):
+                yield one if one.control else Segment(printable(one.text), one.style)
+
+    return SafeConsole(**options)
 
 
 def _forget_output() -> None:

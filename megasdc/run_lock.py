@@ -388,7 +388,10 @@ def open_lock_file(path: Path) -> IO[str]:
     try:
         found = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        found = os.open(path, flags)
+        try:
+            found = os.open(path, flags)
+        except FileNotFoundError:  # who had it has just removed it
+            return open_lock_file(path)
     seen = os.fstat(found)
     if seen.st_uid == os.geteuid():
         folder = path.parent.stat()

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from megasdc import __version__
 from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.errors import ConfigError, MegasdcError, StorageError
-from megasdc.program import FULL, why_unreadable, write_whole
+from megasdc.program import FULL, echo, safe_console, why_unreadable, write_whole
 
 if TYPE_CHECKING:
     from megasdc.report.result.page import Page
@@ -187,7 +187,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from megasdc.versions.installed import describe_versions
 
-        typer.echo(f"megasdc {__version__}\n{describe_versions()}")
+        echo(f"megasdc {__version__}\n{describe_versions()}")
         raise typer.Exit
 
 
@@ -233,13 +233,11 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     Raises:
         StorageError: the file cannot be written.
     """
-    from rich.console import Console
-
     text = json.dumps(result.as_dict(), indent=2)
     if as_json:
-        typer.echo(text)
+        echo(text)
     else:
-        render(result, Console())
+        render(result, safe_console())
     if out is None:
         return
     try:

@@ -10,6 +10,7 @@ import typer
 
 from megasdc.cli.app import Json, archive_app, input_argument, output_folder
 from megasdc.errors import CheckpointError
+from megasdc.program import echo
 
 Address = Annotated[
     str,
@@ -110,16 +111,16 @@ def list_steps(address: Address, run: RunId = None, as_json: Json = False) -> No
 
     entries = read_entries(open_archive(address), run)
     if as_json:
-        typer.echo(json.dumps([entry.as_dict() for entry in entries], indent=2))
+        echo(json.dumps([entry.as_dict() for entry in entries], indent=2))
     for entry in entries if not as_json else ():
         told = entry.as_dict()
         when = "" if told["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["time"]))
         line = f"{entry.run}  step {entry.step}  {entry.size_bytes / 1e6:.1f} MB  {told['layout'] or ''}  {when}"
-        typer.echo("  ".join(part for part in (line, entry.quantized) if part))
+        echo("  ".join(part for part in (line, entry.quantized) if part))
         for problem in entry.problems:
-            typer.echo(f"  - {problem}")
+            echo(f"  - {problem}")
     if not entries and not as_json:
-        typer.echo(f"{address} holds no checkpoint" + (f" of run {run}" if run else ""))
+        echo(f"{address} holds no checkpoint" + (f" of run {run}" if run else ""))
     raise typer.Exit(CheckpointError.exit_code if any(entry.problems for entry in entries) else 0)
 
 
@@ -171,4 +172,4 @@ def prune(
 
 
 def _print(report: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())

@@ -10,6 +10,7 @@ import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder, stdout_kept_clean
 from megasdc.errors import CheckpointError
+from megasdc.program import echo
 
 CheckpointFolder = Annotated[
     Path,
@@ -40,9 +41,9 @@ def verify_checkpoint(
     folders = verify.find_folders(folder, universal=True)
     reports = [check(path, checksums=checksums, progress=not as_json) for path in folders]
     if as_json:
-        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
+        echo(json.dumps([report.as_dict() for report in reports], indent=2))
     else:
-        typer.echo("\n".join(report.render() for report in reports))
+        echo("\n".join(report.render() for report in reports))
     raise typer.Exit(0 if all(report.ok for report in reports) else CheckpointError.exit_code)
 
 
@@ -68,7 +69,7 @@ def inspect_checkpoint(
 
     found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        echo(json.dumps(found, indent=2))
     else:
         print_pages(map(inspection_page, found))
     raise typer.Exit(CheckpointError.exit_code if any(one["unread"] for one in found) else 0)
@@ -128,4 +129,4 @@ def convert_checkpoint(
 
         with exiting_on_signals():
             report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
-    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())

@@ -12,7 +12,7 @@ import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_option
 from megasdc.errors import ConfigError, DataError
-from megasdc.program import write_whole
+from megasdc.program import echo, write_whole
 
 if TYPE_CHECKING:
     from megasdc.config import Layout, RunConfig
@@ -58,7 +58,7 @@ def check_config(
     except ConfigError as error:
         if not as_json:
             raise
-        typer.echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
+        echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
         raise typer.Exit(error.exit_code) from error
     data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
     too_large = memory_warning(config, memory_of_stages(config, 1, data, micro_batch), host_memory_bytes())
@@ -79,20 +79,20 @@ def check_config(
             "memory": [{**asdict(stage), "total": stage.total} for stage in memory] or None,
             "resolved": config.resolved(),
         }
-        typer.echo(json.dumps(result, indent=2))
+        echo(json.dumps(result, indent=2))
         return
     # With --show standard output holds the file alone.
     verdict = f"OK, with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "OK"
-    typer.echo(f"{file}: {verdict}", err=show)
+    echo(f"{file}: {verdict}", err=show)
     for warning in warnings:
-        typer.echo(f"megasdc: warning: {warning}", err=True)
+        echo(f"megasdc: warning: {warning}", err=True)
     for note in notes:
-        typer.echo(note, err=show)
+        echo(note, err=show)
     if layout is not None:
-        typer.echo(_describe(layout), err=show)
-        typer.echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
+        echo(_describe(layout), err=show)
+        echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
     if show:
-        typer.echo(json.dumps(config.resolved(), indent=2))
+        echo(json.dumps(config.resolved(), indent=2))
 
 
 def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, Layout | None]:
@@ -187,7 +187,7 @@ def config_table(
 
     tables = {"config-table": render_table, "versions-table": render_tables, "command-line": _render_commands}
     if write is None and check is None:
-        typer.echo(render_table(), nl=False)
+        echo(render_table(), nl=False)
     update_tables(write, check, tables, "megasdc config-table")
 
 
@@ -209,9 +209,9 @@ def update_tables(
             text, fresh = with_tables(write, tables)
             if text != fresh:
                 write_whole(write, fresh)
-            typer.echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
+            echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
         if check is not None and len(set(with_tables(check, tables))) > 1:
-            typer.echo(f"{check}: table is out of date; run: {command} --write {check}", err=True)
+            echo(f"{check}: table is out of date; run: {command} --write {check}", err=True)
             raise typer.Exit(1)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -256,7 +256,7 @@ def schema(
 
     text = json.dumps(json_schema(), indent=2) + "\n"
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         write_whole(out, text)
-        typer.echo(f"{out}: written")
+        echo(f"{out}: written")

@@ -20,6 +20,7 @@ from megasdc.cli.app import (
 )
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError, DataError
+from megasdc.program import echo
 
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
@@ -220,7 +221,7 @@ def convergence(
         f"{steps:,} steps with nothing dropped: {result['planned']:.6g}; with {drop_rate:.1%} dropped: "
         f"{result['dropped']:.6g}, which {result['steps_for_all_samples']:,} steps bring back"
     )
-    typer.echo(json.dumps(result) if as_json else text)
+    echo(json.dumps(result) if as_json else text)
 
 
 def _numbers(text: str) -> list[int]:

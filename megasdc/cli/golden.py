@@ -23,6 +23,7 @@ from megasdc.cli.app import (
 )
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError, TraceError
+from megasdc.program import echo
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
 Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: run for this long.")]
@@ -67,13 +68,11 @@ def golden_record(
             )
     results = sum(len(trace) for trace in golden.traces.values())
     if as_json:
-        typer.echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
+        echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
         return
-    typer.echo(
-        f"{out}: {results:,} results of {golden.layout}, {len(golden.cases)} cases, equal in {golden.repeats} runs"
-    )
+    echo(f"{out}: {results:,} results of {golden.layout}, {len(golden.cases)} cases, equal in {golden.repeats} runs")
     for name, value in golden.key.items():
-        typer.echo(f"  {name}: {value}")
+        echo(f"  {name}: {value}")
 
 
 @dataclass(frozen=True)
@@ -141,5 +140,5 @@ def _golden_file(options: VerifyOptions, devices: int | None) -> Path:
         return options.file
     assert options.library is not None, "checked above"
     file = choose_golden(options.library, None if devices is None else 1)
-    typer.echo(f"{file} is for this machine", err=True)
+    echo(f"{file} is for this machine", err=True)
     return file

@@ -11,6 +11,7 @@ import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_folder, stdout_kept_clean
 from megasdc.errors import CheckpointError, ConfigError, DataError
+from megasdc.program import echo
 
 WeightsFolder = Annotated[
     Path,
@@ -58,7 +59,7 @@ def export_hf(
                 force=force,
                 progress=not as_json,
             )
-    typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
+    echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
 @app.command("import-hf", epilog="Example: megasdc import-hf exported/smoke imported/smoke")
@@ -76,13 +77,13 @@ def import_hf(
         with exiting_on_signals():
             result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        echo(json.dumps(asdict(result), indent=2))
         return
-    typer.echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
+    echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
     if result.note is not None:
-        typer.echo(f"megasdc: warning: {result.note}", err=True)
-    typer.echo("put this into the configuration, under megasdc.model:", err=True)
-    typer.echo(json.dumps(result.model, indent=2))
+        echo(f"megasdc: warning: {result.note}", err=True)
+    echo("put this into the configuration, under megasdc.model:", err=True)
+    echo(json.dumps(result.model, indent=2))
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def evaluate(
             overrides=overrides,
             progress=not as_json,
         )
-    typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
+    echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
 
 
 def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -> None:
@@ -172,7 +173,7 @@ def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -
         result = evaluate_choices(
             source, file, against=options.against, tokenizer=options.tokenizer, progress=not as_json
         )
-    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else result.render())
+    echo(json.dumps(result.as_dict(), indent=2) if as_json else result.render())
 
 
 @app.command("generate", epilog='Example: megasdc generate runs/smoke/checkpoints --prompt "def " --max-tokens 40')
@@ -205,4 +206,4 @@ def generate(
             tokenizer=tokenizer,
             progress=not as_json,
         )
-    typer.echo(json.dumps(asdict(result), indent=2) if as_json else result.prompt + result.text)
+    echo(json.dumps(asdict(result), indent=2) if as_json else result.prompt + result.text)

@@ -11,6 +11,7 @@ import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder
 from megasdc.errors import DataError
+from megasdc.program import echo
 from megasdc.progress import progress_bars
 
 
@@ -40,6 +41,4 @@ def export_metrics(
 
     with progress_bars(quiet=as_json) as on_progress:
         done = export.export_metrics(run_dir, to, out or run_dir / "exported" / to, on_progress)
-    typer.echo(
-        json.dumps(asdict(done), indent=2) if as_json else f"{done.lines} lines, {done.values} values in {done.out}"
-    )
+    echo(json.dumps(asdict(done), indent=2) if as_json else f"{done.lines} lines, {done.values} values in {done.out}")

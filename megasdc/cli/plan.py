@@ -10,6 +10,7 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
 from megasdc.cli.options import option
+from megasdc.program import echo
 
 if TYPE_CHECKING:
     from megasdc.sdc.plan import CheckShares, Plan
@@ -115,10 +116,10 @@ def coverage(
     )
     if as_json:
         rows = coverage_rows(loaded.megasdc, shape)
-        typer.echo(json.dumps({"phases": [asdict(row) for row in rows], "notes": coverage_notes(rows)}, indent=2))
+        echo(json.dumps({"phases": [asdict(row) for row in rows], "notes": coverage_notes(rows)}, indent=2))
         return
     for line in render_coverage(loaded.megasdc, shape, markdown=markdown):
-        typer.echo(line)
+        echo(line)
 
 
 def _rate(text: str, option: str) -> float:

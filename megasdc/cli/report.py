@@ -18,6 +18,7 @@ from megasdc.cli.app import (
     stdout_kept_clean,
 )
 from megasdc.errors import DataError
+from megasdc.program import echo
 
 
 @app.command(
@@ -78,5 +79,5 @@ def report(
         written = write_report(paths, out, figures, title, healthy, on_progress)
     print_result(written, render_report, out=None, as_json=as_json)
     if written.problem:
-        typer.echo(f"megasdc: warning: {written.problem}", err=True)
+        echo(f"megasdc: warning: {written.problem}", err=True)
         raise typer.Exit(1)

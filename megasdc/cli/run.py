@@ -15,6 +15,7 @@ import typer
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError, DataError, LaunchError
+from megasdc.program import echo, safe_console
 
 
 @app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
@@ -43,12 +44,12 @@ def prepare_data(
     target = out if out is not None else Path(section.path)
     manifest = prepare(section, target, workers, progress=not as_json, force=force)
     if as_json:
-        typer.echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
+        echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
         return
-    typer.echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+    echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
     for source in manifest.sources:
         for reason, count in source.skipped.items():
-            typer.echo(f"dropped from {source.source}: {describe_skipped(reason, count, source.skipped_at)}")
+            echo(f"dropped from {source.source}: {describe_skipped(reason, count, source.skipped_at)}")
 
 
 @app.command("verify-data", epilog="Example: megasdc verify-data prepared/stdlib")
@@ -85,9 +86,9 @@ def verify_data(
                 report = verify.check_folder(folder)
             reports.append(report)
     if as_json:
-        typer.echo(json.dumps([report.as_dict() for report in reports], indent=2))
+        echo(json.dumps([report.as_dict() for report in reports], indent=2))
     else:
-        typer.echo("\n".join(report.render() for report in reports))
+        echo("\n".join(report.render() for report in reports))
     raise typer.Exit(0 if all(report.ok for report in reports) else DataError.exit_code)
 
 
@@ -130,7 +131,7 @@ def launch(
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
     result = launch_run(request, dry_run=dry_run, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)
 
 
@@ -171,7 +172,7 @@ def run(
         raise typer.Exit(supervise_program(read, found))
     result = launch_run(read.request(found.logging.run_dir, found), dry_run=dry_run, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)
 
 
@@ -216,7 +217,7 @@ def check_determinism(
         else:
             options = {"ranks": ranks, "steps": steps, "lint_only": lint_only, "on_progress": on_progress}
             report = _check_run(config, overrides, options)
-    typer.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
     raise typer.Exit(report.exit_code)
 
 
@@ -254,7 +255,7 @@ def summary(
     from megasdc.report.summary import render, summarize
 
     found = summarize(run_dir)
-    typer.echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
+    echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
     raise typer.Exit(int(require_finished and not found.finished))
 
 
@@ -275,16 +276,14 @@ def top(
     What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Ends when the run has, or by
     Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
     """
-    from rich.console import Console
-
     from megasdc.report.top.command import watch
     from megasdc.report.top.screen import Screen
     from megasdc.report.top.view import RunWatcher
 
     watcher = RunWatcher(run_dir)
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = safe_console() if sys.stdout.isatty() else safe_console(width=160)
     if as_json:
-        typer.echo(json.dumps(watcher.look().as_dict(), indent=2))
+        echo(json.dumps(watcher.look().as_dict(), indent=2))
     elif once or not console.is_terminal:
         console.print(Screen(watcher.look()))
     else:

@@ -12,6 +12,7 @@ from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_k
 from megasdc.cli.golden import Timeout
 from megasdc.cli.options import option
 from megasdc.errors import LaunchError, TraceError
+from megasdc.program import echo
 
 if TYPE_CHECKING:
     from megasdc.stress.run import StressPlan
@@ -76,7 +77,7 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
                 result, files = run_stress(plan, on_progress), []
     print_result(result, render_result, out=options.out, as_json=as_json)
     for file in files:
-        typer.echo(f"golden values: {file}", err=True)
+        echo(f"golden values: {file}", err=True)
     raise typer.Exit(result.exit_code)
 
 

@@ -12,6 +12,7 @@ import typer
 from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, stdout_kept_clean
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError
+from megasdc.program import echo
 
 if TYPE_CHECKING:
     from megasdc.experiments.sweep import Sweep
@@ -84,7 +85,7 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
 
 
 def _print(result: dict[str, Any], text: str, as_json: bool) -> None:
-    typer.echo(json.dumps(result, indent=2) if as_json else text)
+    echo(json.dumps(result, indent=2) if as_json else text)
 
 
 def _plan_dict(opened: Sweep) -> dict[str, Any]:

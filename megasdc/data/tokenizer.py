@@ -127,7 +127,7 @@ class HuggingFaceTokenizer(Tokenizer):
         import transformers
 
         try:
-            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(path))
+            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except Exception as error:
             # transformers raises many kinds here: OSError, ValueError, KeyError, JSON and Rust exceptions.
             raise DataError(f"no tokenizer can be loaded from {path}: {type(error).__name__}: {error}") from error

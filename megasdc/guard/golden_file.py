@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megasdc.errors import ConfigError, StorageError, TraceError
+from megasdc.checkpoint.formats.allowlist import refuse_compressed
+from megasdc.errors import CheckpointError, ConfigError, StorageError, TraceError
 from megasdc.guard.probe import Batch, Sent
 from megasdc.guard.record import ROOT, Watched, map_in
 from megasdc.parallel.dims import ParallelDims
@@ -130,6 +131,7 @@ def pack(part: Part) -> Packed:
 
 
 def _unpack(data: bytes) -> Batch:
+    refuse_compressed("the batch", io.BytesIO(data))
     with torch.serialization.safe_globals([Batch, Sent]):
         found = torch.load(io.BytesIO(data), weights_only=True)
     if not isinstance(found, Batch):
@@ -195,7 +197,7 @@ def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:
     found = read_members(path, header, [f"{name}.batch", f"{name}.arrow"])
     try:
         batch = _unpack(found[f"{name}.batch"])
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, CheckpointError) as error:
         raise TraceError(f"golden.path: the batch in {path} cannot be read: {error}; record it again") from error
     return Part(key, tuple(about["evaluated"]), batch, trace_from_bytes(found[f"{name}.arrow"]))
 

@@ -138,7 +138,7 @@ def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
 
     import transformers
 
-    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     real = [inspect.getsource(module) for module in (argparse, tarfile, json)]
     every = "".join(chr(code) for code in range(32, 0x3000) if unicodedata.category(chr(code)) not in ("Cn", "Cs"))
     for text in [*PROBES, *real, every]:

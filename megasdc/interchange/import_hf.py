@@ -69,6 +69,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     target = Path(out).absolute()
     check_out(target, force, WEIGHTS_FILE, "format_version", source)
     folder = _local(source)
+    _refuse_links_out(folder)
     config = read_json(folder / "config.json")
     model = section_of({**model_fields(config), "initial_weights": str(out)})
     shards = HfShards(folder)
@@ -126,6 +127,21 @@ def _local(source: Path | str) -> Path:
         raise ConfigError(
             f"MODEL: {source} is not a folder here, and cannot be had from the hub: {type(error).__name__}: {lines[0]}"
         ) from error
+
+
+def _refuse_links_out(folder: Path) -> None:
+    """CheckpointError for a link that leads out of a model's folder: what it leads to would stand in the output.
+
+    In the hub's cache links lead to the blobs beside, which belong to the model.
+    """
+    root = folder.resolve()
+    own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in sorted(folder.iterdir()):
+        is_read = any(path.match(pattern) for pattern in _WANTED)
+        if is_read and path.is_symlink() and not any(path.resolve().is_relative_to(one) for one in own):
+            raise CheckpointError(
+                f"{path} is a link that leads out of the model's folder, to {path.resolve()}: put the file itself there"
+            )
 
 
 def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None, str | None]:

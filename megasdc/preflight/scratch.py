@@ -8,12 +8,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from megasdc.errors import LaunchError, StorageError
-from megasdc.run_lock import WITHOUT_FLOCK
+from megasdc.run_lock import WITHOUT_FLOCK, open_lock_file
 
-FOLDER = "preflight"
-"""In the run folder, and in that of checkpoints where one is configured."""
+FOLDER, LOCK_FILE = "preflight", ".lock"
+"""The first in the run folder, and in that of checkpoints where one is configured."""
 
 Say = Callable[[str], None]
 
@@ -46,30 +47,38 @@ def scratch_folder(parent: Path, name: str, *, keep: bool, say: Say) -> Iterator
             if not keep:
                 _remove(folder, say)
     finally:
-        os.close(lock)
+        with contextlib.suppress(OSError):
+            (above / LOCK_FILE).unlink()
+        lock.close()
         if not keep:
             for one in made:
                 with contextlib.suppress(OSError):  # something else was put there meanwhile
                     one.rmdir()
 
 
-def _lock(folder: Path) -> int:
-    """Make a folder and lock it; returns its open file descriptor, with which the lock goes."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        found = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(found)
-        raise LaunchError(f"{folder} is in use by another preflight of this run; wait for its end") from error
-    except OSError as error:
-        if error.errno not in WITHOUT_FLOCK:
-            os.close(found)
+def _lock(folder: Path) -> IO[str]:
+    """Make a folder and lock it; returns an open file, with which the lock goes."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open_lock_file(folder / LOCK_FILE)
+        except OSError as error:
             raise _unwritable(folder, error) from error
-    return found
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat((folder / LOCK_FILE).stat(), os.fstat(file.fileno())):
+                return file
+        except FileNotFoundError:
+            pass  # who had it has just ended, and removed it
+        except BlockingIOError as error:
+            file.close()
+            raise LaunchError(f"{folder} is in use by another preflight of this run; wait for its end") from error
+        except OSError as error:
+            if error.errno in WITHOUT_FLOCK:
+                return file
+            file.close()
+            raise _unwritable(folder, error) from error
+        file.close()
 
 
 def _unwritable(folder: Path, error: OSError) -> StorageError:

@@ -16,7 +16,7 @@ from megasdc.checkpoint.compare.extract_views import is_extract, open_extract_vi
 from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import Slot, with_derived_weights
 from megasdc.errors import MegasdcError
-from megasdc.program import run
+from megasdc.program import echo, run
 from megasdc.progress import bytes_bar
 from megasdc.report.checkpoint_page import comparison_page
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
@@ -102,12 +102,12 @@ def compare(
         if html is not None:
             write_page(build(), html)
     except MegasdcError as error:
-        typer.echo(f"compare_checkpoints: error: {error}", err=True)
+        echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
-            typer.echo(json.dumps({"same": False, "findings": [], "not_compared": [str(error)]}, indent=2))
+            echo(json.dumps({"same": False, "findings": [], "not_compared": [str(error)]}, indent=2))
         raise typer.Exit(NOT_COMPARED) from error
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_pages([build()], width=240)
     _leave(report.same, report.problems)
@@ -117,7 +117,7 @@ def _leave(same: bool, problems: list[str]) -> None:
     """Exits with the code of the result; flushes first, so that a failed write is noticed."""
     sys.stdout.flush()
     for problem in problems:
-        typer.echo(f"compare_checkpoints: error: {problem}", err=True)
+        echo(f"compare_checkpoints: error: {problem}", err=True)
     if problems:
         raise typer.Exit(NOT_COMPARED)
     raise typer.Exit(SAME if same else DIFFERENT)

@@ -12,6 +12,7 @@ import typer
 from megasdc.checkpoint.compare.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.checkpoint.compare.digests import compare_digests
 from megasdc.checkpoint.compare.extract import write_extracts
+from megasdc.program import echo
 from megasdc.progress import bytes_bar
 from megasdc.report.digest_page import digest_page
 from megasdc.report.result.terminal import print_pages
@@ -52,11 +53,11 @@ def compare_by_digest(
     if extract is not None and not report.same:
         written = write_extracts(report, here, extract)
     if as_json:
-        typer.echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
+        echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
     else:
         print_pages([digest_page(report, limit)], width=240)
         for path in written:
-            typer.echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
+            echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
     return report.same
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
 
@@ -15,6 +14,7 @@ from megasdc.checkpoint.compare.drift import measure_drift
 from megasdc.checkpoint.compare.drift_report import DriftReport
 from megasdc.checkpoint.compare.report import Options
 from megasdc.errors import MegasdcError
+from megasdc.program import echo
 from megasdc.report.drift_page import drift_page
 from megasdc.report.result.html import write_page
 from megasdc.report.result.terminal import print_pages
@@ -41,14 +41,14 @@ def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, a
         if html is not None:
             write_page(drift_page(report), html)
     except MegasdcError as error:
-        typer.echo(f"compare_checkpoints: error: {error}", err=True)
+        echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
-            typer.echo(json.dumps({"same": False, "runs": [], "not_compared": [str(error)]}, indent=2))
+            echo(json.dumps({"same": False, "runs": [], "not_compared": [str(error)]}, indent=2))
         return None
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        echo(json.dumps(report.as_dict(), indent=2))
     else:
         print_pages([drift_page(report)])
     for problem in report.problems:
-        typer.echo(f"compare_checkpoints: error: {problem}", err=True)
+        echo(f"compare_checkpoints: error: {problem}", err=True)
     return report

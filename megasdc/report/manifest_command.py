@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from megasdc.checkpoint.compare.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.errors import StorageError
-from megasdc.program import write_whole
+from megasdc.program import echo, safe_console, write_whole
 from megasdc.progress import bytes_bar
 
 STANDARD_OUTPUT = "-"
@@ -40,7 +39,7 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
     duration_s = time.monotonic() - started
     text = record_text(digest, indent=None)
     if out == STANDARD_OUTPUT:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         name = path.resolve().name
         target = Path(f"{name}.{digest.host}{DIGEST_SUFFIX}" if out is None else out)
@@ -51,7 +50,7 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
         _say(digest, str(target), len(text), duration_s, as_json)
     for file in digest.files:
         if file.problem is not None:
-            typer.echo(f"megasdc: warning: only the bytes of {file.name} were read: {file.problem}", err=True)
+            echo(f"megasdc: warning: only the bytes of {file.name} were read: {file.problem}", err=True)
 
 
 def _say(digest: Digest, out: str, manifest_bytes: int, duration_s: float, as_json: bool) -> None:
@@ -70,9 +69,9 @@ def _say(digest: Digest, out: str, manifest_bytes: int, duration_s: float, as_js
         "problems": [file.problem for file in digest.files if file.problem is not None],
     }
     if as_json:
-        typer.echo(json.dumps(summary, indent=2))
+        echo(json.dumps(summary, indent=2))
         return
-    Console(soft_wrap=True, highlight=False).print(
+    safe_console(soft_wrap=True, highlight=False).print(
         f"{out}: {len(digest.files):,} files, {len(tensors):,} tensors, {size / 1e9:.3f} GB of {digest.path} on "
         f"{digest.host}; manifest of {manifest_bytes / 1e3:,.1f} KB; {size / 1e9 / max(duration_s, 1e-9):.2f} GB/s",
         markup=False,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megasdc.errors import MegasdcError, StorageError
-from megasdc.program import run
+from megasdc.program import echo, run
 from megasdc.report.result.html import write_page
 from megasdc.report.result.terminal import print_pages
 from megasdc.report.trace_page import trace_page
@@ -93,11 +93,11 @@ def _quiet(as_json: bool) -> bool:
 def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: bool) -> None:
     if as_json:
         result = {"comparisons": [report.as_dict(limit) for report in reports], "not_compared": problems}
-        typer.echo(json.dumps(result, indent=2))
+        echo(json.dumps(result, indent=2))
     else:
         print_pages((trace_page([report], limit) for report in reports), width=200)
     for problem in problems:
-        typer.echo(f"compare_traces: error: {problem}", err=True)
+        echo(f"compare_traces: error: {problem}", err=True)
 
 
 def main() -> None:

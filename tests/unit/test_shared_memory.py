@@ -15,11 +15,13 @@ from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, memory_folder, 
 from megasdc.errors import HangError, StorageError
 from megasdc.health.agent import AGENT_FILE, read_agent
 from megasdc.health.process_state import started_at
+from megasdc.health.program_health import ProgramHealth
 from megasdc.health.record import LEAVE_FILE, Identity, RecordReader, RecordWriter, leave_message, record_path
 from megasdc.health.record_folder import record_folder, remove_leftovers
 from megasdc.launcher.on_host import release
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, left_buffers, write_started
 from megasdc.shared_memory import (
+    NAME_VARIABLE,
     deepspeed_buffer,
     is_own_folder,
     make_own_folder,
@@ -184,6 +186,21 @@ def test_an_agent_that_names_no_process_is_an_error(shared: Path) -> None:
         (shared / AGENT_FILE).write_text(text)
         with pytest.raises(ValueError, match="names no process"):
             read_agent(shared)
+
+
+@as_root
+def test_ranks_that_tell_each_other_nothing_have_a_folder_that_nobody_can_guess(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its random part is in the environment that the launcher of their host gives them alone."""
+    make_theirs(record_folder("launch.1.0", 0))
+    monkeypatch.setenv(NAME_VARIABLE, "5eed" * 8)
+    health = ProgramHealth({"n0": [0, 1]}, 1, tmp_path, "launch", (60.0, 60.0), (), lambda code, message: None)
+    try:
+        (own,) = (folder for folder in shared.iterdir() if folder.name.count("5eed") == 8)
+        assert is_own_folder(own) and record_path(own, 1).exists()
+    finally:
+        health.close()
 
 
 @as_root

@@ -47,6 +47,7 @@ def find_unsafe_classes(path: Path | str, content: BinaryIO | None = None) -> li
     no complete file of ``torch.save``.
     """
     check_regular(path)
+    refuse_compressed(path, content)
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(content or str(path))
     except PermissionError as error:
@@ -64,6 +65,35 @@ def check_regular(path: Path | str) -> None:
     """CheckpointError for an existing path that is not a regular file: opening a pipe would block."""
     if Path(path).exists() and not Path(path).is_file():
         raise CheckpointError(f"{path} is not a file; get it again from where it came from")
+
+
+def refuse_compressed(path: Path | str, content: BinaryIO | None = None) -> None:
+    """CheckpointError for a file with compressed members, which ``torch.save`` never writes.
+
+    A few megabytes could fill the memory: torch decompresses a member before anything else can be known of it.
+    ``content``: see ``find_unsafe_classes``.
+    """
+    try:
+        with zipfile.ZipFile(content or path) as archive:
+            members = archive.infolist()
+    except FileNotFoundError:
+        return  # torch will say so
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; ask its owner, or read it as the owner"
+        ) from error
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is not a complete file of torch.save: {_first_line(error)}") from error
+    finally:
+        if content is not None:
+            content.seek(0)
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise CheckpointError(
+                f"{path} has the compressed member {member.filename!r}, which torch.save never writes: "
+                f"{member.compress_size:,} bytes that would become {member.file_size:,}; it was not opened. "
+                "Get the file again from where it came from"
+            )
 
 
 def check_pickle(path: Path | str) -> None:

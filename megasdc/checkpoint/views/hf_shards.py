@@ -18,6 +18,9 @@ from megasdc.errors import CheckpointError, ConfigError
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors in older files that are not parameters."""
 
+MAX_JSON_BYTES = 256 << 20
+"""Of a file of a model that is read at once; the index of a trillion parameters has some 20 MB."""
+
 
 class HfShards:
     """The safetensors files of a model, with an index by tensor name.
@@ -30,7 +33,10 @@ class HfShards:
         self.folder = folder
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            files = sorted(set(read_json(index).get("weight_map", {}).values()))
+            named = read_json(index).get("weight_map", {})
+            if not named or not isinstance(named, dict) or not all(map(_is_text, named.values())):
+                raise CheckpointError(f"{index} does not name the file of each tensor in weight_map")
+            files = sorted(set(named.values()))
         elif single.is_file():
             files = [single.name]
         else:
@@ -120,14 +126,20 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing, or is none.
     """
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes, at most {MAX_JSON_BYTES:,} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             explain_folder(path.parent, "a Hugging Face model with safetensors")
             or f"{path} is missing: {path.parent} is not a Hugging Face model"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

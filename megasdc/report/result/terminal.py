@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from megasdc.program import safe_console
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Cell, Table
 
@@ -33,9 +34,7 @@ def print_pages(pages: Iterable[Page], width: int = 160) -> None:
     Args:
         width: in characters, where standard output is no terminal.
     """
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=width)
+    console = safe_console() if sys.stdout.isatty() else safe_console(width=width)
     for place, page in enumerate(pages):
         if place:
             say("", console)

@@ -19,7 +19,7 @@ from megasdc.sdc.trace_file import TraceWriter, read_trace
 from megasdc.tensors.checksum import ALGORITHMS
 
 _HEADER = "header.json"
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError, OSError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError, OSError, RecursionError)
 """Exceptions that reading a damaged zip file may raise."""
 
 
@@ -58,7 +58,7 @@ def read_header(path: Path, wanted: str, remedy: str) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read(_HEADER))
+            header = json.loads(_stored(archive, _HEADER))
         if header.get("format") != wanted:
             raise TraceError(f"{path}: the format is {header.get('format')!r}, needed is {wanted!r}")
         if header.pop("digest", None) != header_digest(header):
@@ -85,13 +85,21 @@ def read_members(path: Path, header: Mapping[str, Any], names: Iterable[str]) ->
     try:
         with zipfile.ZipFile(path) as archive:
             for name in names:
-                data = archive.read(name)
+                data = _stored(archive, name)
                 if hashlib.sha256(data).hexdigest() != header["sha256"].get(name):
                     raise TraceError(f"{path}: {name} is not the trace that was written")
                 found[name] = data
     except _DAMAGED as error:
         raise TraceError(f"{path} is damaged: {error}; copy or record it again") from error
     return found
+
+
+def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Content of a member; ValueError for a compressed one, which was not written so and could fill the memory."""
+    member = archive.getinfo(name)
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+        raise ValueError(f"{name} is compressed")
+    return archive.read(member)
 
 
 def trace_to_bytes(trace: Trace) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked, refuse_classes
+from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked, load_part, refuse_classes
 from megasdc.errors import CheckpointError
 
 
@@ -56,3 +57,22 @@ def test_one_name_that_would_run_code_is_enough_to_say_so() -> None:
         (["some.Thing"], False),
     ):
         assert ("would run code" in str(refuse_classes("a.pt", names))) == grave
+
+
+def test_a_compressed_member_is_not_opened(tmp_path: Path) -> None:
+    """``torch.save`` writes none, and torch would decompress it whole: 4 GiB of zeros are 4 MiB in the file."""
+    whole, packed = tmp_path / "whole.pt", tmp_path / "packed.pt"
+    torch.save({"x": torch.zeros(1 << 20)}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.infolist():
+            target.writestr(member.filename, source.read(member))
+    assert packed.stat().st_size < 1 << 17
+    for action in (
+        lambda: check_pickle(packed),
+        lambda: load_checked(packed),
+        lambda: load_checked(packed, "meta"),
+        lambda: load_part(packed, 0, packed.stat().st_size),
+    ):
+        with pytest.raises(CheckpointError, match="compressed member"):
+            action()
+    assert load_checked(whole)["x"].numel() == 1 << 20

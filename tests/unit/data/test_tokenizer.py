@@ -119,7 +119,7 @@ def test_backend_is_not_used_where_python_has_a_part(tmp_path, huggingface_folde
             return {"input_ids": [[1, 2, 3]]}
 
     own = Own.from_pretrained(str(huggingface_folder))
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: own)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **options: own)
     tokenizer = load_tokenizer("huggingface", huggingface_folder)
     assert tokenizer.encode(["a"]) == [[1, 2, 3]]
     assert tokenizer.worker_files(huggingface_folder, tmp_path) == ("huggingface", huggingface_folder)

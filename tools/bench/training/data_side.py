@@ -49,7 +49,7 @@ class LineEncoder:
             return model.get_piece_size()
         import transformers
 
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.path)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         tokenizer.model_max_length = int(1e30)
         LineEncoder.encode_text = lambda text: tokenizer(text).input_ids
         LineEncoder.end_of_document = tokenizer.eos_token_id

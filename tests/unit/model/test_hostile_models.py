@@ -1,0 +1,110 @@
+"""A model from anybody is imported without running its code, without reading beside it, and without a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megasdc.config import ModelSection
+from megasdc.data.tokenizer import load_tokenizer
+from megasdc.errors import CheckpointError, DataError
+from megasdc.interchange.import_hf import import_hf
+from megasdc.model.hf import hf_config, hf_shapes
+
+SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "max_positions": 16}
+LLAMA = {
+    "position_embedding": "rope",
+    "normalization": "RMSNorm",
+    "activation": "silu",
+    "gated_mlp": True,
+    "bias": False,
+}
+INDEX = "model.safetensors.index.json"
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"<e>": 0, "a": 1}, "unk_token": "<e>"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small model with a tokenizer."""
+    model = ModelSection.model_validate({**SIZES, **LLAMA, "tie_embeddings": False})
+    (folder := tmp_path / "model").mkdir()
+    save_file({name: torch.zeros(shape) for name, shape in hf_shapes(model, 32).items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config(model, 32, 0, "float32")))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"})
+    )
+    return folder
+
+
+def test_code_of_a_model_is_never_run_nor_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that names a class of its own is not loaded, also on a terminal whose user says yes to everything."""
+    trap = folder / "trap"
+    (folder / "own.py").write_text(f"open({str(trap)!r}, 'w')\nclass Own: pass\n")
+    content = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [f"{folder}--own.Own", f"{folder}--own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(str(text)) or "y")
+    found = import_hf(folder, folder.parent / "out")
+    with pytest.raises(DataError):
+        load_tokenizer("huggingface", folder)
+    assert not trap.exists() and not asked and found.note is not None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "merges.txt", "config.json", "model.safetensors"])
+def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    """What it leads to is not in the output, which may go to others."""
+    (secret := folder.parent / "secret").write_text("precious")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of the model's folder"):
+        import_hf(folder, folder.parent / "out")
+    assert not (folder.parent / "out").exists()
+
+
+def test_the_hubs_cache_and_links_inside_are_read(folder: Path) -> None:
+    """Its snapshots are links to blobs beside them."""
+    blobs, snapshot = folder.parent / "blobs", folder.parent / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    (snapshot / "tokenizer_extra.json").symlink_to(snapshot / "tokenizer.json")
+    assert import_hf(snapshot, folder.parent / "out").num_parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[" * 100_000),
+        (INDEX, '{"a":' * 100_000),
+        (INDEX, {"weight_map": None}),
+        (INDEX, {"weight_map": ["model.safetensors"]}),
+        (INDEX, {"weight_map": {"a": None}}),
+        (INDEX, {"weight_map": {"a": "model.safetensors", "b": None}}),
+        (INDEX, {}),
+    ],
+)
+def test_hostile_json_is_refused_by_its_name(folder: Path, name: str, content: Any) -> None:
+    """As a damaged model, which has an exit code."""
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(CheckpointError, match=name):
+        import_hf(folder, folder.parent / "out")
+
+
+def test_json_that_is_too_large_is_not_read(folder: Path) -> None:
+    """A sparse file takes no disk, and would take all memory."""
+    os.truncate(folder / "config.json", 1 << 40)
+    with pytest.raises(CheckpointError, match="at most"):
+        import_hf(folder, folder.parent / "out")
