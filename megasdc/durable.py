@@ -1,8 +1,9 @@
-"""Files and folders that appear whole: written under a temporary name, forced to the disk, renamed."""
+"""Files and folders that appear whole: written under a temporary name, forced to the disk, renamed; JSON of them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -49,6 +50,14 @@ def write_durably(path: Path, text: str) -> None:
     """Replace a text file, see ``replacing``."""
     with replacing(path) as file:
         file.write(text)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Value of a JSON text; ValueError where it is none, nested too deeply included, which ``json`` tells otherwise."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
 
 
 def append_bounded(path: Path, text: str, largest: int) -> None:

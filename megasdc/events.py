@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.moment import Moment
 from megasdc.origin import Launch, Origin, this_launch
 from megasdc.room import LineFile
@@ -148,8 +150,8 @@ def read_events(
             if not line.endswith(b"\n"):
                 continue
             try:
-                event = _parse(line)
-            except (ValueError, TypeError, RecursionError) as error:
+                event = event_of(parse_json(line))
+            except (ValueError, TypeError) as error:
                 message = f"{path}:{number} is not an event: {error}"
                 if broken is None:
                     raise ValueError(message) from error
@@ -160,10 +162,26 @@ def read_events(
                 yield event
 
 
-def _parse(line: bytes) -> Event:
-    event = Event(**json.loads(line))
+_TEXT, _NUMBER = (str, NoneType), (int, NoneType)
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kind", "name", "host"), (str,)),
+    **dict.fromkeys(("run", "launch", "boot", "device"), _TEXT),
+    **dict.fromkeys(("attempt", "step", "micro_batch"), _NUMBER),
+    "rank": (int,),
+    "monotonic": (int, float, NoneType),
+}
+"""Types of what a line has; of ``time`` and ``fields`` more is asked."""
+
+
+def event_of(raw: Mapping[str, Any]) -> Event:
+    """The event that a line has given; ValueError or TypeError where it gives none."""
+    event = Event(**raw)
     if not isinstance(event.time, int | float) or not 0 <= event.time < _LAST_SECOND:
         raise ValueError(f"time must be seconds since the epoch, got {event.time!r}")
+    for name, kinds in _KINDS.items():
+        value = getattr(event, name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} is {value!r}")
     if not isinstance(event.fields, dict):
         raise TypeError(f"fields must be an object, got {event.fields!r}")
     return event

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.errors import LaunchError
 from megasdc.moment import boot_id
 from megasdc.origin import Origin
@@ -339,7 +339,7 @@ def _lock_shared(folder: Path, file: IO[str]) -> tuple[bool, Holder | None]:
 def read_holder(folder: Path) -> Holder | None:
     """The holder recorded in a folder; None: there is no valid record."""
     try:
-        return Holder(**json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")))
+        return Holder(**parse_json((folder / RECORD_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megasdc.durable import parse_json
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_SHARE = 0.8
@@ -129,10 +130,7 @@ def read_own_json(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise ValueError(f"{path} has more than {largest:,} bytes")
-    try:
-        found = json.loads(content)
-    except RecursionError as error:
-        raise ValueError(f"{path} holds JSON that is nested too deeply") from error
+    found = parse_json(content)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object")
     return found

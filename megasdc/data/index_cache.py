@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.data.manifest import checksum_file
-from megasdc.durable import rename_durably, replacing, write_durably
+from megasdc.durable import parse_json, rename_durably, replacing, write_durably
 from megasdc.program import write_whole
 from megasdc.run_lock import open_lock_file
 
@@ -81,7 +81,7 @@ def _load(folder: Path, names: Sequence[str]) -> Arrays:
     if not (folder / CHECKSUMS_FILE).exists():
         raise ValueError("an earlier version kept it without checksums, and it has other content")
     try:
-        expected = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        expected = parse_json((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
         for path in paths:
             if (found := checksum_file(path)) != expected[path.name]:
                 raise ValueError(f"{path.name} has checksum {found}, expected {expected[path.name]}")

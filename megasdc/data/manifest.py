@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megasdc.data.blocks import REMEDY, num_blocks
-from megasdc.durable import sync_path, write_durably
+from megasdc.durable import parse_json, sync_path, write_durably
 from megasdc.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
@@ -116,7 +116,7 @@ class Manifest(_Record):
         """
         path = Path(folder) / MANIFEST_FILE
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
             version = content["format_version"]
             if version not in READ_VERSIONS:
                 raise DataError(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megasdc.durable import replacing
+from megasdc.durable import parse_json, replacing
 from megasdc.errors import DataError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -207,7 +207,7 @@ class BackendTokenizer(Tokenizer):
     @classmethod
     def load(cls, path: Path | str) -> BackendTokenizer:
         """Read what `save` wrote."""
-        content = json.loads((Path(path) / BACKEND_FILE).read_text(encoding="utf-8"))
+        content = parse_json((Path(path) / BACKEND_FILE).read_text(encoding="utf-8"))
         return cls(content["definition"], content["vocab_size"], content["end_of_document"])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

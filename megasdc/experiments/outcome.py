@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.errors import ERRORS_BY_EXIT_CODE, NonFiniteError, PeerError, StorageError
 from megasdc.experiments.run_process import LOG_FOLDER
 from megasdc.metrics.writer import read_metrics
@@ -167,7 +167,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         lists = {name: tuple(found[name]) for name in ("exit_codes", "judged_by")}
         return Outcome(**{**found, **lists})
     except (ValueError, KeyError, TypeError) as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import replacing
+from megasdc.durable import parse_json, replacing
 
 SIGN_S = 5.0
 """Seconds between signs of life; a host that has given none for three times that is lost."""
@@ -145,7 +145,7 @@ class FolderBoard:
         found = {}
         for node in range(self._num_nodes):
             try:
-                content = json.loads((folder / f"{node_name(node)}.{ending}").read_text(encoding="utf-8"))
+                content = parse_json((folder / f"{node_name(node)}.{ending}").read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 continue
             if isinstance(content, dict) and content.get("run") == self._run:

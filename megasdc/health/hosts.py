@@ -6,7 +6,6 @@ clock of the file system that holds them, and seconds in a phase are what the ag
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megasdc.durable import parse_json
 from megasdc.health.board import LOST_S
 from megasdc.health.phases import Phase
 from megasdc.health.rank_state import GONE
@@ -175,7 +175,7 @@ def _descriptions(folder: Path, name: str, clock: FileClock) -> Iterator[tuple[f
         except OSError:
             continue  # it has just been removed
         if age_s is not None and content:
-            yield age_s, json.loads(content)
+            yield age_s, parse_json(content)
 
 
 def last_line(path: Path) -> bytes:
@@ -194,7 +194,7 @@ def last_line(path: Path) -> bytes:
 def _state_of(sign_file: Path, run: str, age_s: float, clock: FileClock) -> HostState:
     sign_age_s = clock.age_s(sign_file)
     try:
-        sign = json.loads(sign_file.read_text(encoding="utf-8"))
+        sign = parse_json(sign_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         sign = {}
     if sign_age_s is None or sign.get("run") != run:

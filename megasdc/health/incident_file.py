@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.health.incident import INCIDENT_FOLDER, read_state
 from megasdc.health.rank_state import RankState
 
@@ -83,7 +83,7 @@ def load_hangs(run_folder: Path) -> tuple[tuple[HangIncident, ...], list[str]]:
     hangs, notes = [], []
     for path in (run_folder / "health" / INCIDENT_FOLDER).glob("hang_*.json"):
         try:
-            hangs.append(_hang_of(path, json.loads(path.read_text(encoding="utf-8"))))
+            hangs.append(_hang_of(path, parse_json(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             notes.append(f"health/{INCIDENT_FOLDER}/{path.name} is left out: {error!r}")
     return tuple(sorted(hangs, key=lambda one: (one.attempt, one.time))), notes

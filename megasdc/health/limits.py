@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.health.phases import SLOW, Phase
 from megasdc.health.record import BUCKETS, Progress, bucket_limit_s
 
@@ -69,7 +69,7 @@ def merged(durations: Sequence[Mapping[Phase, Sequence[int]]]) -> Durations:
 def load_durations(path: Path) -> Durations:
     """Durations that an earlier process kept; empty where there are none, or the file is damaged."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
         found = {Phase[name]: [int(count) for count in counts] for name, counts in raw.items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}

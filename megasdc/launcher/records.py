@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc import origin
+from megasdc.durable import parse_json
 from megasdc.launcher.orphans import launcher_has_gone
 from megasdc.moment import Moment
 from megasdc.room import END_S, wait_for_room, write_whole
@@ -146,7 +147,7 @@ def left_buffers(run_dir: Path | str, rank: int) -> list[str]:
     host, found = Moment.now().host, []
     for path in records_dir(run_dir, "*").parent.glob(f"*/started_{rank:05d}.json"):
         try:
-            record = StartedRecord(**json.loads(path.read_text(encoding="utf-8")))
+            record = StartedRecord(**parse_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
         if record.host == host and isinstance(record.buffer, str):
@@ -236,18 +237,18 @@ def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
     for name, text in sorted(texts.items()):
         try:
             if name.startswith("started_"):
-                started = StartedRecord(**json.loads(text))
+                started = StartedRecord(**parse_json(text))
                 records.started[started.rank] = started
             elif name.startswith("rank_"):
-                done = DoneRecord(**json.loads(text))
+                done = DoneRecord(**parse_json(text))
                 records.done[done.rank] = done
             elif name.startswith("ended_"):
-                ended = EndedRecord(**json.loads(text))
+                ended = EndedRecord(**parse_json(text))
                 records.ended[ended.rank] = ended
             elif name.startswith("host_"):
-                failed = HostRecord(**json.loads(text))
+                failed = HostRecord(**parse_json(text))
                 records.failed_hosts[failed.host] = failed
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             records.unreadable.append(f"{name} is not a record: {error}")
     return records
 

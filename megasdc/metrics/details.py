@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megasdc.durable import parse_json
 from megasdc.errors import DataError
 from megasdc.room import LineFile
 
@@ -87,7 +88,7 @@ def read_details(run_dir: Path) -> dict[int, StepDetails]:
 
 
 def _parse(line: str) -> StepDetails:
-    raw = json.loads(line)
+    raw = parse_json(line)
     samples = [SampleLosses(**one) for one in raw["samples"]]
     parameters = {name: ParameterDetails(**one) for name, one in raw["parameters"].items()}
     return StepDetails(raw["step"], raw["loss"], raw["grad_norm"], samples, parameters)

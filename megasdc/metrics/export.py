@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.errors import DataError, LaunchError, StorageError
 from megasdc.imports.packages import is_installed
 from megasdc.metrics.sinks.csv_files import CsvSink
@@ -117,7 +117,7 @@ def _config(run_dir: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megasdc.durable import parse_json
 
 PATTERNS = ("reports/incident_*.json", "health/incidents/*.json")
 UNREADABLE = "incident that cannot be read"
@@ -36,7 +37,7 @@ def read_incident(path: Path) -> IncidentFile:
     page = path.with_suffix(".html")
     files = (path, page) if page.exists() else (path,)
     try:
-        return IncidentFile(*_describe(json.loads(path.read_text(encoding="utf-8"))), files)
+        return IncidentFile(*_describe(parse_json(path.read_text(encoding="utf-8"))), files)
     except OSError as error:
         return IncidentFile(UNREADABLE, f"{path} cannot be read: {error}", ())
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import rename_durably, replacing
+from megasdc.durable import parse_json, rename_durably, replacing
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
 from megasdc.room import LineFile
@@ -122,7 +122,7 @@ def cut_back(run_dir: Path | str, step: int) -> int:
 def _row_of(line: bytes) -> dict[str, Any] | None:
     """A line's object; None if the line is damaged: incomplete, not UTF-8, or without a step."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

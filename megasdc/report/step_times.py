@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
+from megasdc.durable import parse_json
 from megasdc.errors import DataError
 
 OnProgress = Callable[[str, int, int], None]
@@ -186,7 +187,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             notes.append(f"{path.name}:{number} is torn and was skipped")
             continue
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{where} is no JSON ({error}); remove the line or copy the file again") from error
         if not isinstance(value, dict):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.errors import MegasdcError, StorageError
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.request import LaunchRequest, UserProgram
@@ -59,7 +59,7 @@ def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
 def load_result(path: Path) -> FrontResult | None:
     """The result that a front left; None: it was killed and left none, or the file is damaged."""
     try:
-        raw = {"monotonic": None, "boot": None, **json.loads(path.read_text(encoding="utf-8"))}
+        raw = {"monotonic": None, "boot": None, **parse_json(path.read_text(encoding="utf-8"))}
         return FrontResult(**raw)
     except (FileNotFoundError, ValueError, TypeError):
         return None

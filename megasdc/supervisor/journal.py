@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import xxhash
 
-from megasdc.durable import TEMPORARY_PREFIX, sync_path
+from megasdc.durable import TEMPORARY_PREFIX, parse_json, sync_path
 from megasdc.errors import LaunchError, StorageError
 from megasdc.moment import Moment
 from megasdc.room import wait_for_room
@@ -300,7 +300,7 @@ def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
         where = f"line {number} of the supervisor's journal {path}"
         remedy = "the next start of the supervisor writes it anew from the others, and keeps the damaged file"
         try:
-            raw = json.loads(line)
+            raw = parse_json(line)
             claimed = raw.pop("checksum")
             entry = Entry(**raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -315,7 +315,7 @@ def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
 def _entry_of(line: bytes) -> Entry | None:
     """What a line holds, whatever its checksum; None: it is no entry."""
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         del raw["checksum"]
         return Entry(**raw)
     except (ValueError, TypeError, KeyError, AttributeError):

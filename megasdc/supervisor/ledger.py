@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megasdc.durable import parse_json
 from megasdc.errors import StorageError
 from megasdc.room import END_S, lacks_room, limit_s, wait_for_room
 from megasdc.run_lock import open_lock_file
@@ -109,7 +110,7 @@ class Ledger:
         uses = []
         for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
             try:
-                raw = json.loads(line)
+                raw = parse_json(line)
                 uses.append(Use(**{**raw, "hosts": tuple(raw["hosts"])}))
             except (ValueError, TypeError, KeyError) as error:
                 raise StorageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.data.tokenizer import Tokenizer
+from megasdc.durable import parse_json
 from megasdc.errors import DataError
 from megasdc.interchange.export_hf import find_tokenizer
 from megasdc.model.whole import WholeModel
@@ -203,7 +203,7 @@ def read_questions(file: Path | str) -> list[Question]:
 
 def _question(line: str, place: str) -> Question:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: no JSON ({error}); needed is {_FORM}") from error
     found = raw if isinstance(raw, dict) else {}

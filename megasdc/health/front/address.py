@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.wire import WireError
 
 ANSWER_S = 5.0
@@ -57,7 +57,7 @@ def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
         return _fronts[launch_id]
     path = front_path(health, launch_id)
     try:
-        front = FrontAddress(**json.loads(path.read_text(encoding="utf-8")))
+        front = FrontAddress(**parse_json(path.read_text(encoding="utf-8")))
         path.unlink()
     except (OSError, ValueError, TypeError):
         return None

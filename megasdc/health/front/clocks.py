@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import replacing
+from megasdc.durable import parse_json, replacing
 from megasdc.moment import HostClock, boot_id
 
 TOLD_S = 1.0
@@ -166,7 +166,7 @@ def differs(clock: HostClock) -> bool:
 def _load(health: Path) -> dict[str, HostClock]:
     """Clocks by the names of hosts, as the front's file has them; empty where there is none."""
     try:
-        raw = json.loads((health / CLOCKS_FILE).read_text(encoding="utf-8"))
+        raw = parse_json((health / CLOCKS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     found = {str(host): _read(one) for host, one in raw["hosts"].items()}

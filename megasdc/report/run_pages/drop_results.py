@@ -6,12 +6,12 @@ A file's keys tell which one wrote it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.errors import DataError
 
 SIMULATION, SPEEDUP, TRAINING = "simulation", "speed-up", "training"
@@ -84,7 +84,7 @@ def read_drop_results(paths: Sequence[Path]) -> DropResults:
 
 def _read(path: Path) -> tuple[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON ({error}); give a file that {_COMMANDS} wrote") from error
     kinds = [kind for kind, keys in _KEYS.items() if isinstance(content, dict) and keys <= content.keys()]

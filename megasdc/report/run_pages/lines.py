@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from megasdc.durable import parse_json
 from megasdc.errors import DataError
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
     found: Lines[T] = Lines(path.name, total=len(pieces) - 1, torn=bool(pieces[-1]))
     for number, line in enumerate(pieces[:-1], 1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             if not isinstance(value, dict):
                 raise TypeError("no object")
             found.rows.append(parse(value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megasdc.durable import parse_json
 from megasdc.errors import PeerError, StorageError
-from megasdc.events import Event, in_order, starts_of
+from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
@@ -164,7 +164,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
 def load_config(path: Path, notes: list[str]) -> dict[str, Any]:
     """A run's configuration; empty where it cannot be read, which is noted."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found
         notes.append(f"{path.name} holds no configuration and is left out")
@@ -217,24 +217,13 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int
     return series, twice
 
 
-def event_row(row: dict[str, Any]) -> Event:
-    """A line of events, checked; raises ValueError or TypeError where it is none."""
-    event = Event(**row)
-    right = isinstance(event.time, int | float) and isinstance(event.rank, int) and isinstance(event.fields, dict)
-    if not (right and isinstance(event.kind, str) and isinstance(event.name, str) and isinstance(event.host, str)):
-        raise ValueError("no event")
-    if not all(value is None or isinstance(value, int) for value in (event.step, event.micro_batch)):
-        raise ValueError("no step")
-    return event
-
-
 def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None) -> list[Event]:
     paths = sorted((folder / "events").glob("rank_*.jsonl"))
     if not paths:
         notes.append("events/ holds no file of a rank: what happened is not known")
     events: list[list[Event]] = []
     for number, path in enumerate(paths, 1):
-        lines = read_lines(path, event_row)
+        lines = read_lines(path, event_of)
         notes.extend(f"events/{note}" for note in lines.notes)
         events.append(lines.rows)
         if on_progress is not None:
@@ -352,7 +341,7 @@ def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]
         records = collect(folder, launch.name)
         path = launch / LAUNCH_FILE
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"))
             ended_at, lines = path.stat().st_mtime, "; ".join(found["lines"])
             rank, host = found.get("failed_rank"), found.get("failed_host")
             return Ending(ended_at, int(found["exit_code"]), lines, rank, host, launch.name, attempt)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megasdc.events import Event, in_order
+from megasdc.durable import parse_json
+from megasdc.events import Event, event_of, in_order
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.metrics.writer import METRICS_FILE
@@ -18,7 +18,6 @@ from megasdc.report.run_pages.record import (
     CONFIG_FILE,
     Ending,
     RunRecord,
-    event_row,
     load_config,
     load_ending,
     metrics_row,
@@ -66,7 +65,7 @@ class GrowingLines:
 
     def _row(self, line: bytes) -> Any:
         try:
-            return self._parse(json.loads(line))
+            return self._parse(parse_json(line))
         except (ValueError, TypeError, KeyError):
             self.damaged += 1
             return None
@@ -155,7 +154,7 @@ class RunFollower:
         new: list[list[Event]] = []
         for path in (self._folder / "events").glob("rank_*.jsonl"):
             if path not in self._event_files:
-                self._event_files[path] = GrowingLines(path, event_row)
+                self._event_files[path] = GrowingLines(path, event_of)
             new.append(self._event_files[path].read()[0])
         for event in in_order(new):
             self._rank_hosts[event.rank] = event.host

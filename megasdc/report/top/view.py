@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.errors import DataError, StorageError
 from megasdc.events import Event, starts_of
 from megasdc.health.board import LOST_S
@@ -239,8 +239,16 @@ def _without_room(folder: Path, limit_s: object) -> list[str]:
 def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
     """Slow ranks that health names; empty: none, or nobody looks for them."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["suspects"]
-        return tuple({name: one[name] for name in ("host", "ranks", "ratio", "since_step")} for one in found)
+        found = parse_json(path.read_text(encoding="utf-8"))["suspects"]
+        return tuple(
+            {
+                "host": str(one["host"]),
+                "ranks": [int(rank) for rank in one["ranks"]],
+                "ratio": float(one["ratio"]),
+                "since_step": int(one["since_step"]),
+            }
+            for one in found
+        )
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError) as error:

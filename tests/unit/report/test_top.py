@@ -18,7 +18,7 @@ from run_folder import add_hang, add_incident, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import DataError
+from megasdc.errors import DataError, MegasdcError
 from megasdc.events import EventLog
 from megasdc.health.board import LOST_S
 from megasdc.health.hosts import FileClock
@@ -222,3 +222,26 @@ def test_a_run_folder_cannot_control_the_terminal(tmp_path: Path, command: list[
     shown = CliRunner().invoke(app, [*command, str(folder)])
     assert shown.exit_code == 0, shown.output
     assert not set("\x1b\x07\x9b\u202e") & set(shown.output) and r"\x1b]0;owned" in shown.output
+
+
+@pytest.mark.parametrize("command", [["summary"], ["top", "--once"]])
+def test_no_file_of_a_run_ends_a_command_with_a_traceback(tmp_path: Path, command: list[str]) -> None:
+    """JSON that is nested for ever, values of other types: the line or the file is left out, or refused by its name."""
+    folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
+    add_host(folder, 0, [0, 1])
+    add_hang(folder, 10)
+    suspect = {"host": "node 1", "ranks": [3], "ratio": None, "since_step": 12}
+    (folder / "health" / "suspects.json").write_text(json.dumps({"suspects": [suspect]}))
+    (folder / "lock.json").write_text("{}")
+    event = json.loads((folder / "events" / "rank_00000.jsonl").read_text().splitlines()[0])
+    with open(folder / "events" / "rank_00000.jsonl", "a") as events:
+        for change in ({"attempt": "7"}, {"monotonic": "x"}, {"boot": {}}, {"host": None}, {"step": [1]}):
+            events.write(json.dumps({**event, **change}) + "\n")
+    files = [path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl", ".status")]
+    assert len(files) >= 8
+    for path in files:
+        content = path.read_text()
+        path.write_text(("" if path.suffix == ".json" else content) + "[" * 100_000 + "\n")
+        done = CliRunner().invoke(app, [*command, str(folder)])
+        assert done.exception is None or isinstance(done.exception, SystemExit | MegasdcError), (path, done.exception)
+        path.write_text(content)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
+from megasdc.run_lock import open_lock_file
 from megasdc.supervisor import ledger as ledger_module
 from megasdc.supervisor.command import _suspect
 from megasdc.supervisor.history import HOSTS, History
@@ -98,7 +99,7 @@ def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(
     """What the other was told is added once the file is free."""
     monkeypatch.setattr(ledger_module, "LOCK_S", 0.1)
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with open(ledger.path, "a") as other:
+    with open_lock_file(tmp_path / ".ledger.jsonl.lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert ledger.add(use(1, "a")) == 1
     assert ledger.add(use(2, "b")) == 0
