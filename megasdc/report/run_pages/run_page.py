@@ -51,9 +51,9 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     goodput = _goodput(run, now, notes)
     figures = run_figures(run, marks)
     sections = [
-        _met(run, notes),
         Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
         *hang_sections(run),
+        _met(run, notes),
         None if goodput is None else goodput_section(goodput),
         Section("Over the steps", figures=figures) if figures else None,
         _drops_section(drops),
