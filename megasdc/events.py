@@ -18,6 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from megasdc.credentials import without_credentials
 from megasdc.durable import parse_json
 from megasdc.moment import Moment
 from megasdc.origin import Launch, Origin, this_launch
@@ -99,7 +100,8 @@ class EventLog:
             launch=self._launch,
             **vars(self.origin),
         )
-        self._file.write(json.dumps(vars(event), default=_plain) + "\n")  # no deep copy: drills write many
+        line = json.dumps(vars(event), default=_plain)  # no deep copy: drills write many
+        self._file.write(without_credentials(line) + "\n")
         self.counts[f"{kind}/{name}"] += 1
         return event
 

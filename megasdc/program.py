@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megasdc.credentials import without_credentials
 from megasdc.durable import replacing
 from megasdc.errors import MegasdcError, StorageError
 
@@ -130,7 +131,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _say(name: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code reports it too
-        print(printable(f"{name}: error: {text}"), file=sys.stderr, flush=True)
+        print(printable(f"{name}: error: {without_credentials(text)}"), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.credentials import find_credentials, without_credentials
+from megasdc.credentials import find_credentials, without_credentials
 from megasdc.durable import TEMPORARY_PREFIX, replacing, sync_path
 from megasdc.errors import ConfigError, LaunchError, MegasdcError, StorageError
 

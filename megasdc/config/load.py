@@ -19,7 +19,7 @@ from megasdc.config.deepspeed_part import fill_defaults, precision_of
 from megasdc.config.fields import at_resume_of
 from megasdc.config.presets import PRESETS
 from megasdc.config.problems.contradictions import find_problems
-from megasdc.config.problems.problem import Problem
+from megasdc.config.problems.problem import Problem, secret_problems
 from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json, shown
 from megasdc.config.schema import Path_, homes_of, locate, nearest, remove, type_problems, unusable_problems
@@ -99,7 +99,7 @@ def parse_config(
         overrides: as in `load_config`.
         source: its origin, for messages.
         stored: it is what `RunConfig.resolved` gave, maybe changed, maybe by a version that accepted what is refused
-            now: fields that lack what they need are reset without a word, in place of being refused.
+            now: fields that lack what they need, and secrets, are reset without a word, in place of being refused.
 
     Raises:
         ConfigError: as `load_config`.
@@ -124,7 +124,11 @@ def _build(
 ) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
     problems += apply_overrides(raw, overrides, _list_default)
+    secrets = secret_problems(raw)
+    for path in secrets:  # first, so that no other message shows one
+        remove(raw, path)
     wrong = _expand_preset(raw) | unusable_problems(raw) | type_problems(raw, WholeFile)
+    wrong |= {} if stored else secrets
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))

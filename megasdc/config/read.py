@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.credentials import without_credentials
+from megasdc.credentials import without_credentials
 from megasdc.errors import ConfigError
 
 ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
@@ -55,7 +55,9 @@ def read_json(path: Path | str) -> tuple[dict[str, Any], list[str]]:
         lines = text.splitlines()[: error.lineno]  # the end of a file that lacks something is one line more
         line = lines[-1].strip() if lines else ""
         raise ConfigError(
-            f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}; the line is: {line!r}.", source
+            f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}; the line is: "
+            f"{without_credentials(line)!r}.",
+            source,
         ) from error
     except RecursionError as error:
         raise ConfigError(f"the file nests lists or objects more than {DEEPEST} deep.", source) from error
@@ -124,7 +126,7 @@ def _apply(raw: dict[str, Any], text: str, list_default: ListDefault) -> str | N
     name, equals, written = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        return f"--set {text}: needs the form path=value, such as megasdc.training.steps=100."
+        return f"--set {without_credentials(text)}: needs the form path=value, such as megasdc.training.steps=100."
     try:
         value = _plain(loads(written))
     except RecursionError:

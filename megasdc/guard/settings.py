@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.config.problems.problem import secret_problems
 from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json
 from megasdc.config.schema import remove, type_problems, unusable_problems
@@ -72,7 +73,10 @@ def load_settings(
     problems += apply_overrides(raw, overrides, lambda _: None)
     if run_dir is not None and isinstance(raw.get("logging", {}), dict):
         raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
-    found = unusable_problems(raw) | type_problems(raw, GuardSettings)
+    secrets = secret_problems(raw)
+    for path in secrets:  # first, so that no other message shows one
+        remove(raw, path)
+    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets
     problems += [one.text for one in found.values()]
     if not problems:
         settings = GuardSettings.model_validate(raw)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from megasdc.credentials import without_credentials
 from megasdc.origin import LAUNCH_ID_VARIABLE
 
 LIMIT_S = 10.0
@@ -66,7 +67,7 @@ def _run(command: Sequence[str], text: str) -> str:
             text = errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
         return f"could not be run: {error}"
-    return "" if code == 0 else f"ended with {code}: {text}"
+    return "" if code == 0 else f"ended with {code}: {without_credentials(text)}"
 
 
 def _in_memory(name: str) -> IO[bytes]:

@@ -1,8 +1,10 @@
-"""Environment of the ranks, and rules for command lines that remote shells read.
+"""Environment of the ranks, secrets in it, and rules for command lines that remote shells read.
 
 Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UCX*`` and the lines of
 ``.deepspeed_env``, and quotes neither those nor most arguments. Other variables are passed in the encoded argument of
-``megasdc.launcher.rank``, which no shell can misread.
+``megasdc.launcher.rank``, which no shell can misread. Variables that hold secrets are in no argument, which everybody
+on a host can read: processes of one host and of SLURM inherit them, and over pdsh they lie in a file of the host's
+memory that its user alone can read (``megasdc.launcher.on_host.private_environment``) until its launcher has read it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megasdc.credentials import holds_secret, is_secret_name, without_credentials
 from megasdc.errors import LaunchError
 from megasdc.launcher.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
@@ -36,9 +39,10 @@ FORWARDED_PREFIXES = (
     "MEGASDC_",
     "WANDB_",
 )
-# A secret would be readable on command lines and in launch.json; use `wandb login` on the host of rank 0.
+PRIVATE_PREFIXES = ("COMET_", "MLFLOW_", "AWS_", "AZURE_", "GOOGLE_", "HF_", "HUGGING_FACE_", "HUGGINGFACE_")
+"""Of variables of which ranks also get those that hold secrets."""
 # The process id is valid on one host only, and belongs to the outer launch if this front runs as a rank.
-NEVER_FORWARDED = ("WANDB_API_KEY", NODE_PID_VARIABLE, NAME_VARIABLE)
+NEVER_FORWARDED = (NODE_PID_VARIABLE, NAME_VARIABLE)
 FORWARDED_NAMES = (
     "ATEN_CPU_CAPABILITY",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -55,7 +59,8 @@ FRONT_PID_VARIABLE = "MEGASDC_FRONT_PID"
 STOP_GRACE_VARIABLE = "MEGASDC_STOP_GRACE_S"
 DEFAULT_STOP_GRACE_S = 600.0
 DEEPSPEED_GRACE_S = 30.0
-ENV_LINE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENV_LINE = re.compile(rf"{NAME.pattern}=.*")
 
 
 def env_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
@@ -73,8 +78,14 @@ def env_file_problems(path: Path) -> list[str]:
     """
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name, _, value = line.strip().partition("=")
         if not line.strip():
             problem = "empty line; DeepSpeed stops there, remove it"
+        elif is_private(name, value):
+            problem = (
+                f"{name} holds a secret, which DeepSpeed would put on the command lines of all hosts; remove it, and "
+                "set it in the environment of megasdc launch, which gives it to the ranks"
+            )
         elif line.lstrip().startswith("#"):
             problem = f"got comment `{line}`; DeepSpeed would export it, remove it"
         elif not ENV_LINE.fullmatch(line.strip()):
@@ -93,8 +104,23 @@ def env_file_names(paths: list[Path]) -> set[str]:
     return {line.split("=", 1)[0].strip() for line in lines if "=" in line}
 
 
+def is_private(name: str, value: str) -> bool:
+    """Whether a variable holds a secret, by its name or in its value."""
+    return bool(value) and (is_secret_name(name) or holds_secret(value))
+
+
+def private_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Select the variables with secrets that every rank gets, or that DeepSpeed would put on command lines."""
+    prefixes = (*FORWARDED_PREFIXES, *PRIVATE_PREFIXES, *EXPORTED_BY_DEEPSPEED)
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(prefixes) and name not in NEVER_FORWARDED and is_private(name, value)
+    }
+
+
 def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[str, str]:
-    """Select the variables of this process that every rank gets.
+    """Select the variables of this process that every rank gets, without those that hold secrets.
 
     Args:
         environ: environment of the front.
@@ -110,6 +136,7 @@ def forwarded_environment(environ: Mapping[str, str], fixed: set[str]) -> dict[s
         if (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES)
         and name not in fixed
         and name not in NEVER_FORWARDED
+        and not is_private(name, value)
     }
 
 
@@ -130,10 +157,17 @@ def stop_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def exported_variable_problems(environ: Mapping[str, str]) -> list[str]:
-    """Problems: variables exported by DeepSpeed that the remote shell would expand."""
-    return [
-        f"environment variable {name}={value} is exported by DeepSpeed inside double quotes; "
-        "unset it or remove quotes, `$`, backticks and backslashes"
-        for name, value in sorted(environ.items())
-        if name.startswith(EXPORTED_BY_DEEPSPEED) and EXPANDED_IN_DOUBLE_QUOTES.search(value)
+    """Problems: variables exported by DeepSpeed whose name or value the remote shell would expand."""
+    exported = [(name, value) for name, value in sorted(environ.items()) if name.startswith(EXPORTED_BY_DEEPSPEED)]
+    names = [
+        f"environment variable {name!r} is exported by DeepSpeed, and its name, which remote shells read, is no "
+        "identifier (letters, digits and _); unset it"
+        for name, _ in exported
+        if not NAME.fullmatch(name.removesuffix(" (working folder)"))
+    ]
+    return names + [
+        without_credentials(f"environment variable {name}={value}")
+        + " is exported by DeepSpeed inside double quotes; unset it or remove quotes, `$`, backticks and backslashes"
+        for name, value in exported
+        if EXPANDED_IN_DOUBLE_QUOTES.search(value) and not is_private(name, value)
     ]

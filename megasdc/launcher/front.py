@@ -26,6 +26,7 @@ from megasdc.launcher import environment, host_failed, own_lines
 from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, master_address
 from megasdc.launcher.health import listening_for_agents
 from megasdc.launcher.hosts import Placement
+from megasdc.launcher.on_host import private_environment
 from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import records_dir
@@ -35,6 +36,8 @@ from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines
 from megasdc.parallel.local_ranks import held_port
 from megasdc.shared_memory import NAME_VARIABLE
 from megasdc.wire import raise_descriptor_limit
+
+PRIVATE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,9 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     plan = _with_master_address(plan, report)
     say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
     if dry_run:
-        say(f"would run: {shlex.join(plan.command())}")
+        say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), listening_for_agents(plan) as agents:
+    with _holding(plan), listening_for_agents(plan) as agents, _private_on_hosts(plan):
         verdict, launcher_code = _run(plan, quiet, agents)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
@@ -188,6 +191,32 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def _private_on_hosts(plan: LaunchPlan) -> Iterator[None]:
+    """Leave the variables with secrets on all hosts that pdsh reaches, which passes no environment on; there alone.
+
+    Raises:
+        LaunchError: a host did not take them.
+    """
+    private = environment.private_environment(os.environ)
+    if not private or not plan.transport.remote or plan.request.backend != "pdsh":
+        yield
+        return
+
+    def leave(text: str | None) -> list[str]:
+        request = {"launch_id": plan.launch_id, "text": text}
+        program = Path(private_environment.__file__)
+        answers = plan.transport.run(plan.placement.hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S)
+        return [answer.problem for answer in answers if answer.problem]
+
+    try:
+        if problems := leave(json.dumps(private)):
+            raise LaunchError("\n".join(f"variables with secrets were not left: {problem}" for problem in problems))
+        yield
+    finally:
+        leave(None)
 
 
 def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
@@ -267,7 +296,7 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
         launch_id=plan.launch_id,
         run_dir=str(plan.run_dir),
         hosts=plan.placement.slots,
-        command=plan.command(),
+        command=plan.shown_command,
         launcher_code=launcher_code,
         failed_rank=verdict.rank,
         failed_host=verdict.host,

@@ -30,6 +30,7 @@ import psutil
 from megasdc.launcher.command import GRACE_OPTION, RANK_MODULE
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.launcher.launch_alone import import_launch
+from megasdc.launcher.on_host import private_environment
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.records import records_dir, write_ended
@@ -165,6 +166,7 @@ def main() -> None:
     if sys.argv[1] == FOLLOW_OPTION:
         sys.argv.pop(1)
         follow_input()
+        os.environ.update(private_environment.take(sys.argv[sys.argv.index(RANK_MODULE) + 1]))  # ranks inherit it
     try:
         launch.main()
     finally:

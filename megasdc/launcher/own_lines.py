@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from megasdc.credentials import without_credentials
 from megasdc.room import LineFile
 
 FOLDER_VARIABLE = "MEGASDC_LAUNCHER_LOGS"
@@ -43,6 +44,14 @@ def take_folder_option(argv: list[str]) -> str | None:
     return None
 
 
+class _Log(LineFile):
+    """Lines of DeepSpeed's launcher, which tells the values of variables, without secrets."""
+
+    def write(self, text: str) -> int:
+        super().write(without_credentials(text))
+        return len(text)
+
+
 @contextmanager
 def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
     """Context in which to import DeepSpeed's launcher, so that it logs to ``launcher_HOST.log`` in a folder.
@@ -55,7 +64,7 @@ def own_lines_to(folder: str | None, argv: Sequence[str]) -> Iterator[None]:
         yield
         return
     try:
-        file = LineFile(_log_of_this_host(folder))
+        file = _Log(_log_of_this_host(folder))
         file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {' '.join(argv)}\n")
     except OSError as error:
         print(f"{folder} cannot be written ({error.strerror}); DeepSpeed's log stays on the console", file=sys.stderr)

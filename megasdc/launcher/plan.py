@@ -8,10 +8,11 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from megasdc.credentials import words_without_credentials
 from megasdc.errors import LaunchError
 from megasdc.launcher import command, environment
 from megasdc.launcher.checks import HostNeeds
@@ -59,6 +60,16 @@ class LaunchPlan:
     def run_dir(self) -> Path:
         """Folder of the run."""
         return self.program.run_dir
+
+    @property
+    def shown_command(self) -> list[str]:
+        """The command as it is shown and saved: without what looks like a secret in arguments of the user's."""
+        rank, arguments = self.rank, words_without_credentials(self.rank.arguments)
+        if self.program.is_users:
+            settings = json.loads(rank.arguments[0])
+            settings["arguments"] = words_without_credentials(settings["arguments"])
+            arguments = [json.dumps(settings)]
+        return words_without_credentials(replace(self, rank=replace(rank, arguments=arguments)).command())
 
     def command(self) -> list[str]:
         """Return the command that starts all ranks."""
@@ -114,7 +125,10 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
     named = {LAUNCH_ID_VARIABLE: launch_id, ENDED_LAUNCHES_VARIABLE: ",".join(request.ended)}
     named |= {SLOTS_VARIABLE: json.dumps(placement.slots)} if request.program is not None else {}
-    rank = _rank_command(program, cwd, {**forwarded, **named}, options)
+    rank = replace(
+        _rank_command(program, cwd, {**forwarded, **named}, options),
+        private=list(environment.private_environment(os.environ)),
+    )
     return LaunchPlan(
         request,
         launch_id,

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.orphans import NODE_PID_VARIABLE, follow_parent
@@ -31,7 +32,7 @@ class RankCommand:
     """Command that every rank of a launch runs; ``cwd`` is absolute, ``program`` a script's path or -m MODULE.
 
     ``path``: folders put before PATH; ``environment`` is set before the script starts, ``fallback`` only where the
-    launcher did not set a variable.
+    launcher did not set a variable. ``private``: names of variables with secrets, which come another way.
     """
 
     cwd: str
@@ -40,6 +41,7 @@ class RankCommand:
     environment: dict[str, str]
     path: list[str]
     fallback: dict[str, str]
+    private: list[str] = field(default_factory=list)
 
     def encode(self) -> str:
         """Return the command as one word of letters, digits, ``-``, ``_`` and ``=``."""
@@ -75,6 +77,12 @@ def main(argv: Sequence[str]) -> None:
     raise_descriptor_limit()
     node = os.environ.get(NODE_PID_VARIABLE)
     follow_parent(expected=int(node) if node else None)
+    if missing := [name for name in command.private if name not in os.environ]:
+        print(
+            f"{socket.gethostname()}: {', '.join(missing)} did not come to this host, since values with secrets are on "
+            "no command line and this launcher passes no environment on; set them there, or in a file of mode 0600",
+            file=sys.stderr,
+        )
     try:
         os.chdir(command.cwd)
     except OSError as error:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc import origin
+from megasdc.credentials import without_credentials
 from megasdc.durable import parse_json
 from megasdc.launcher.orphans import launcher_has_gone
 from megasdc.moment import Moment
@@ -190,7 +191,7 @@ def write_done(
 def _text_of(error: BaseException) -> str:
     """Its message; an exception of the user's may have none, or fail to tell it."""
     try:
-        return str(error) or repr(error)
+        return without_credentials(str(error) or repr(error))
     except Exception as failed:
         return f"{type(error).__name__}, whose message cannot be read: {type(failed).__name__}"
 

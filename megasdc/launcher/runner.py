@@ -32,7 +32,7 @@ if __name__ == "__main__":  # nothing has started during imports: Ctrl-C needs n
 
 from megasdc.launcher import host_failed
 from megasdc.launcher.command import NODE_MODULE, RANK_MODULE, node_words
-from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, stop_grace_s
+from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, private_environment, stop_grace_s
 from megasdc.launcher.orphans import FOLLOW_OPTION, follow_parent
 from megasdc.launcher.own_lines import FOLDER_VARIABLE, own_lines_to
 from megasdc.launcher.process import SRUN, end_launcher
@@ -51,6 +51,8 @@ ERE_SPECIAL = re.compile(r"([][.^$*+?(){}|\\])")
 
 # pdsh command, pattern and environment to signal this launch's processes on other hosts; empty without pdsh.
 _remote: dict[str, Any] = {}
+_private: dict[str, str] = {}
+"""Variables with secrets: DeepSpeed, which would export some on command lines, does not see them."""
 
 
 class QuotingPDSHRunner(PDSHRunner):
@@ -94,6 +96,7 @@ def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     # pdsh keeps the other hosts' standard input open while it lives; its end tells them that pdsh has gone.
     number = {SRUN: signal.SIGUSR1, PDSH: signal.SIGKILL}.get(command[0], signal.SIGTERM)
     follow = partial(follow_parent, number, os.getpid())
+    options["env"] = {**options.get("env", os.environ), **_private}
     return subprocess.Popen(command, preexec_fn=follow, **options)  # noqa: PLW1509 - this process has one thread
 
 
@@ -143,6 +146,9 @@ def main() -> None:
     if front:
         follow_parent(expected=int(front))
     signal.signal(signal.SIGALRM, _on_alarm)
+    _private.update(private_environment(os.environ))
+    for name in _private:
+        del os.environ[name]
     # DeepSpeed's own handlers would end pdsh at once, and lose the ranks' output.
     runner.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasdc.credentials import without_credentials
 from megasdc.health.process_state import DISK_S
 from megasdc.launcher import environment
 from megasdc.launcher.on_host import files, running
@@ -34,7 +35,7 @@ TELL_S = 10.0
 
 def say(line: str) -> None:
     """Print a message of the front to standard error."""
-    print(f"megasdc launch: {line}", file=sys.stderr, flush=True)
+    print(f"megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,11 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("launch_worker.py")
 HOSTS = ["node1", "node2", "node3"]
+SECRETS = {
+    "WANDB_API_KEY": "planted-1",
+    "MLFLOW_TRACKING_PASSWORD": "planted 2;$(x) '\"",
+    "TORCH_URL": "x://u:planted-3@h",
+}
 MEGATRON_CORE = next(Path(path) for folder in sys.path for path in Path(folder).glob("megatron_core-*.dist-info"))
 
 
@@ -170,7 +177,7 @@ def test_arguments_and_environment_arrive_unchanged(launches: Launches) -> None:
         "--set",
         f"megasdc.checkpoint.folder=c;touch {injected} $(touch {injected}) 'q\"",
         python=str(environment / "bin" / "python"),
-        env={"NCCL_DEBUG_FILE": "/tmp/a b;$HOME", "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x"},
+        env={"NCCL_DEBUG_FILE": "/tmp/a b;$HOME", "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x", **SECRETS},
     )
     assert code == 0, said
     found = json.loads((launches.run_dir / "environment_1.json").read_text())
@@ -179,6 +186,15 @@ def test_arguments_and_environment_arrive_unchanged(launches: Launches) -> None:
     assert found["environ"]["NCCL_DEBUG_FILE"] == "/tmp/a b;$HOME"
     assert found["environ"]["OMP_NUM_THREADS"] == "3"
     assert "SECRET_TOKEN" not in found["environ"]
+    assert {name: found["environ"].get(name) for name in SECRETS} == SECRETS, "they come another way than the others"
+    kept = [path for path in launches.run_dir.rglob("*") if path.is_file() and not path.name.startswith("environment_")]
+    texts = [path.read_text(errors="replace") for path in kept]
+    words = [
+        base64.urlsafe_b64decode(word).decode() for text in texts for word in re.findall(r"[\w-]{80,}={0,2}", text)
+    ]
+    assert any("PYTHONPATH" in word or "NCCL_DEBUG_FILE" in word for word in words), "the encoded command is there"
+    assert not [text for text in (said, *texts, *words) for secret in SECRETS.values() if secret in text]
+    assert not list(Path("/dev/shm").glob(f"megasdc-{os.getuid()}-environment-*"))
     assert not injected.exists()
     assert not (launches.cluster.home("node2") / "injected").exists()
 

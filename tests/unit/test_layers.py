@@ -13,6 +13,7 @@ import megasdc
 PACKAGE = Path(megasdc.__file__).parent
 LAYERS = {
     "errors": -1,
+    "credentials": -1,
     "addresses": 0,
     "durable": -1,
     "imports": 0,
@@ -69,6 +70,7 @@ ROOMS = {
 """Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
 NO_TORCH = {
     "errors",
+    "credentials",
     "addresses",
     "durable",
     "imports",

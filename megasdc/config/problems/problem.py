@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from megasdc.credentials import SECRET_REMEDY, find_secrets
 
 
 @dataclass(frozen=True)
@@ -22,3 +26,21 @@ class Problem:
     def text(self) -> str:
         """The message."""
         return f"{self.paths[0]}: {self.what}"
+
+
+_HIDDEN = "a secret is refused in the file, and not shown here"
+OWN_PLACES: dict[tuple[str | int, ...], str] = {
+    ("comet", "api_key"): f"{_HIDDEN}; set COMET_API_KEY in the environment, or write ~/.comet.config (mode 0600).",
+}
+"""What to do with the secrets for which there is a key."""
+
+
+def secret_problems(raw: Mapping[str, Any]) -> dict[tuple[str | int, ...], Problem]:
+    """Refusals of secrets in a file, by path; none repeats one."""
+    return {
+        path: Problem(
+            (".".join(map(str, path)),),
+            OWN_PLACES.get(path, f"{_HIDDEN}: {SECRET_REMEDY}."),
+        )
+        for path in find_secrets(raw)
+    }

@@ -236,7 +236,7 @@ class Comet(Section):
     samples_log_interval: PositiveInt = 100
     project: str | None = None
     workspace: str | None = None
-    api_key: str | None = None
+    api_key: str | None = setting(None, "Refused, as all secrets are: set COMET_API_KEY in the environment.")
     experiment_name: str | None = None
     experiment_key: str | None = None
     online: bool | None = None

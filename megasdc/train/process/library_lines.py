@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from megasdc.credentials import without_credentials
 from megasdc.room import LineFile
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class LibraryLines(io.TextIOBase):
         writer = str(sys._getframe(1).f_globals.get("__name__", ""))
         if writer != logging.__name__ and writer.partition(".")[0] != LIBRARY:
             return self._console.write(text)
+        text = without_credentials(text)
         if self._file is None:
             self._kept.append(text)
         else:

@@ -5,6 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 
+from megasdc.credentials import without_credentials
+
+
+class _Formatter(logging.Formatter):
+    """Lines without secrets, which a library's error may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_credentials(super().format(record))
+
 
 def set_up_logging(rank: int, replica: int | None = None) -> None:
     """Log our own lines to standard error with the rank as prefix, and only warnings of libraries."""
@@ -12,7 +21,7 @@ def set_up_logging(rank: int, replica: int | None = None) -> None:
     for name in ("DeepSpeed", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
     # DeepSpeed's other lines go to a file, see LibraryLines.
     errors = logging.StreamHandler(sys.stderr)
     errors.name = "errors on the console"

@@ -337,7 +337,7 @@ def test_credentials_in_an_address_are_refused_and_not_shown(checkpoints: Path, 
 
 def test_addresses_without_credentials_are_taken() -> None:
     """A port, a container of Azure, a question mark in a path are no credentials."""
-    from megasdc.config.credentials import find_credentials
+    from megasdc.credentials import find_credentials
 
     for address in ("sftp://host:22/a@b", "abfs://container@account.dfs.core.windows.net/a", "/a?b=c", "s3://b/x:y"):
         assert find_credentials(address) is None

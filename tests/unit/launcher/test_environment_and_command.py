@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -16,8 +19,10 @@ from megasdc.launcher.environment import (
     env_files,
     exported_variable_problems,
     forwarded_environment,
+    private_environment,
 )
 from megasdc.launcher.hosts import Placement
+from megasdc.launcher.on_host import private_environment as on_host
 from megasdc.launcher.rank import RankCommand, main, rank_environment
 from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
@@ -64,6 +69,8 @@ def test_missing_working_folder_is_an_error() -> None:
         ("A=$(touch x)", "would interpret"),
         ('A="b"', "would interpret"),
         ("A=b c;d", None),
+        ("MLFLOW_TRACKING_PASSWORD=hidden", "MLFLOW_TRACKING_PASSWORD holds a secret"),
+        ("URL=http://me:hidden@h", "URL holds a secret"),
     ],
 )
 def test_deepspeed_env_lines(tmp_path: Path, line: str, problem: str | None) -> None:
@@ -73,6 +80,7 @@ def test_deepspeed_env_lines(tmp_path: Path, line: str, problem: str | None) -> 
     found = env_file_problems(path)
     assert [text.startswith(f"{path}:2: ") for text in found] == ([True] if problem else [])
     assert problem is None or problem in found[0]
+    assert not any("hidden" in text for text in found)
 
 
 def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:
@@ -89,8 +97,40 @@ def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:
 
 def test_wandb_is_forwarded_without_its_secret() -> None:
     """Command lines and launch.json are readable by others."""
-    found = forwarded_environment({"WANDB_PROJECT": "p", "WANDB_API_KEY": "secret"}, set())
-    assert (found.get("WANDB_PROJECT"), "WANDB_API_KEY" in found) == ("p", False)
+    environ = {"WANDB_PROJECT": "p", "WANDB_API_KEY": "secret", "WANDB_BASE_URL": "https://me:secret@w", "HOME": "/"}
+    environ |= {
+        "MLFLOW_TRACKING_PASSWORD": "x",
+        "PYTHONPATH": "/a",
+        "TORCH_MIRROR": "http://u:p@h",
+        "GITHUB_TOKEN": "x",
+    }
+    found = forwarded_environment(environ, set())
+    assert found == {"WANDB_PROJECT": "p", "TORCH_EXTENSIONS_DIR": default_extensions_dir()}
+    private = private_environment(environ)
+    assert set(private) == {"WANDB_API_KEY", "WANDB_BASE_URL", "MLFLOW_TRACKING_PASSWORD", "TORCH_MIRROR"}
+    assert all(private[name] == environ[name] for name in private)
+
+
+def test_secrets_lie_in_a_file_of_the_host_until_they_are_taken(tmp_path: Path) -> None:
+    """Its user alone can read it; it is taken once; links, and files that are there already, are not used."""
+    launch, text = f"test-{tmp_path.name}-{os.getpid()}", json.dumps({"HF_TOKEN": "a\nb'\"$(x)"})
+    path = on_host.path_of(launch)
+    try:
+        assert on_host.answer({"launch_id": launch, "text": text}) == str(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(FileExistsError):
+            on_host.answer({"launch_id": launch, "text": text})
+        assert on_host.take(launch) == json.loads(text)
+        assert on_host.take(launch) == {} and not path.exists()
+        (tmp_path / "other").write_text(text)
+        path.symlink_to(tmp_path / "other")
+        assert on_host.take(launch) == {}
+        with pytest.raises(FileExistsError):
+            on_host.answer({"launch_id": launch, "text": "{}"})
+        assert (tmp_path / "other").read_text() == text
+    finally:
+        on_host.answer({"launch_id": launch, "text": None})
+    assert not path.is_symlink()
 
 
 def test_what_changes_bits_is_forwarded() -> None:
@@ -109,6 +149,8 @@ def test_forwarded_environment() -> None:
     assert default_extensions_dir().startswith(sys.prefix)
     assert exported_variable_problems({"PYTHONPATH": "/a:/b c", "PYTHONX": "$(x)", "OTHER": "$(x)"}) != []
     assert exported_variable_problems({"PYTHONPATH": "/a:/b c", "OTHER": "$(x)"}) == []
+    (text,) = exported_variable_problems({"PYTHON$(touch x)": "1", "OTHER$(x)": "1"})
+    assert "'PYTHON$(touch x)'" in text and "is no identifier" in text
 
 
 @pytest.mark.parametrize(
