@@ -23,11 +23,18 @@ from megasdc.errors import MegasdcError, StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+PIPED_WIDTH = 2000
+"""Characters of a line where standard output is no terminal: wider than any table, so that none is cut or folded."""
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters (C0 and C1), and those that turn the order of what follows."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Errors that only writing raises."""
+
+
+def output_console() -> Console:
+    """Standard output for tables; where it is no terminal they are as wide as they need, whatever COLUMNS says."""
+    return safe_console() if sys.stdout.isatty() else safe_console(width=PIPED_WIDTH)
 
 
 def start(module: str) -> None:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from megasdc import __version__
 from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.errors import ConfigError, MegasdcError, StorageError
-from megasdc.program import FULL, echo, safe_console, why_unreadable, write_whole
+from megasdc.program import FULL, echo, output_console, why_unreadable, write_whole
 
 if TYPE_CHECKING:
     from megasdc.report.result.page import Page
@@ -237,7 +237,7 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     if as_json:
         echo(text)
     else:
-        render(result, safe_console())
+        render(result, output_console())
     if out is None:
         return
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +14,7 @@ import typer
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
 from megasdc.cli.options import option
 from megasdc.errors import ConfigError, DataError, LaunchError
-from megasdc.program import echo, safe_console
+from megasdc.program import echo
 
 
 @app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
@@ -276,12 +275,13 @@ def top(
     What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Ends when the run has, or by
     Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
     """
+    from megasdc.program import output_console
     from megasdc.report.top.command import watch
     from megasdc.report.top.screen import Screen
     from megasdc.report.top.view import RunWatcher
 
     watcher = RunWatcher(run_dir)
-    console = safe_console() if sys.stdout.isatty() else safe_console(width=160)
+    console = output_console()
     if as_json:
         echo(json.dumps(watcher.look().as_dict(), indent=2))
     elif once or not console.is_terminal:

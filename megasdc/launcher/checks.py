@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import probe
 from megasdc.launcher.remote import Transport, Watch
 from megasdc.versions.installed import check_range
+
+logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
@@ -97,8 +100,9 @@ def inspect_hosts(
         placement: the first host is that of rank 0.
         trusted: hosts whose data and code are right where others differ from them; empty: what most of them have is.
         among_others: the run has further hosts.
-        watch: what is done meanwhile; None: nothing.
+        watch: what is done meanwhile; where it says nothing of busy hosts, that is logged. None: nothing.
     """
+    watch = replace(watch or Watch(), say=(watch and watch.say) or logger.warning)
     request = {
         "cwd": needs.cwd,
         "python_path": needs.python_path,
@@ -127,7 +131,7 @@ def inspect_hosts(
     report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
     report.found.extend(code_problems({host: found["code"] for host, found in report.facts.items()}, trusted))
     if placement.remote:
-        (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S)
+        (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S, watch=watch)
         versions = {host: found["versions"] for host, found in report.facts.items()}
         if here.problem:
             report.found.append(HostProblem((), here.problem))

@@ -30,6 +30,7 @@ from megasdc.launcher.on_host import private_environment
 from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import records_dir
+from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
@@ -130,7 +131,7 @@ def _probe(folder: Path) -> None:
 
 
 def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResult:
-    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs)
+    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=Watch(say=say))
     if problems := [*_folders_in_use(plan), *report.problems]:
         in_use = len(problems) > len(report.found)
         raise (LaunchError if in_use else report.error)("\n".join(problems))

@@ -26,6 +26,10 @@ from megasdc.launcher.on_host.module import PROGRESS_MARK
 
 MAX_PARALLEL = 64
 POLL_S = 0.2
+LOAD_S = 20.0
+"""Seconds that a busy host has to say how busy it is."""
+LONGEST_WAIT_S = 600.0
+"""The longest that is waited for a busy host."""
 KILL_S = 2.0
 """After SIGTERM, on which srun ends its tasks."""
 ANSWER_MARK = "megasdc-answer:"
@@ -54,10 +58,13 @@ class Watch:
     Attributes:
         stops: whether they are not waited for any longer.
         tell: receives what each host that works has said last of its progress; empty: nothing.
+        say: receives that a host which gave no answer in time is only busy, and is waited for longer, as much as it is
+            loaded; None: it is not.
     """
 
     stops: Callable[[], bool] = lambda: False
     tell: Callable[[Mapping[str, str]], None] = lambda said: None
+    say: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,14 @@ class Transport:
         ssh_port: port of sshd; None leaves it to SSH's configuration.
         connect_timeout_s: seconds until a host counts as unreachable.
         prefixes: words before a command that make it run on a host, instead of SSH.
+        load_command: prints how many processes want to run, as its first word, and the number of cores as its last.
     """
 
     remote: bool
     ssh_port: int | None = None
     connect_timeout_s: int = 10
     prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    load_command: Sequence[str] = ("sh", "-c", "cat /proc/loadavg; getconf _NPROCESSORS_ONLN")
 
     def run(
         self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: Watch | None = None
@@ -95,7 +104,7 @@ class Transport:
         text = f"{program.read_text(encoding='utf-8')}\n{call}"
         with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
             try:
-                work = [pool.submit(self._run_on, host, text, timeout_s, over, said) for host in hosts]
+                work = [pool.submit(self._run_on, host, text, timeout_s, over, said, watch.say) for host in hosts]
                 while wait(work, POLL_S).not_done:
                     if watch.stops():
                         over.set()
@@ -115,13 +124,22 @@ class Transport:
         port = [] if self.ssh_port is None else ["-p", str(self.ssh_port)]
         return ["ssh", *options, *port, "--", host, f"exec {shlex.join(argv)}"]
 
-    def _run_on(self, host: str, text: str, timeout_s: float, over: Event, said: dict[str, str]) -> Answer:
+    def _run_on(
+        self,
+        host: str,
+        text: str,
+        timeout_s: float,
+        over: Event,
+        said: dict[str, str],
+        say: Callable[[str], None] | None,
+    ) -> Answer:
         """Run a program on one host.
 
         Args:
             text: of the program.
             over: set once nobody waits any longer.
             said: gets what the host says of its progress, as long as it works.
+            say: see ``Watch``.
         """
         if over.is_set():
             return Answer(host, problem=f"{host}: was not asked, since nobody waits any longer")
@@ -136,7 +154,7 @@ class Transport:
         except OSError as error:
             return Answer(host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host")
         given: bytes | None = text.encode()
-        end = time.monotonic() + timeout_s
+        began, limit_s = time.monotonic(), timeout_s
         try:
             while True:
                 try:
@@ -146,9 +164,12 @@ class Transport:
                     given, said[host] = None, _progress(waited.output or b"")
                 if over.is_set():
                     return Answer(host, problem=f"{host}: was not waited for any longer")
-                if time.monotonic() > end:
-                    limit = f"gave no answer in {timeout_s:g} s"
-                    return Answer(host, problem=f"{host}: {limit}; check whether the host hangs")
+                if time.monotonic() - began > limit_s:
+                    longer_s = limit_s if say is None else self._longer_s(host, timeout_s, limit_s, say)
+                    if longer_s <= limit_s:
+                        limit = f"gave no answer in {limit_s:.4g} s"
+                        return Answer(host, problem=f"{host}: {limit}; check whether the host hangs")
+                    limit_s = longer_s
         finally:
             said.pop(host, None)
             _end(process)
@@ -156,6 +177,27 @@ class Transport:
             if line.startswith(ANSWER_MARK):
                 return Answer(host, json.loads(line.removeprefix(ANSWER_MARK)))
         return Answer(host, problem=self.failure(host, process.returncode, err))
+
+    def _longer_s(self, host: str, timeout_s: float, limit_s: float, say: Callable[[str], None]) -> float:
+        """How long a host may take in all, by what it says of its load; the limit so far where it hangs."""
+        try:
+            done = subprocess.run(
+                self.command(host, self.load_command),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LOAD_S,
+                check=True,
+                start_new_session=True,
+            )
+            load, cores = float(done.stdout.split()[0]), int(done.stdout.split()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            return limit_s
+        longer_s = patience_s(timeout_s, load, cores)
+        if longer_s > limit_s:
+            wants = f"{load:g} processes want its {cores} cores"
+            say(f"{host}: busy, {wants}; its answer is awaited {longer_s:.0f} s in all")
+        return longer_s
 
     def failure(self, host: str, code: int, said: str) -> str:
         """Message why a host gave no answer, with a remedy.
@@ -175,6 +217,18 @@ class Transport:
                 "install the same Python environment at the same path on every host"
             )
         return f"{host}: the check ended with exit code {code}: {last}"
+
+
+def patience_s(timeout_s: float, load: float, cores: int) -> float:
+    """How long a host may take for what takes an idle one less than a time limit.
+
+    A host with a process for each core, or fewer, gets no longer: it hangs.
+
+    Args:
+        load: processes that want to run there.
+    """
+    each = load / max(1, cores)
+    return timeout_s if each <= 1 else max(timeout_s, min(LONGEST_WAIT_S, timeout_s * (1 + each)))
 
 
 def _progress(out: bytes) -> str:

@@ -109,7 +109,7 @@ def compare(
     if as_json:
         echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_pages([build()], width=240)
+        print_pages([build()])
     _leave(report.same, report.problems)
 
 

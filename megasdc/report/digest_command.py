@@ -55,7 +55,7 @@ def compare_by_digest(
     if as_json:
         echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
     else:
-        print_pages([digest_page(report, limit)], width=240)
+        print_pages([digest_page(report, limit)])
         for path in written:
             echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
     return report.same

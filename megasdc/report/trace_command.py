@@ -95,7 +95,7 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
         result = {"comparisons": [report.as_dict(limit) for report in reports], "not_compared": problems}
         echo(json.dumps(result, indent=2))
     else:
-        print_pages((trace_page([report], limit) for report in reports), width=200)
+        print_pages(trace_page([report], limit) for report in reports)
     for problem in problems:
         echo(f"compare_traces: error: {problem}", err=True)
 

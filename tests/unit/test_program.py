@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -276,3 +277,27 @@ def test_a_model_to_import_that_is_not_there_is_not_looked_for_on_the_hub(tmp_pa
     for name, why in (("a/b", "is not there"), ("file", "is a file")):
         with pytest.raises(CheckpointError, match=f"{tmp_path}/{name} {why}"):
             import_hf(tmp_path / name, tmp_path / "out")
+
+
+def test_tables_in_pipes_are_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Headings and cells are whole, whatever width a terminal has said."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megasdc.cli.app import print_result
+
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [
+        f"{name} of a benchmark"
+        for name in ("injected", "found", "named", "passed", "seconds", "verdict", "host", "rank")
+    ]
+    result = SimpleNamespace(as_dict=dict)
+
+    def render(_: object, console: Console) -> None:
+        table = Table(*words)
+        table.add_row(*(word.upper() for word in words))
+        console.print(table)
+
+    print_result(result, render, out=None, as_json=False)
+    printed = capsys.readouterr().out
+    assert all(word in printed and word.upper() in printed for word in words)

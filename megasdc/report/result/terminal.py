@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from megasdc.program import safe_console
+from megasdc.program import output_console
 from megasdc.report.result.page import Page, Section
 from megasdc.report.result.table import Cell, Table
 
@@ -28,13 +27,9 @@ def print_page(page: Page, console: Console) -> None:
         _print_section(section, console)
 
 
-def print_pages(pages: Iterable[Page], width: int = 160) -> None:
-    """Prints results on standard output, with an empty line between them.
-
-    Args:
-        width: in characters, where standard output is no terminal.
-    """
-    console = safe_console() if sys.stdout.isatty() else safe_console(width=width)
+def print_pages(pages: Iterable[Page]) -> None:
+    """Prints results on standard output, with an empty line between them."""
+    console = output_console()
     for place, page in enumerate(pages):
         if place:
             say("", console)

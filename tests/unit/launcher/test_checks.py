@@ -22,7 +22,7 @@ from megasdc.launcher.checks import (
 )
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.on_host import files, module, probe
-from megasdc.launcher.remote import Transport, Watch
+from megasdc.launcher.remote import Transport, Watch, patience_s
 from megasdc.launcher.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
@@ -237,3 +237,32 @@ def test_a_compiler_is_asked_for_only_where_something_is_compiled(
         return
     with pytest.raises(LaunchError, match=needs):
         launch_run(request, dry_run=True)
+
+
+SLOW = "import time\n\ndef answer(request):\n    time.sleep(request)\n    return request\n"
+
+
+@pytest.mark.parametrize(
+    ("load", "answers", "said"),
+    [
+        ("6.5 1.0 1.0\n2\n", True, ["here: busy, 6.5 processes want its 2 cores; its answer is awaited 4 s in all"]),
+        ("0.5 1.0 1.0\n2\n", False, []),
+        ("no number\n", False, []),
+    ],
+    ids=["busy", "idle", "silent"],
+)
+def test_a_host_that_is_only_busy_is_waited_for(tmp_path: Path, load: str, answers: bool, said: list[str]) -> None:
+    """As much longer as it is loaded, which is told; one that is idle or says nothing hangs."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    told: list[str] = []
+    transport = Transport(remote=False, load_command=("printf", load))
+    (answer,) = transport.run(["here"], tmp_path / "slow.py", 1.5, timeout_s=1.0, watch=Watch(say=told.append))
+    assert (answer.value == 1.5, told) == (answers, said)
+    assert answers or "gave no answer in 1 s" in str(answer.problem)
+
+
+def test_the_load_of_this_host_is_read(tmp_path: Path) -> None:
+    """The command that hosts are asked with gives two numbers here."""
+    first, *_, last = subprocess.run(Transport(False).load_command, capture_output=True, check=True).stdout.split()
+    assert float(first) >= 0 and int(last) == os.cpu_count()
+    assert [patience_s(60.0, load, 4) for load in (0.0, 4.0, 8.0, 400.0)] == [60.0, 60.0, 180.0, 600.0]
