@@ -5,7 +5,8 @@ kept in the process that wrote it, and written as soon as there is room: lines b
 ``write_when_room``. Who cannot go on without what it writes tries again each second, by ``wait_for_room``. Both end
 after ``limit_s`` without room: then the ranks of a run stop together (``megasdc.train.stop``), and others raise what
 the system has said. A process that is asked to end waits for ``END_S`` more. Lines that do not fit into
-``MAX_KEPT_BYTES`` are counted, and told of.
+``MAX_KEPT_BYTES`` are counted, and told of. Lines and small files, of which nobody needs to know at once that they are
+there, are kept likewise while a disk or its server fails (``may_pass``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+FAILS = frozenset({errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT})
+"""What writing raises where a disk, or the server of a file system, fails, perhaps for a while."""
 WAIT_S = 900.0
 """Default of ``megasdc.logging.wait_for_room_s``."""
 END_S = 10.0
@@ -47,6 +50,11 @@ def lacks_room(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what is kept in memory can wait until an error has passed: no room, or a disk that fails."""
+    return isinstance(error, OSError) and error.errno in NO_ROOM | FAILS
 
 
 def probe(folder: Path | str) -> None:
@@ -134,6 +142,11 @@ def _asked_for_s() -> float:
     return time.monotonic() - _process.asked_since
 
 
+def waiting_files() -> list[str]:
+    """What of this process has not been written yet."""
+    return sorted(_process.since)
+
+
 def lost_lines() -> int:
     """Number of lines that this process could neither write nor keep."""
     return _process.lost
@@ -176,7 +189,7 @@ def write_whole(path: Path, text: str) -> None:
 def write_when_room(path: Path, text: str) -> bool:
     """Replace a small file, whose folder is made where it is absent; returns whether there was room.
 
-    What had none is written later; of several writes of one file the last.
+    What had none, or met a disk that fails, is written later; of several writes of one file the last.
 
     Raises:
         OSError: it cannot be written for another reason.
@@ -186,17 +199,32 @@ def write_when_room(path: Path, text: str) -> bool:
         try:
             write_whole(path, text)
         except OSError as error:
-            if not lacks_room(error) or not _process.limit_s:
+            if not may_pass(error) or not _process.limit_s:
                 raise
             _process.files[path] = text
-            _process.mark(path, waits=True)
+            _keep(path, error)
             return False
         _process.mark(path, waits=False)
         return True
 
 
+def _keep(path: Path, error: OSError) -> None:
+    """Note that what belongs into a file waits; a disk that fails, which its folder does not show, is said once."""
+    if error.errno in FAILS and str(path) not in _process.since:
+        say_on_stderr(
+            f"{path} cannot be written ({error.strerror}): what belongs there is kept in memory, and written once that "
+            f"is possible, for up to {_process.limit_s:g} s"
+        )
+    _process.mark(path, waits=True)
+
+
 def wait_for_room(
-    action: Callable[[], T], what: Path | str, say: Say = say_on_stderr, *, at_most_s: float | None = None
+    action: Callable[[], T],
+    what: Path | str,
+    say: Say = say_on_stderr,
+    *,
+    at_most_s: float | None = None,
+    passes: Callable[[BaseException], bool] = lacks_room,
 ) -> T:
     """Do what writes, again each second while there is no room for it.
 
@@ -204,6 +232,7 @@ def wait_for_room(
         what: that is written, for messages; the time counts from when it first had no room in this process.
         say: is told that it waits, and that it does not any more.
         at_most_s: seconds, also of several writes in succession together; None: as long as the process waits.
+        passes: whether an error is waited for.
 
     Returns:
         What ``action`` returns.
@@ -221,8 +250,8 @@ def wait_for_room(
         except Exception as error:
             waited_s = time.monotonic() - (since if at_most_s is None else hurries_since)
             is_over = waited_s >= limit or _asked_for_s() >= END_S
-            if not lacks_room(error) or is_over:
-                if at_most_s is not None or not lacks_room(error):  # nobody writes it any more
+            if not passes(error) or is_over:
+                if at_most_s is not None or not passes(error):  # nobody writes it any more
                     _process.mark(what, waits=False)
                 raise
             _process.mark(what, waits=True)
@@ -337,6 +366,7 @@ class LineFile(io.TextIOBase):
         self.path, self.lost = Path(path), 0
         self.is_new = True
         self._kept = bytearray()
+        self._binary, self._has_failed, self._is_in_line = binary, False, False
         self._file = wait_for_room(lambda: self._open(binary), self.path)
         _process.lines.add(self)
 
@@ -367,36 +397,53 @@ class LineFile(io.TextIOBase):
             self.is_new = False
 
     def flush(self) -> None:
-        """Write what there is, as far as there is room.
+        """Write what there is, as far as there is room, and the disk does not fail.
 
         Raises:
-            OSError: it cannot be written for another reason.
+            OSError: it cannot be written for another reason; names the file.
         """
         try:
             self._write()
         except OSError as error:
-            if not lacks_room(error) or not _process.limit_s:
-                raise
-            _process.mark(self.path, waits=True)
+            if not may_pass(error) or not _process.limit_s:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            _keep(self.path, error)
 
     def _write(self) -> None:
         if self.closed:
             return
         with _process.lock:
+            if self._has_failed and not self._binary:
+                self._open_again()
             while self._kept:
-                del self._kept[: os.write(self._file, self._kept)]
+                try:
+                    count = os.write(self._file, self._kept)
+                except OSError as error:
+                    self._has_failed = error.errno in FAILS
+                    raise
+                self._is_in_line = self._kept[count - 1 : count] != b"\n"
+                del self._kept[:count]
             _process.mark(self.path, waits=False)
+
+    def _open_again(self) -> None:
+        """A descriptor of a disk that has failed may never work again; a part of a line that failed is cut off."""
+        if not self._is_in_line:
+            _cut_incomplete(self.path)
+        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(number, self._file)
+        os.close(number)
+        self._has_failed = False
 
     def close(self) -> None:
         """Write what is left, and close; what then has no room is lost, which is said."""
         if self.closed:
             return
         try:
-            wait_for_room(self._write, self.path, at_most_s=END_S)
+            wait_for_room(self._write, self.path, at_most_s=END_S, passes=may_pass)
         except OSError as error:
             kept = bytes(self._kept).count(b"\n") + self.lost
             say_on_stderr(f"{self.path}: {kept} lines could not be written and are lost: {error.strerror}")
-            if not lacks_room(error):
+            if not may_pass(error):
                 raise
         finally:
             self._kept.clear()

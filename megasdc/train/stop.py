@@ -130,11 +130,17 @@ def stop_without_room(run: Run, folder: Path, waited_s: float) -> None:
     if run.stop_error is None:
         run.stop_reason = f"no room in {folder}"
         run.stop_error = StorageError(
-            f"{folder} has had no room for {waited_s:.0f} s, up to step {run.step}; megasdc.logging.wait_for_room_s is "
-            f"{room.limit_s():g}. What to do: free space, then start it again: what was saved before is kept",
+            f"{folder} has had no room, or its disk has failed, for {waited_s:.0f} s, up to step {run.step}; "
+            f"megasdc.logging.wait_for_room_s is {room.limit_s():g}{_waiting()}. What to do: free space, or mend it, "
+            "then start it again: what was saved before is kept",
             no_room=True,
         )
         run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+
+
+def _waiting() -> str:
+    """What this rank could not write yet, as a part of a sentence; empty where others wait."""
+    return f" ({', '.join(files)})" if (files := room.waiting_files()) else ""
 
 
 class RoomWatch(Hook):
@@ -154,11 +160,15 @@ class RoomWatch(Hook):
         waits_s, before_s = self._waiting_s.value, self._waited_s
         self._waited_s = waits_s
         if waits_s and not before_s:
-            run.events.emit("storage", "no_room", step=run.step, folder=str(run.folder), limit_s=self._limit_s)
+            files = room.waiting_files()
+            run.events.emit(
+                "storage", "no_room", step=run.step, folder=str(run.folder), limit_s=self._limit_s, waiting=files
+            )
             if run.dims.rank == 0:
                 logger.warning(
-                    "step %d: %s has no room: training goes on for up to %g s, and what it writes is kept",
-                    *(run.step, run.folder, self._limit_s),
+                    "step %d: %s has no room, or its disk fails: training goes on for up to %g s, and what it writes "
+                    "is kept%s",
+                    *(run.step, run.folder, self._limit_s, _waiting()),
                 )
         elif before_s and not waits_s:
             lost, self._lost = room.lost_lines() - self._lost, room.lost_lines()

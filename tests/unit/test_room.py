@@ -182,11 +182,57 @@ def test_all_kinds_of_no_room_are_alike(tmp_path: Path, monkeypatch: pytest.Monk
     lines.write("two\n")
     assert room.waiting_s() == 0 and (tmp_path / "lines").read_text() == "one\ntwo\n"
     full[0] = True
-    with pytest.raises(OSError, match="Input/output"):
-        number = errno.EIO
+    with pytest.raises(OSError, match="not permitted") as caught:
+        number = errno.EPERM
         lines.write("three\n")
+    assert caught.value.filename == str(tmp_path / "lines")
     full[0] = False
     lines.close()
+
+
+def break_descriptor(number: int) -> None:
+    """Let writing to a descriptor fail with EIO: it is this process's memory then, at an address that it has not."""
+    memory = os.open("/proc/self/mem", os.O_WRONLY)
+    os.dup2(memory, number)
+    os.close(memory)
+
+
+def test_lines_are_kept_while_a_disk_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All are there in the end, in order; one line names each file, and its descriptor is made anew."""
+    events, metrics = EventLog(tmp_path, 0), MetricsWriter(tmp_path)
+    for step in range(1, 5):
+        if step == 2:
+            break_descriptor(events._file.fileno())
+            break_descriptor(metrics._file.fileno())
+        events.emit("test", "event", step=step)
+        metrics.write(step, {"train/loss": 0.5})
+        if step == 2:
+            assert room.waiting_files() == [str(events.path), str(metrics.path)]
+    assert room.waiting_s() == 0
+    events.close()
+    metrics.close()
+    assert [one.step for one in read_events(tmp_path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("cannot be written (Input/output error)" in line for line in said)
+    assert str(events.path) in said[0] and str(metrics.path) in said[1]
+
+
+def test_a_disk_that_fails_where_nothing_waits_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting it is an error, which names the file; when a file is closed its last line is tried again."""
+    lines = room.LineFile(tmp_path / "lines")
+    monkeypatch.setattr(room._process, "limit_s", 0.0)
+    break_descriptor(lines.fileno())
+    with pytest.raises(OSError, match=r"Input/output error: '.*lines'"):
+        lines.write("one\n")
+    monkeypatch.setattr(room._process, "limit_s", 1.0)
+    lines.write("two\n")
+    assert (tmp_path / "lines").read_text() == "one\ntwo\n", "it was only this descriptor"
+    lines.add(b"three\n")
+    break_descriptor(lines.fileno())
+    lines.close()
+    assert (tmp_path / "lines").read_text() == "one\ntwo\nthree\n"
+    assert room.waiting_s() == 0
 
 
 def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:

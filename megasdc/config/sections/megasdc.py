@@ -233,8 +233,9 @@ class LoggingSection(Section):
     progress_bar: bool = setting(True, "A progress bar with ETA where rank 0 writes to a terminal.")
     wait_for_room_s: NonNegativeFloat = setting(
         900.0,
-        "Seconds that a run waits while its folder has no room (full, a quota, read-only): it trains on, and what it "
-        "writes is kept and written later; then it stops with exit code 77. 0: it ends at the first such write.",
+        "Seconds that a run waits while its folder has no room (full, a quota, read-only), or its events and metrics "
+        "meet a disk that fails: it trains on, and what it writes is kept and written later; then it stops with exit "
+        "code 77. 0: it ends at the first such write.",
     )
     peak_tflops: PositiveFloat | None = setting(
         None, "Peak TFLOP/s of one device for MFU; null: from a table of known GPUs, else not reported."
