@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Fork
 
 LOG_FOLDER = "logs"
@@ -33,11 +33,11 @@ def warm_up(context: Any) -> None:
 class RunningRanks:
     """The processes of one run, by rank.
 
-    The store of the rendezvous is hosted here, so that no port must be chosen in advance.
+    The folder in which they meet is held here, so that no port must be chosen.
     """
 
     processes: Sequence[Fork]
-    store: Any
+    meeting: LocalMeeting
 
     def __post_init__(self) -> None:
         self._codes: list[int | None] = [None] * len(self.processes)
@@ -78,19 +78,19 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
 
     Their output goes to ``logs`` in the folder; ``slot``: index among the concurrent runs, which selects the GPUs.
     """
-    store = hold_store()
+    meeting = LocalMeeting()
     logs = folder / LOG_FOLDER
     logs.mkdir(parents=True, exist_ok=True)
     devices = ",".join(str(slot * ranks + rank) for rank in range(ranks))
     processes = []
     for rank in range(ranks):
-        environment = rank_environment(rank, ranks, 0, "127.0.0.1", store.port) | {
+        environment = rank_environment(rank, ranks, 0, meeting.environment) | {
             "CUDA_VISIBLE_DEVICES": _visible(devices),
         }
         with open(logs / f"rank_{rank}.log", "ab") as log:
             streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
             processes.append(Fork(context, "megasdc.experiments.rank", [str(config)], environment, streams))
-    return RunningRanks(processes, store)
+    return RunningRanks(processes, meeting)
 
 
 def _visible(devices: str) -> str:

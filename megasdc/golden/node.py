@@ -23,7 +23,7 @@ from megasdc.golden.drill import load_drill
 from megasdc.golden.library import choose_golden
 from megasdc.golden.result import VerifyResult, judge_reports
 from megasdc.golden.verify import Progress, golden_threads, layout_size
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, rank_environment
 from megasdc.sdc.golden.file import load_header
 from megasdc.sdc.golden.sealed import header_digest
 
@@ -126,9 +126,9 @@ def _watch_rank(
         board.sign(len(report.runs))
         on_look()
 
-    store = hold_store() if report.cell_rank == 0 else None  # where the cell's ranks meet
+    meeting = _hold_meeting(layout_size(plan)) if report.cell_rank == 0 else None
     try:
-        file, environment = _join_cell(board, report, golden, plan, store)
+        file, environment = _join_cell(board, report, golden, plan, meeting)
         with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
             asked = {**request, "golden": str(file.resolve()), "folder": scratch}
             watch([WatchedRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
@@ -137,7 +137,7 @@ def _watch_rank(
 
 
 def _join_cell(
-    board: Board, report: RankReport, golden: Path, plan: dict[str, Any], store: Any
+    board: Board, report: RankReport, golden: Path, plan: dict[str, Any], meeting: LocalMeeting | HostsMeeting | None
 ) -> tuple[Path, dict[str, str]]:
     """This host's golden file, and the environment of a rank, whose cell meets on the host of its first rank.
 
@@ -145,7 +145,7 @@ def _join_cell(
         TraceError: there is no such file, here or for another rank of the cell, or they are not the same.
         PeerError: another rank of the cell did not start.
     """
-    seat = {"host": report.host, "digest": None, "address": [_own_address(), store.port] if store else None}
+    seat = {"host": report.host, "digest": None, "meeting": meeting.environment if meeting else None}
     try:
         file = choose_golden(golden, layout=plan["layout"]) if golden.is_dir() else golden
         header = load_header(file)
@@ -162,9 +162,14 @@ def _join_cell(
             raise TraceError(f"{name} has no golden trace")
         if other["digest"] != seat["digest"]:
             raise TraceError(f"{name}, on {other['host']}, has another golden file; a cell needs one for all its hosts")
-    environment = rank_environment(report.cell_rank, size, golden_threads(header), *seats[0]["address"])
+    environment = rank_environment(report.cell_rank, size, golden_threads(header), seats[0]["meeting"])
     environment["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
     return file, environment
+
+
+def _hold_meeting(ranks: int) -> LocalMeeting | HostsMeeting:
+    """Where the ranks of a cell meet; of more than one, other hosts may have some."""
+    return LocalMeeting() if ranks == 1 else HostsMeeting(_own_address())
 
 
 def _own_address() -> str:

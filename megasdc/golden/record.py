@@ -14,7 +14,7 @@ from megasdc.config import RunConfig, check_layout
 from megasdc.errors import HangError, PeerError, TraceError, error_of_rank
 from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.sdc.compare import compare_traces
 from megasdc.sdc.golden.file import Golden, save_golden
 from megasdc.sdc.trace import Trace
@@ -103,12 +103,12 @@ def _run(
         "timeout_s": timeout_s,
         "drill": None,
     }
-    store = hold_store()
+    meeting = LocalMeeting()
     ranks = []
     for rank in range(layout.world_size):
         report = RankReport(socket.gethostname(), rank, 0, rank)
         threads = workload.megasdc.parallel.threads
-        environment = rank_environment(rank, layout.world_size, threads, "127.0.0.1", store.port)
+        environment = rank_environment(rank, layout.world_size, threads, meeting.environment)
         ranks.append(WatchedRank(request, environment, report, timeout_s, fresh))
     watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks)))
     reports = [rank.report for rank in ranks]

@@ -11,7 +11,7 @@ from typing import Any
 from megasdc.errors import ConfigError, TraceError
 from megasdc.golden.cells import RankReport, WatchedRank, watch
 from megasdc.golden.result import VerifyResult, judge_reports
-from megasdc.parallel.local_ranks import count_accelerators, hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, rank_environment
 from megasdc.sdc.golden.file import load_header
 
 Progress = Callable[[int, int | None], None]
@@ -52,7 +52,7 @@ def verify_here(
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
     ranks: list[WatchedRank] = []
-    stores: list[Any] = []  # one rendezvous for each cell
+    meetings: list[LocalMeeting] = []  # one for each cell
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
             request = {
@@ -63,10 +63,10 @@ def verify_here(
                 "timeout_s": timeout_s,
                 "drill": drill,
             }
-            stores.append(hold_store())
+            meetings.append(LocalMeeting())
             for rank in range(size):
                 report = RankReport(socket.gethostname(), cell * size + rank, cell, rank)
-                environment = rank_environment(rank, size, threads, "127.0.0.1", stores[cell].port)
+                environment = rank_environment(rank, size, threads, meetings[cell].environment)
                 environment["LOCAL_RANK"] = str(cell * size + rank)
                 ranks.append(WatchedRank(request, environment, report, timeout_s))
         watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks), total))

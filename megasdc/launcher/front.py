@@ -13,7 +13,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +34,8 @@ from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
-from megasdc.parallel.local_ranks import held_port
+from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
+from megasdc.parallel.stores import MEETING_VARIABLE
 from megasdc.shared_memory import NAME_VARIABLE
 from megasdc.wire import raise_descriptor_limit
 
@@ -140,7 +141,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
     if dry_run:
         say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), listening_for_agents(plan) as agents, _private_on_hosts(plan):
+    with _holding(plan), _meeting(plan) as plan, listening_for_agents(plan) as agents, _private_on_hosts(plan):
         verdict, launcher_code = _run(plan, quiet, agents)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
@@ -218,6 +219,25 @@ def _private_on_hosts(plan: LaunchPlan) -> Iterator[None]:
         yield
     finally:
         leave(None)
+
+
+@contextmanager
+def _meeting(plan: LaunchPlan) -> Iterator[LaunchPlan]:
+    """Where ranks of one host meet, as long as they run: no port, and gloo's listeners on loopback alone."""
+    if plan.placement.remote:
+        yield _with_variables(plan, {MEETING_VARIABLE: ""})
+        return
+    meeting = LocalMeeting()
+    try:
+        own = {MEETING_VARIABLE: str(meeting.folder), INTERFACE_VARIABLE: meeting.environment[INTERFACE_VARIABLE]}
+        yield _with_variables(plan, own)
+    finally:
+        meeting.close()
+
+
+def _with_variables(plan: LaunchPlan, variables: Mapping[str, str]) -> LaunchPlan:
+    rank = replace(plan.rank, environment={**plan.rank.environment, **variables})
+    return replace(plan, rank=rank)
 
 
 def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import random
+import secrets
+import shutil
 import socket
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
-from megasdc.errors import MegasdcError
+from megasdc.errors import MegasdcError, StorageError
+from megasdc.parallel.identity import AGENT_STORE_VARIABLE
+from megasdc.parallel.stores import LOOPBACK, MEETING_VARIABLE, check_own_folder, serve_store
+from megasdc.shared_memory import shared_folder
 
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+MEETING_PREFIX = "megasdc-meeting-"
+MEETING_LOCK = "held"
+"""Locked as long as the process lives that made the folder."""
 UNASSIGNED_PORTS = range(20_000, 32_768)
 """Ports below Linux's default ephemeral range (``net.ipv4.ip_local_port_range`` starts above them)."""
 
@@ -44,35 +56,94 @@ def base_environment(threads: int) -> dict[str, str]:
     return environment
 
 
-def rank_environment(rank: int, ranks: int, threads: int, host: str, port: int) -> dict[str, str]:
-    """A launcher's variables for a rank, on top of ``base_environment``; the rendezvous is the store of ``hold_store``.
+def rank_environment(rank: int, ranks: int, threads: int, place: Mapping[str, str]) -> dict[str, str]:
+    """A launcher's variables for a rank, on top of ``base_environment``.
 
     Args:
         ranks: size of the world.
         threads: CPU threads of the rank (OMP_NUM_THREADS); 0: unchanged.
-        host: of the store.
-        port: of the store.
+        place: where the ranks meet, ``environment`` of ``LocalMeeting`` or ``HostsMeeting``.
     """
     return {
         **base_environment(threads),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not host the store either
+        **place,
+        AGENT_STORE_VARIABLE: "True",  # rank 0 does not host the store either
     }
 
 
-def hold_store() -> Any:
-    """A ``torch.distributed.TCPStore`` for ranks that this process starts; keep it until they have ended.
+class LocalMeeting:
+    """Where ranks meet that this process starts on this host: a folder of this user's alone, and no port.
 
-    It listens at once, on a free port. A port chosen for rank 0 could be taken by any connection in the seconds until
-    rank 0 has imported everything and listens there.
+    The folder is removed by ``close``, with this object, or when the process ends; that of a process that was killed is
+    removed by the next one.
+
+    Raises:
+        StorageError: it cannot be made.
     """
-    import torch.distributed as dist
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def __init__(self) -> None:
+        root, name = shared_folder(), secrets.token_hex(16)
+        _remove_forgotten(root)
+        self.folder, new = root / f"{MEETING_PREFIX}{name}", root / f"new-{MEETING_PREFIX}{name}"
+        try:
+            new.mkdir(0o700)
+            self._lock = os.open(new / MEETING_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            new.rename(self.folder)  # from now on others look whether it is locked
+        except OSError as error:
+            raise StorageError(f"{new}, where ranks meet, cannot be made: {error.strerror}") from error
+        self.close = weakref.finalize(self, _remove_meeting, self.folder, self._lock, os.getpid())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks; gloo listens on loopback alone, unless the user has named an interface."""
+        return {
+            MEETING_VARIABLE: str(self.folder),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": "0",
+            INTERFACE_VARIABLE: os.environ.get(INTERFACE_VARIABLE) or "lo",
+        }
+
+
+class HostsMeeting:
+    """Where ranks of several hosts meet that none of them hosts: torch's key-value store, on one address of this host.
+
+    Args:
+        address: by which the other hosts reach this one.
+
+    Raises:
+        OSError: it is none of this host's.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address, self.store = address, serve_store(address, 0)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks."""
+        return {MEETING_VARIABLE: "", "MASTER_ADDR": self._address, "MASTER_PORT": str(self.store.port)}
+
+
+def _remove_meeting(folder: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:  # not in a copy of the process
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_forgotten(root: Path) -> None:
+    """Remove meetings of this user whose process has ended without."""
+    for folder in root.glob(f"{MEETING_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            check_own_folder(folder)
+            lock = os.open(folder / MEETING_LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def free_port() -> int:

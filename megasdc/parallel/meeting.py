@@ -1,8 +1,10 @@
-"""Rendezvous of a launch's ranks at a key-value store of rank 0; ranks of another launch are refused.
+"""Rendezvous of a launch's ranks at a key-value store; ranks of another launch are refused.
 
-Two launches may be given the same port. The second cannot listen there, and its other ranks would join the first
-one's store. So rank 0 writes its identity to the store, and every other rank checks it before it writes its own: a
-rank of another launch ends with an error, and the launch that owns the store is not disturbed.
+On one host ``megasdc launch`` and programs that start ranks themselves name a folder of the user's alone, and nothing
+listens (``megasdc.parallel.stores``). Else rank 0 hosts the store at the launcher's port. Two launches may be given the
+same one. The second cannot listen there, and its other ranks would join the first one's store. So rank 0 writes its
+identity to the store, and every other rank checks it before it writes its own: a rank of another launch ends with an
+error, and the launch that owns the store is not disturbed.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megasdc.errors import HangError, LaunchError
 from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, differences
+from megasdc.parallel.stores import MEETING_VARIABLE, folder_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_RANKS_SHOWN = 8
+MEETING_NAME_VARIABLE = "MEGASDC_MEETING_NAME"
+"""What tells a later meeting of ranks that go on without others from the first one; absent: it is the first."""
 LOOK_S = 3.0
 """Seconds to query the listener of a port in use; also the grace beyond a timeout for a late reply."""
 
@@ -60,19 +66,16 @@ def join_store(own: Identity, timeout_s: float) -> dist.Store:
 
 def _within(timeout_s: float, own: Identity, meeting: Callable[[float], dist.Store]) -> dist.Store:
     """Call ``meeting`` with its deadline; a timeout becomes a HangError."""
-    import torch.distributed as dist
-
     end = time.monotonic() + timeout_s
     try:
         store = _in_thread(lambda: meeting(end), timeout_s + LOOK_S)
-    except (TimeoutError, dist.DistNetworkError, dist.DistStoreError) as error:
+    except (TimeoutError, RuntimeError) as error:  # a file's store has no error of its own
         reason = str(error).splitlines()[0] if str(error) else "what listens there does not answer"
-        if not isinstance(error, TimeoutError) and "timed out" not in reason and "timeout" not in reason:
+        if not isinstance(error, TimeoutError) and "timed out" not in reason and "timeout" not in reason.lower():
             raise
         raise HangError(
             f"rank {own.rank} found no rank 0 of a megasdc run at {_address()} within {timeout_s:g} s "
-            "(megasdc.parallel.timeout_s): check whether it runs, or choose another port with --master_port if another "
-            f"program listens there ({reason})"
+            f"(megasdc.parallel.timeout_s): check whether it runs{_or_another_port()} ({reason})"
         ) from error
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     return store
@@ -114,12 +117,10 @@ def _join(own: Identity, end: float) -> dist.Store:
 
 def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
     """Wait until every rank has joined: rank 0 waits for all keys, the others for rank 0's key ``met``."""
-    import torch.distributed as dist
-
     everyone = [_key(rank) for rank in range(own.world_size)]
     try:
         store.wait(everyone if own.rank == 0 else ["met"], _until(end))
-    except dist.DistStoreError as error:
+    except RuntimeError as error:
         missing = [rank for rank, key in enumerate(everyone) if not store.check([key])]
         raise HangError(
             f"{_name(missing)} did not connect to {_address()} in time (megasdc.parallel.timeout_s), where rank "
@@ -134,6 +135,13 @@ def _open(first: bool, end: float) -> dist.Store:
     """Replaces torch's ``env://``, which counts every connection as a rank before its identity is known."""
     import torch.distributed as dist
 
+    if folder := os.environ.get(MEETING_VARIABLE):
+        try:
+            return _ours(folder_store(Path(folder)))
+        except OSError as error:
+            raise LaunchError(
+                f"ranks cannot meet in {folder} (environment variable {MEETING_VARIABLE}): {error}"
+            ) from error
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     held_elsewhere = os.environ.get(AGENT_STORE_VARIABLE) == "True"
     try:
@@ -151,10 +159,11 @@ def _open(first: bool, end: float) -> dist.Store:
 
 
 def _ours(store: dist.Store) -> dist.Store:
-    """A prefix for each restart, since an agent's store outlives the ranks."""
+    """A prefix for each restart and each meeting of remaining ranks, since a store may outlive those before."""
     import torch.distributed as dist
 
-    return dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    again = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{os.environ.get(MEETING_NAME_VARIABLE, '')}"
+    return dist.PrefixStore(f"meeting/{again}", store)
 
 
 class AskedRanks:
@@ -213,7 +222,15 @@ def _key(rank: int) -> str:
     return f"rank/{rank}"
 
 
+def _or_another_port() -> str:
+    if os.environ.get(MEETING_VARIABLE):
+        return ""
+    return ", or choose another port with --master_port if another program listens there"
+
+
 def _address() -> str:
+    if folder := os.environ.get(MEETING_VARIABLE):
+        return folder
     return f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}"
 
 

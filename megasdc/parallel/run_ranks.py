@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import MegasdcError, error_of_rank
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Descriptor, Process, start_module
 
 GRACE_S = 5.0
@@ -75,7 +75,7 @@ def run_ranks(
     Raises:
         MegasdcError: a rank failed, with the end of its output; of the class of its exit code, else a LaunchError.
     """
-    store = hold_store()
+    meeting = LocalMeeting()
     master, terminal = os.openpty()
     reading, writing = os.pipe()
     asked, answers = os.pipe()
@@ -85,7 +85,7 @@ def run_ranks(
     try:
         for rank in range(ranks):
             arguments: list[str | Descriptor] = [json.dumps(request), *([Descriptor(writing)] if rank == 0 else [])]
-            environment = _bench_environment(rank, ranks, threads, store.port)
+            environment = _bench_environment(rank, ranks, threads, meeting)
             with open(folder / f"rank_{rank}.log", "wb") as output:
                 stream = terminal if rank == 0 else output.fileno()
                 stdin = asked if rank == 0 else subprocess.DEVNULL
@@ -118,10 +118,10 @@ def _answer(answers: int) -> None:
         os.write(answers, b"\n")
 
 
-def _bench_environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+def _bench_environment(rank: int, ranks: int, threads: int, meeting: LocalMeeting) -> dict[str, str]:
     """A rank's environment, with a terminal that shows a progress bar."""
     return {
-        **rank_environment(rank, ranks, threads, "127.0.0.1", port),
+        **rank_environment(rank, ranks, threads, meeting.environment),
         "TERM": "xterm",
         "COLUMNS": "120",
     }

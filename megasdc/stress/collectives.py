@@ -37,24 +37,20 @@ def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[E
 class Group:
     """A process group outside torch's default group, so that it can fail alone; NCCL on CUDA, else gloo.
 
-    ``host`` and ``port`` are of the store of its rank 0, which alone has ``store``; ``timeout_s`` is of a collective.
+    ``store`` is one that all its ranks have; ``timeout_s`` is of a collective.
 
     Collective: all ranks of the group.
     """
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        store: dist.TCPStore | None,
+        store: dist.Store,
         rank: int,
         ranks: int,
         device: torch.device,
         timeout_s: float,
     ) -> None:
         limit = datetime.timedelta(seconds=timeout_s)
-        if store is None:
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         self._store = store
         self.rank, self.ranks, self.device = rank, ranks, device
         self._backend: Any

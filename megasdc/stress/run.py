@@ -245,21 +245,28 @@ class _Test:
 
     def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
         """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""
-        opened = self._ask({places[0]: {"do": "open"} for places in groups.values()})
+        opened = self._ask(
+            {places[0]: {"do": "open", "towards": self._route(hosts)} for hosts, places in groups.items()}
+        )
         tasks: dict[Place, dict[str, Any]] = {}
         for places in groups.values():
             if places[0] not in opened:
                 continue
-            address = _address(places[0][0]) if self._plan.remote else "127.0.0.1"
-            store = {"do": "collectives", "round": number, "ranks": len(places), "host": address}
+            store = {"do": "collectives", "round": number, "ranks": len(places), **opened[places[0]]}
             for rank, place in enumerate(places):
-                tasks[place] = {**store, "rank": rank, "port": opened[places[0]]["port"]}
+                tasks[place] = {**store, "rank": rank}
         answers = self._ask(tasks)
         for hosts, places in groups.items():
             if set(hosts) <= set(self._links.alive):  # failures with a lost partner prove nothing
                 for place in places:
                     if place in answers:
                         self._note_meeting(number, hosts, place, answers[place])
+
+    def _route(self, hosts: tuple[str, ...]) -> str | None:
+        """Host to which the first one of a group leads a connection; None: the group is of one host."""
+        if len(hosts) == 1:
+            return None
+        return _address(hosts[-1]) if self._plan.remote else "127.0.0.1"
 
     def _note_meeting(self, number: int, hosts: tuple[str, ...], place: Place, said: dict[str, Any]) -> None:
         host, slot = place

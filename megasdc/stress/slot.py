@@ -6,13 +6,16 @@ CPU at least two, so that a host can run collectives among its own processes.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from megasdc.config import DeterminismSection
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.health.front.own_address import own_address_towards
 from megasdc.stress.pair_links import LinkEnd
 
 
@@ -33,6 +36,7 @@ class Slot:
         self._products = Products(self._device)
         self._run: Any = None
         self._store: Any = None
+        self._meeting: Any = None
         self._timeout_s = 0.0
         self._link_end = LinkEnd(self._timeout_s)
 
@@ -75,26 +79,52 @@ class Slot:
         trace = encode(said.pop("trace"))
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 
-    def open(self, _task: dict[str, Any]) -> dict[str, Any]:
-        """Creates the store of a group of which this process is rank 0."""
-        import torch.distributed as dist
+    def open(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Creates the store of a group of which this process is rank 0.
 
-        self._store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        return {"port": self._store.port}
+        It is a folder for processes of this host; with one on the host ``towards``, it listens on the route to that.
+        """
+        from megasdc.parallel.local_ranks import LocalMeeting
+        from megasdc.parallel.stores import serve_store
+
+        if task["towards"] is None:
+            self._meeting = LocalMeeting()
+            return {"folder": str(self._meeting.folder)}
+        address = own_address_towards(task["towards"])
+        self._store = serve_store(address, 0)
+        return {"host": address, "port": self._store.port}
 
     def collectives(self, task: dict[str, Any]) -> dict[str, Any]:
-        """A ``round`` of collectives as a ``rank`` of ``ranks``, whose store is at ``host`` and ``port``."""
+        """A ``round`` of collectives as a ``rank`` of ``ranks`` that meet in ``folder`` or at ``host`` and ``port``."""
         from megasdc.stress.collectives import Group, check_group
 
-        store, self._store = (self._store if task["rank"] == 0 else None), None
-        place = (task["host"], task["port"], store, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
+        # Kept until the end: the others use what rank 0 holds.
+        own, self._store = (self._store if task["rank"] == 0 else None), None
+        held, self._meeting = self._meeting, None
         try:
-            group = Group(*place)
+            store = own or self._join(task)
+            group = Group(store, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
             said = check_group(group, task["round"], self._drill.harm(0))
             group.close()
         except RuntimeError as error:  # of the backend: another rank did not answer
             return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).partition("\n")[0] or repr(error)}
+        finally:
+            if held is not None:
+                held.close()
         return {**said, "failed": None}
+
+    def _join(self, task: dict[str, Any]) -> Any:
+        """The store of a group of which this process is not the first, or all processes of this host."""
+        import torch.distributed as dist
+
+        from megasdc.parallel.stores import folder_store
+
+        limit = datetime.timedelta(seconds=self._timeout_s / 2)
+        if "folder" in task:
+            store = folder_store(Path(task["folder"]))
+            store.set_timeout(limit)
+            return store
+        return dist.TCPStore(task["host"], task["port"], is_master=False, wait_for_workers=False, timeout=limit)
 
     def open_link(self, task: dict[str, Any]) -> dict[str, Any]:
         """Listens for the other end of a link, which is on the host ``towards``."""

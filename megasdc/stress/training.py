@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.distributed as dist
+
 from megasdc.addresses import Address
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.determinism import set_deterministic
 from megasdc.engine.observer import Listener
 from megasdc.golden.drill import Drill
 from megasdc.parallel import groups
-from megasdc.parallel.local_ranks import hold_store
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
@@ -69,7 +70,7 @@ class SmallRun:
         set_deterministic_environment(loaded.megasdc.determinism, os.environ)
         prepare_cpu(loaded.megasdc.parallel.threads)
         os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
-        groups.init_process_group(timeout_s, hold_store())
+        groups.init_process_group(timeout_s, dist.HashStore())
         set_deterministic(loaded.megasdc.determinism)
         dims = groups.init_model_parallel(1, 1, timeout_s)
         self._workload = Workload(loaded, dims)

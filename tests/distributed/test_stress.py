@@ -39,7 +39,8 @@ def _check(faults: dict[int, dict[str, Any]], absent: int | None = None) -> dict
     if rank != absent:
         harm = Injector([FaultSpec(**faults[rank])], ALONE, 0) if rank in faults else None
         try:
-            group = Group("127.0.0.1", port[0], store, rank, ranks, torch.device("cpu"), 4.0 if absent else 60.0)
+            store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+            group = Group(store, rank, ranks, torch.device("cpu"), 4.0 if absent else 60.0)
             said = check_group(group, 1, harm)
             group.close()
         except RuntimeError as error:

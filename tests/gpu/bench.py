@@ -27,7 +27,7 @@ class Bench:
         self.data = recorder.folder.parent / "data"
         self.side = max(2, recorder.cores)
         self.crew = crew
-        self._stores: list[Any] = []
+        self._meetings: list[Any] = []
 
     def config(self, name: str, **changes: Any) -> Path:
         """Write a configuration; see ``write_config``."""
@@ -42,10 +42,10 @@ class Bench:
 
     def world(self, function: str, count: int, arguments: Mapping[str, Any]) -> list[Job]:
         """The jobs of a world that calls another function, see ``crew.world``."""
-        from megasdc.parallel.local_ranks import hold_store
+        from megasdc.parallel.local_ranks import LocalMeeting
 
-        self._stores.append(hold_store())
-        return world(function, count, self._stores[-1].port, arguments)
+        self._meetings.append(LocalMeeting())
+        return world(function, count, self._meetings[-1].environment, arguments)
 
     def train(self, worlds: Mapping[str, Sequence[Job]], timeout_s: float = LIMIT_S) -> dict[str, list[Outcome]]:
         """Train worlds, side by side where there are cores; those that end otherwise than with 0 are failed checks."""

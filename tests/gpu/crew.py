@@ -160,13 +160,13 @@ def rank_base(device: str) -> dict[str, str]:
     return {**base_environment(1), "PYTHONUNBUFFERED": "1", **chosen}
 
 
-def world(function: str, ranks: int, port: int, arguments: Mapping[str, Any]) -> list[Job]:
-    """Jobs of ranks that meet at a store of this process, each with what a launcher would set."""
+def world(function: str, ranks: int, place: Mapping[str, str], arguments: Mapping[str, Any]) -> list[Job]:
+    """Jobs of ranks that meet in a folder of this process, each with what a launcher would set."""
     from megasdc.parallel.local_ranks import rank_environment
 
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", *place)
     jobs = []
     for rank in range(ranks):
-        environment = rank_environment(rank, ranks, 1, "127.0.0.1", port)
+        environment = rank_environment(rank, ranks, 1, place)
         jobs.append(Job(function, arguments, {name: environment[name] for name in names}))
     return jobs

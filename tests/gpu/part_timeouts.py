@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from gpu.bench import Bench
@@ -58,11 +59,11 @@ def _too_many(recorder: Recorder, bench: Bench, crew: Crew) -> None:
 
 
 def _two_on_one(recorder: Recorder, bench: Bench, crew: Crew) -> None:
-    from megasdc.parallel.local_ranks import hold_store
+    from megasdc.parallel.local_ranks import LocalMeeting
 
-    store = hold_store()
+    meeting = LocalMeeting()
     jobs = [
-        Job("gpu.part_timeouts:nccl_pair", {"rank": rank, "port": store.port}, {"NCCL_DEBUG": "WARN"})
+        Job("gpu.part_timeouts:nccl_pair", {"rank": rank, "folder": str(meeting.folder)}, {"NCCL_DEBUG": "WARN"})
         for rank in (0, 1)
     ]
     ended = crew.run(jobs, 40.0, grace_s=20.0)
@@ -87,13 +88,15 @@ def _one_behind(recorder: Recorder, bench: Bench, crew: Crew) -> None:
         recorder.check(f"NCCL timeout, {name}: exit code {wanted}", ended.code == wanted, str(ended))
 
 
-def nccl_pair(rank: int, port: int) -> Any:
+def nccl_pair(rank: int, folder: str) -> Any:
     """Body of a process: one of two NCCL ranks on the first device."""
     import torch
     import torch.distributed as dist
 
+    from megasdc.parallel.stores import folder_store
+
     torch.cuda.set_device(0)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = folder_store(Path(folder))
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=15))
     value = torch.ones(4, device="cuda")
     dist.all_reduce(value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.meeting import MEETING_NAME_VARIABLE
 from megasdc.run_lock import HeldFolders
 from megasdc.train.process.own_address import own_address
 
@@ -134,7 +136,8 @@ def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | N
     replicas = {dims.at(rank).dp_rank for rank in wrong}
     stay = [rank for rank in range(dims.world_size) if dims.at(rank).dp_rank not in replicas]
     held.release()  # before the gather, so that no rank takes them earlier
-    host, port = gather_objects((own_address(run), free_port()), run.host_group)[stay[0]]
+    meeting = own_address(run), free_port(), secrets.token_hex(8)
+    host, port, name = gather_objects(meeting, run.host_group)[stay[0]]
     run.events.close()
     if not host:
         raise LaunchError("no replica can be left out: the address of the host where the others meet is not known")
@@ -143,7 +146,8 @@ def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | N
     groups.shutdown()
     if dims.rank in stay:
         place = {"RANK": str(stay.index(dims.rank)), "WORLD_SIZE": str(len(stay))}
-        os.environ.update({**place, "MASTER_ADDR": host, "MASTER_PORT": str(port), AGENT_STORE_VARIABLE: "False"})
+        place |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), AGENT_STORE_VARIABLE: "False"}
+        os.environ.update({**place, MEETING_NAME_VARIABLE: f"/{name}"})
     found = (*(() if before is None else before.wrong), *(ranks[rank] for rank in sorted(wrong)))
     since = step if before is None else before.since
     return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)

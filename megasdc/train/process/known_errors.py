@@ -9,6 +9,8 @@ from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, No
 
 HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""
+STORE_SIGNS = ("Wait timeout", "Timeout waiting for key")
+"""Of the store of ranks that meet in a folder, whose errors are no DistStoreError (torch 2.13)."""
 PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -58,7 +60,7 @@ def as_known_error(error: Exception) -> MegasdcError | None:
             f"gradients overflow at the lowest loss scale too, so that NaN or Inf is not the scale's: {first_line}"
         )
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "DistStoreError" in kinds and "timeout" in text:
+    if ("DistStoreError" in kinds and "timeout" in text) or text.startswith(STORE_SIGNS):
         return HangError(f"a rank did not respond within megasdc.parallel.timeout_s: {first_line}")
     if "EADDRINUSE" in text:
         address, port = os.environ.get("MASTER_ADDR", "this host"), os.environ.get("MASTER_PORT", "of the rendezvous")

@@ -4,14 +4,17 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from megasdc.errors import HangError, LaunchError
 from megasdc.parallel.identity import Identity, differences
-from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.local_ranks import LocalMeeting, free_port
 from megasdc.parallel.meeting import join_store, meet
+from megasdc.parallel.stores import folder_store
+from megasdc.train.process.known_errors import as_known_error
 
 FIRST = Identity(0, 2, "launch-a", None, "runs/a", "node1", "boot pid:[1]", "0", (100, 5000))
 STRANGER = replace(FIRST, launch="launch-b", run_dir="runs/b", parent=(200, 6000))
@@ -68,6 +71,36 @@ def test_a_rank_that_does_not_come_is_named_in_time():
                 future.result()
         assert 2.5 < time.monotonic() - began < 15.0
         assert "rank 1 did not connect" in str(waiting[0].exception())
+
+
+def test_ranks_meet_in_a_folder_and_some_of_them_again(monkeypatch):
+    """On one host without a port; those that go on without others are a launch of their own; who is absent is named."""
+    meeting = LocalMeeting()
+    monkeypatch.setenv("MEGASDC_MEETING", str(meeting.folder))
+    monkeypatch.delenv("MASTER_PORT")
+    three = [replace(FIRST, rank=rank, world_size=3) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        stores = [one.result() for one in [pool.submit(meet, rank, 20.0) for rank in three]]
+        stores[0].set("a", "1")
+        assert stores[2].get("a") == b"1"
+        monkeypatch.setenv("MEGASDC_MEETING_NAME", "/again")
+        again = [pool.submit(meet, replace(rank, world_size=2), 20.0) for rank in three[:2]]
+        assert not any(one.result().check(["a"]) for one in again)
+        monkeypatch.setenv("MEGASDC_MEETING_NAME", "/third")
+        for rank in (0, 2):
+            with pytest.raises(HangError, match=f"did not connect to {meeting.folder}"):
+                meet(three[rank], 1.0)
+
+
+def test_a_timeout_of_the_folders_store_is_a_hang():
+    """As is one of torch's own store."""
+    meeting = LocalMeeting()
+    store = folder_store(meeting.folder)
+    store.set_timeout(timedelta(seconds=0.1))
+    for wait in (lambda: store.get("x"), lambda: store.wait(["x"])):
+        with pytest.raises(RuntimeError) as error:
+            wait()
+        assert isinstance(as_known_error(error.value), HangError)
 
 
 @pytest.mark.parametrize("listening", [False, True])

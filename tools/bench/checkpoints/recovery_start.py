@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Process, start_module
 from megasdc.run_lock import start_ticks
 
@@ -80,12 +80,12 @@ class Start:
     """
 
     def __init__(self, place: Place, hosts: Sequence[str]) -> None:
-        self._place, self._store = place, hold_store()
+        self._place, self._meeting = place, LocalMeeting()
         self.processes: list[Process] = []
         for rank in range(place.ranks):
             host = hosts[place.host_of(rank)]
             environment = {
-                **rank_environment(rank, place.ranks, 1, "127.0.0.1", self._store.port),
+                **rank_environment(rank, place.ranks, 1, self._meeting.environment),
                 "LOCAL_RANK": str(rank % place.per_host),
                 "GLOO_SOCKET_IFNAME": "lo",
             }

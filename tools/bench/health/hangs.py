@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.health.board import node_name
-from megasdc.parallel.local_ranks import hold_store, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
@@ -157,8 +157,8 @@ def _config(folder: Path, data: Path, layout: Layout, steps: int, **sections: An
 
 
 def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> tuple[Any, list[Process]]:
-    """Start the ranks; the store must be kept until they have ended."""
-    store, folder = hold_store(), config.parent
+    """Start the ranks; the meeting must be kept until they have ended."""
+    meeting, folder = LocalMeeting(), config.parent
     request = json.dumps(
         {
             "config": str(config),
@@ -169,11 +169,11 @@ def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> 
     )
     processes = []
     for rank in range(ranks):
-        environment = {**rank_environment(rank, ranks, 1, "127.0.0.1", store.port), "TORCH_FR_BUFFER_SIZE": "2000"}
+        environment = {**rank_environment(rank, ranks, 1, meeting.environment), "TORCH_FR_BUFFER_SIZE": "2000"}
         with open(folder / f"rank_{rank}.log", "ab") as log:
             streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
             processes.append(start_module("tools.bench.health.hang_rank", [request], environment, *streams))
-    return store, processes
+    return meeting, processes
 
 
 def _wait(processes: list[Process], until: float) -> bool:
