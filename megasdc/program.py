@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 2000
 """Characters of a line where standard output is no terminal: wider than any table, so that none is cut or folded."""
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters (C0 and C1), and those that turn the order of what follows."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (C0 and C1), those that turn the order of what follows, halves of pairs that no stream takes."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Errors that only writing raises."""
 

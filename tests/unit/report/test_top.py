@@ -212,7 +212,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["summary"], ["top", "--once"]])
 def test_a_run_folder_cannot_control_the_terminal(tmp_path: Path, command: list[str]) -> None:
     """Escape sequences in names, events and errors of a folder from anybody are shown, not sent."""
-    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil"
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\ud800evil"
     folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False, settings=WATCHED)
     add_host(folder, 0, [0, 1], phase=hostile, process=hostile)
     events = EventLog(folder, 0)
@@ -221,7 +221,7 @@ def test_a_run_folder_cannot_control_the_terminal(tmp_path: Path, command: list[
     events.close()
     shown = CliRunner().invoke(app, [*command, str(folder)])
     assert shown.exit_code == 0, shown.output
-    assert not set("\x1b\x07\x9b\u202e") & set(shown.output) and r"\x1b]0;owned" in shown.output
+    assert not set("\x1b\x07\x9b\u202e\ud800") & set(shown.output) and r"\x1b]0;owned" in shown.output
 
 
 @pytest.mark.parametrize("command", [["summary"], ["top", "--once"]])
