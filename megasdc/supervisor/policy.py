@@ -217,8 +217,8 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     if rule.first in (Action.FINISH, Action.STOP):
         return Decision(rule.first, found.text)
     if not rule.fails:
-        had = [one for one in failures[:-1] if one.diagnosis.kind == found.kind]
-        if rule.again is Action.STOP and had and (failures[-1].resumed or 0) <= (had[-1].resumed or 0):
+        had = [place for place, one in enumerate(failures[:-1]) if one.diagnosis.kind == found.kind]
+        if rule.again is Action.STOP and had and not _has_gone_on(failures[had[-1] :]):
             text = f"{found.text}; it is not the first time, and nothing was kept since that the run could go on from"
             return Decision(Action.STOP, text)
         return Decision(rule.first, found.text, pause_s=_pause_s(failures, limits))
@@ -279,6 +279,11 @@ def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
             f"no hardware; the last: {last.diagnosis.text}"
         )
     return None
+
+
+def _has_gone_on(failures: Sequence[Failure]) -> bool:
+    """Whether any attempt has gone on from a later step than the first one; those that did no step do not count."""
+    return max(one.resumed or 0 for one in failures) > (failures[0].resumed or 0)
 
 
 def _shares_host(one: Diagnosis, other: Diagnosis) -> bool:

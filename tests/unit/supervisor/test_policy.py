@@ -100,6 +100,11 @@ def test_a_folder_that_is_full_again_ends_a_run_that_keeps_nothing() -> None:
     assert decided(full, replace(full, resumed=None)).action is STOP, "it did no step"
     assert decided(full, replace(full, resumed=5)).action is AGAIN
     assert decided(full, replace(full, resumed=5), replace(full, resumed=5)).action is STOP
+    starts = replace(failure("folder_full"), resumed=None)
+    kept = replace(failure("rank_lost", "b"), resumed=40_000)
+    assert decided(full, kept, starts).action is AGAIN, "though it did no step itself"
+    assert decided(full, kept, starts, starts).action is STOP
+    assert decided(full, replace(kept, resumed=4), starts).action is STOP
 
 
 def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
