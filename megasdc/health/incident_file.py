@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megasdc.durable import parse_json
-from megasdc.health.incident import INCIDENT_FOLDER, read_state
+from megasdc.health.incident import INCIDENT_FOLDER
 from megasdc.health.rank_state import RankState
 
 
@@ -36,6 +39,9 @@ class HangIncident:
         states: of all ranks of which something was known.
         stacks: those of most threads first.
         launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
+
+    Raises:
+        ValueError: the time is no date, the start has no number that can be read, or a rank is below 0.
     """
 
     path: Path
@@ -49,6 +55,19 @@ class HangIncident:
     states: tuple[RankState, ...]
     stacks: tuple[SharedStack, ...]
     launch: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.attempt, self.date
+        except (OverflowError, OSError, ValueError) as error:
+            raise ValueError(f"time is {self.time!r} and run {self.run[:80]!r}, needed a date and a number") from error
+        if min(self.ranks, default=0) < 0:
+            raise ValueError(f"ranks are {self.ranks}, needed numbers from 0")
+
+    @property
+    def date(self) -> datetime:
+        """``time`` as a date, UTC."""
+        return datetime.fromtimestamp(self.time, UTC)
 
     @property
     def attempt(self) -> int:
@@ -80,26 +99,23 @@ def load_hangs(run_folder: Path) -> tuple[tuple[HangIncident, ...], list[str]]:
     Returns:
         The incidents, and a sentence for each file that cannot be read.
     """
-    hangs, notes = [], []
-    for path in (run_folder / "health" / INCIDENT_FOLDER).glob("hang_*.json"):
+    folder, hangs, notes = run_folder / "health" / INCIDENT_FOLDER, list[HangIncident](), list[str]()
+    try:
+        paths = list(folder.glob("hang_*.json"))
+    except OSError as error:
+        return (), [f"health/{INCIDENT_FOLDER} is left out: {error!r}"]
+    for path in paths:
         try:
             hangs.append(_hang_of(path, parse_json(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             notes.append(f"health/{INCIDENT_FOLDER}/{path.name} is left out: {error!r}")
     return tuple(sorted(hangs, key=lambda one: (one.attempt, one.time))), notes
 
 
+_ADAPTER = TypeAdapter(HangIncident)
+
+
 def _hang_of(path: Path, raw: Mapping[str, Any]) -> HangIncident:
-    return HangIncident(
-        path=path,
-        kind=str(raw["kind"]),
-        run=str(raw["run"]),
-        launch=raw.get("launch"),
-        time=float(raw["time"]),
-        message=str(raw["message"]),
-        ranks=tuple(map(int, raw["ranks"])),
-        hosts=tuple(map(str, raw["hosts"])),
-        waits={int(rank): str(text) for rank, text in raw["waits"].items()},
-        states=tuple(map(read_state, raw["states"])),
-        stacks=tuple(SharedStack(tuple(one["of"]), tuple(one["stack"])) for one in raw["stacks"]),
-    )
+    """Raises ValueError, TypeError or KeyError where a value is missing or of another kind."""
+    stacks = [{"threads": one["of"], "lines": one["stack"]} for one in raw["stacks"]]
+    return _ADAPTER.validate_python({**raw, "path": path, "stacks": stacks})

@@ -11,7 +11,6 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -479,7 +478,7 @@ def of_hang(hang: HangIncident) -> Met:
     return Met(
         attempt=hang.attempt,
         step=hang.step,
-        time=datetime.fromtimestamp(hang.time, UTC).isoformat(timespec="seconds"),
+        time=hang.date.isoformat(timespec="seconds"),
         kind=STUCK,
         what=f"{hang.kind}: {hang.message}",
         hosts=hosts,

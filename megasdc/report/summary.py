@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +226,7 @@ def _hang_of_failure(run: RunRecord, ending: Ending) -> HangIncident | None:
 
 
 def _hang(one: HangIncident) -> Hang:
-    time = datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds")
+    time = one.date.isoformat(timespec="seconds")
     return Hang(one.kind, time, one.ranks, one.hosts, one.who, one.message, str(one.path))
 
 

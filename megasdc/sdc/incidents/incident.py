@@ -164,7 +164,7 @@ class Incident:
         attempt: number of the start of the run; None: not counted, or of an earlier version.
 
     Raises:
-        ValueError: no rank is flagged and none disputed.
+        ValueError: no rank is flagged and none disputed, one is below 0, or the time is none.
     """
 
     time: str
@@ -232,6 +232,12 @@ class Incident:
             raise ValueError(
                 f"ranks are neither flagged nor disputed in the incident of step {self.step}; needed: one of them"
             )
+        if min(one.rank for one in self.suspects) < 0:
+            raise ValueError(f"ranks are {[one.rank for one in self.suspects]}, needed numbers from 0")
+        try:
+            _ = self.found_at
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"time is {self.time[:80]!r}, needed a date of ISO 8601") from error
 
     @property
     def place(self) -> tuple[int, int, float]:
