@@ -56,7 +56,7 @@ KINDS = {
     "input": Kind("configuration, data or command line are wrong"),
     "unfit": Kind("a host is not fit for the run, and others are", names_hosts=True),
     "no_room": Kind("the memory of a host has no room for snapshots", names_hosts=True),
-    "mended": Kind("a host had an error that others had not, and has it no more", names_hosts=True),
+    "mended": Kind("ranks of one host alone had an error, and no check finds it now", names_hosts=True),
     "memory": Kind("a rank got no memory"),
     "checkpoint": Kind("no checkpoint can be used"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
@@ -103,6 +103,9 @@ OF_HOSTS = (
     TraceError.exit_code,
 )
 """Exit codes of what one host may have and others not: hosts are checked after them."""
+MENDED = (DataError.exit_code, StorageError.exit_code, LaunchError.exit_code)
+"""Those of them whose causes the check looks at as ranks do. Not what ranks of one host alone may refuse whatever host
+it is: the memory of their stage or their device, their file of a golden trace."""
 NO_MEMORY = "could not get the memory it asked for"
 """What a rank says that has run out of memory, under the exit code of a wrong configuration."""
 
@@ -267,8 +270,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
         kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
         return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))
-    if code in OF_HOSTS and (host := _mended(evidence)):
-        return found("mended", [host], f"{evidence.lines[0]}; it was checked since, and has that no more")
+    if code in MENDED and (host := _mended(evidence)):
+        return found("mended", [host], f"{evidence.lines[0]}; the check of all hosts finds nothing now")
     if evidence.checked.given_up and evidence.interrupted:  # the next start ends in the same way, and checks
         return found("preempted", text=evidence.interrupted)
     if code in (USAGE, ConfigError.exit_code):
@@ -322,8 +325,7 @@ def _mended(evidence: Evidence) -> str:
     """The one host of several whose ranks ended with an error that no host has any more; empty: it is not so."""
     hosts, told = {*evidence.host_of_rank}, {*evidence.failed_alike}
     only = told.pop() if len(told) == 1 else ""
-    is_known = len(hosts) > 1 and hosts <= {*evidence.checked.fit} and NO_MEMORY not in " ".join(evidence.lines)
-    return only if is_known else ""
+    return only if len(hosts) > 1 and hosts <= {*evidence.checked.fit} else ""
 
 
 def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:

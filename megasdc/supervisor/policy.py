@@ -46,7 +46,8 @@ From outside are host_lost, rank_lost, ranks_lost, link, unfit and no_room: host
 gone, and what a host lacks, say nothing of what is trained; a process that crashes by a signal of its own, such as
 SIGSEGV, does. A host is replaced by a spare, or the run goes on without it where it can. Where neither is possible for
 one that may recover, the attempt is repeated in place after a pause that doubles; after no_room from then on without
-snapshots in memory where they have no room.
+snapshots in memory where they have no room. What was ``mended`` on one host and then, with the same exit code and
+without progress, on another one, is no host's: it is what follows again from its exit code.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -59,9 +60,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.supervisor.diagnosis import KINDS, LOST, Back, Diagnosis
+from megasdc.supervisor.diagnosis import BY_CODE, KINDS, LOST, Back, Diagnosis
 
 HOUR_S = 3600.0
+_NO_HOSTS = "ranks of other hosts had it before, so that it is no host's"
 
 
 class Action(Enum):
@@ -217,14 +219,19 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     if rule.first in (Action.FINISH, Action.STOP):
         return Decision(rule.first, found.text)
     if not rule.fails:
-        had = [place for place, one in enumerate(failures[:-1]) if one.diagnosis.kind == found.kind]
-        if rule.again is Action.STOP and had and not _has_gone_on(failures[had[-1] :]):
+        before = [place for place, one in enumerate(failures[:-1]) if one.diagnosis.kind == found.kind]
+        if rule.again is Action.STOP and before and not _has_gone_on(failures[before[-1] :]):
             text = f"{found.text}; it is not the first time, and nothing was kept since that the run could go on from"
             return Decision(Action.STOP, text)
         return Decision(rule.first, found.text, pause_s=_pause_s(failures, limits))
     failures = [one for one in failures if RULES[one.diagnosis.kind].fails]
     if (limit := _limit_of(failures, limits)) is not None:
         return Decision(Action.STOP, limit)
+    if found.kind == "mended" and _is_of_other_hosts_too(failures):
+        code, text = failures[-1].exit_code, f"{found.text}; {_NO_HOSTS}"
+        rule = RULES["launch" if code is None else BY_CODE.get(code, "launch")]
+        is_over = Action.STOP in (rule.first, rule.again)
+        return Decision(Action.STOP if is_over else rule.first, text, pause_s=_pause_s(failures, limits))
     recent = failures[:-1] if found.hosts else _since_progress(failures)
     had = [one for one in recent if one.diagnosis.kind == found.kind and _shares_host(one.diagnosis, found)]
     action = rule.again if had and rule.again is not None else rule.first
@@ -289,6 +296,13 @@ def _has_gone_on(failures: Sequence[Failure]) -> bool:
 def _shares_host(one: Diagnosis, other: Diagnosis) -> bool:
     """Whether two diagnoses name a common host, or both name none."""
     return bool(set(one.hosts) & set(other.hosts)) or not (one.hosts or other.hosts)
+
+
+def _is_of_other_hosts_too(failures: Sequence[Failure]) -> bool:
+    """Whether other hosts had the diagnosis and the exit code of the last attempt, since the run last got on."""
+    last = failures[-1]
+    alike = [one for one in _since_progress(failures) if one.diagnosis.kind == last.diagnosis.kind]
+    return any(one.exit_code == last.exit_code and not _shares_host(one.diagnosis, last.diagnosis) for one in alike)
 
 
 def _since_progress(failures: Sequence[Failure]) -> Sequence[Failure]:

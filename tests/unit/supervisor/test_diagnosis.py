@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.addresses import FORWARD, Address
+from megasdc.errors import ConfigError, TraceError
 from megasdc.health.incident_file import HangIncident
 from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
 from megasdc.sdc.incidents.incident import Evidence as SdcEvidence
@@ -121,13 +122,23 @@ def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
     for same in (Checked(lacks, ()), Checked((), ("a", "b"))):
         assert diagnose(replace(ENDED, exit_code=code, checked=same)).kind not in ("unfit", "no_room")
     assert diagnose(replace(ENDED, exit_code=79, checked=Checked(lacks, ("a",)))).kind == "rank_lost"
-    mended = replace(ENDED, exit_code=code, checked=Checked((), ("a", "b")), failed_alike=("b",))
-    assert (diagnose(mended).kind, diagnose(mended).hosts) == ("mended", ("b",)), "others had it not, nobody has it now"
-    for known in ({"failed_alike": ("a", "b")}, {"failed_alike": ()}, {"checked": Checked((), ("b",))}):
-        assert diagnose(replace(mended, **known)).kind != "mended"  # type: ignore[arg-type]
     given_up = replace(ENDED, exit_code=code, checked=Checked(given_up=True))
     assert "before it was known whether one host alone has it" in diagnose(given_up).text
     assert diagnose(replace(given_up, interrupted="the job is about to end")).kind == "preempted", "the next one looks"
+
+
+@pytest.mark.parametrize("code", OF_HOSTS)
+def test_an_error_of_one_host_that_no_check_finds_now_was_its_own_where_a_check_would_find_it(code: int) -> None:
+    """Not memory of one stage alone, or one rank's trace: no check looks at it, and the next host has it too."""
+    mended = replace(ENDED, exit_code=code, checked=Checked((), ("a", "b")), failed_alike=("b",))
+    found = diagnose(mended)
+    if code in (ConfigError.exit_code, TraceError.exit_code):
+        assert (found.kind, found.hosts) == ("input", ())
+        return
+    assert (found.kind, found.hosts) == ("mended", ("b",)), "others had it not, nobody has it now"
+    assert found.text.endswith("; the check of all hosts finds nothing now")
+    for known in ({"failed_alike": ("a", "b")}, {"failed_alike": ()}, {"checked": Checked((), ("b",))}):
+        assert diagnose(replace(mended, **known)).kind != "mended"  # type: ignore[arg-type]
 
 
 def test_what_all_hosts_have_is_the_inputs_though_one_lacks_something_else() -> None:

@@ -107,6 +107,17 @@ def test_a_folder_that_is_full_again_ends_a_run_that_keeps_nothing() -> None:
     assert decided(full, replace(kept, resumed=4), starts).action is STOP
 
 
+@pytest.mark.parametrize(("code", "action"), [(71, STOP), (77, STOP), (78, AGAIN)])
+def test_an_error_that_goes_from_host_to_host_is_no_hosts(code: int, action: Action) -> None:
+    """Without progress it is what its exit code says: healthy hosts are not replaced one after the other."""
+    had = [replace(failure("mended", host), exit_code=code) for host in "aab"]
+    assert [decided(*had[:last]).action for last in (1, 2, 3)] == [AGAIN, REPLACE, action]
+    assert decided(*had).replaced == () and "ranks of other hosts had it before" in decided(*had).text
+    later = replace(failure("mended", "b", step=9), exit_code=code)
+    assert decided(*had[:2], later).action is AGAIN, "the run got on"
+    assert decided(*had[:2], replace(had[2], exit_code=80)).action is AGAIN, "another error"
+
+
 def test_the_same_step_on_other_hosts_is_no_hardware() -> None:
     """Three in succession; on the same hosts alone it is not known, and progress between them begins anew."""
     same = [failure("rank_failed", host, used=(host, "c")) for host in "abd"]
