@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megasdc.launcher.request import LaunchRequest
 from megasdc.supervisor import host_check
 from megasdc.supervisor.diagnosis import Checked, Unfit
 from megasdc.supervisor.front import request_of
-from megasdc.supervisor.host_check import HostRequest
+from megasdc.supervisor.host_check import HostRequest, modules_of
 
 MODULE = "megasdc.supervisor.fitness"
 START_S, WHOLE_S = 120.0, 1800.0
@@ -91,7 +91,7 @@ class HostChecks:
         unfit = [found for found in _of_report(report) if found.host in slots]
         asked = [host for host in slots if host not in silent]
         if deep:
-            common = self._host_request(request, run, whole)
+            common = self._host_request(request, run, whole, needs.python_path)
             lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common, watch)
             unfit, silent = unfit + lacks, silent | more
         if watch.stops():
@@ -99,8 +99,11 @@ class HostChecks:
         bad = {one.host for one in unfit}
         return Checked(tuple(unfit), tuple(host for host in slots if host not in bad | silent.keys()), silent)
 
-    def _host_request(self, request: LaunchRequest, run: Mapping[str, int], whole: bool) -> HostRequest:
+    def _host_request(
+        self, request: LaunchRequest, run: Mapping[str, int], whole: bool, python_path: Sequence[str]
+    ) -> HostRequest:
         """What is asked of a host, but for its ranks."""
+        program = request.program
         try:
             identity = run_identity.read_identity(self.run_dir)
         except StorageError:  # a start says so
@@ -115,8 +118,9 @@ class HostChecks:
             run=None if identity is None else identity.run,
             snapshot_bytes=self._snapshot_bytes(),
             whole=whole,
-            script=None if request.program is None else request.program.name,
-            is_module=request.program is not None and request.program.is_module,
+            script=None if program is None else program.name,
+            is_module=program is not None and program.is_module,
+            modules=[] if program is None else modules_of(program.name, program.is_module, python_path),
         )
 
     def _snapshot_bytes(self) -> int | None:

@@ -10,14 +10,15 @@ host (``megasdc.launcher.checks``) is not asked again.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc.checkpoint.snapshots.held import memory_folder
@@ -57,6 +58,7 @@ class HostRequest:
         whole: read every byte of the data.
         script: of a training that is not megasdc's own; None: it is.
         is_module: it is the name of a module, not a path.
+        modules: that it needs, see ``modules_of``.
     """
 
     config: str | None
@@ -70,6 +72,7 @@ class HostRequest:
     whole: bool
     script: str | None = None
     is_module: bool = False
+    modules: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,54 @@ def _lacks(check: Callable[[], None], *, snapshots: bool = False) -> Iterator[La
         yield Lack(error.exit_code, str(error), snapshots)
 
 
-def _check_imports(request: HostRequest) -> None:
-    """Raise LaunchError where a module is not installed that a script imports whatever happens, or that it is itself.
+def modules_of(script: str, is_module: bool, folders: Sequence[str]) -> list[str]:
+    """Modules that a training that is not megasdc's own needs on each host, by their first names.
 
-    What is imported within a condition or a function may not be needed; what is wrong with the script itself is no
-    matter of a host.
+    It is itself, or imports them whatever happens: not within a condition or a function. Only what is found here is
+    needed elsewhere: the rest comes by a path that the script, or the environment of its ranks alone, adds.
+
+    Args:
+        folders: that a rank looks in first, beside that of a script.
     """
+    if is_module:
+        names = [script.partition(".")[0]]
+    else:
+        names, folders = [], [*_folder_of(script), *folders]
+        with suppress(OSError, SyntaxError, ValueError, RecursionError):  # a launch checks that it can be read
+            names = _imported(ast.parse(Path(script).read_bytes()))
+    missing = _missing(names, folders)
+    return [name for name in names if name not in missing]
+
+
+def _check_imports(request: HostRequest) -> None:
+    """Raise LaunchError where a module is not installed that a training that is not megasdc's own needs."""
     assert request.script is not None, "of a training that is not megasdc's own"
-    names, path = [request.script.partition(".")[0]] if request.is_module else [], Path(request.script)
-    if not request.is_module:
-        sys.path.insert(0, str(path.absolute().parent))
-        with suppress(OSError, SyntaxError, ValueError):  # a launch checks that it can be read
-            names = _imported(ast.parse(path.read_bytes()))
-    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    if missing := _missing(request.modules, [] if request.is_module else _folder_of(request.script)):
         raise LaunchError(
             f"{request.script} needs {', '.join(missing)}, not installed in {sys.prefix}; install what other hosts have"
         )
+
+
+def _folder_of(script: str) -> list[str]:
+    return [str(Path(script).absolute().parent)]
+
+
+def _missing(names: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Those of modules that are not found, in folders first."""
+    before = list(sys.path)
+    sys.path[:0] = folders
+    importlib.invalidate_caches()
+    try:
+        return [name for name in names if not _is_found(name)]
+    finally:
+        sys.path[:] = before
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # it is loaded, and from no file, as __main__ may be
+        return True
 
 
 def _imported(tree: ast.Module) -> list[str]:

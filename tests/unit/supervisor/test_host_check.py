@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,38 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     hosts = {"a": 1, "b": 1}
     assert checks.check({"b": 1}, hosts, beside=["a"]) == Checked((), ("b",), {})
     script.write_text("import torch\nfrom nowhere_b.part import thing\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "nowhere_b.py").touch()
+    monkeypatch.syspath_prepend(str(here))  # of this process alone: it is installed here, and not where ranks run
     (lacking,) = checks.check({"b": 1}, hosts, beside=["a"]).unfit
     assert (lacking.host, lacking.code) == ("b", 78) and "needs nowhere_b, not installed" in lacking.text
     assert not checks.check({"b": 1}, hosts, beside=["a"], deep=False).unfit, "a look starts nothing"
-    module = HostRequest(None, [], [], 2, 1, 2, None, None, False, "nowhere_c.train", True)
+    module = HostRequest(None, [], [], 2, 1, 2, None, None, False, "nowhere_c.train", True, ["nowhere_c"])
     assert [one.code for one in check_host(module)] == [78]
     monkeypatch.setattr("megasdc.supervisor.host_check.shared_folder", lambda: script)
-    assert [one.code for one in check_host(replace(module, script="json.tool"))] == [77]
+    assert [one.code for one in check_host(replace(module, script="json.tool", modules=["json"]))] == [77]
+
+
+def test_a_module_that_is_not_found_here_either_is_no_lack_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script extends its path, or ranks alone have another one: all spares were unfit, and replaced."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "somewhere_a.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text("import __main__, json, sys\nsys.path.append('parts')\nimport somewhere_a, somewhere_b\n")
+    request = LaunchRequest(None, launcher_args=("--master_port", "29419"))
+    for name, is_module in (("train.py", False), ("somewhere_c.train", True)):
+        program = UserProgram(name, is_module, (), "run", 0.0, 1.0, (), 900.0)
+        checks = HostChecks(replace(request, program=program), tmp_path / "run", {"a": ("env",), "b": ("env",)})
+        assert checks.check({"b": 1}, {"a": 1, "b": 1}, beside=["a"]) == Checked((), ("b",), {})
+    before = list(sys.path)
+    assert host_check.modules_of("train.py", False, []) == ["__main__", "json", "sys"]
+    monkeypatch.delattr(sys.modules["__main__"], "__spec__", raising=False)
+    assert host_check.modules_of("train.py", False, ["parts"])[3:] == ["somewhere_a"] and sys.path == before
 
 
 def test_without_a_host_that_answers_nothing_is_found(config: Path, tmp_path: Path) -> None:
