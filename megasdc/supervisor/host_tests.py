@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
-from megasdc.errors import LaunchError
+from megasdc.durable import parse_json
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.process import end_launcher
 from megasdc.launcher.remote import KILL_S, Watch
 from megasdc.room import lacks_room, probe
@@ -102,6 +104,7 @@ class StressTests:
         self._arguments += ["--only", "collectives,gemm,training", *([] if golden is None else ["--golden", golden])]
         self._checking: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: list[HostTest] = []
 
     def runs(self, host: str) -> bool:
         """See ``Tests``."""
@@ -109,22 +112,25 @@ class StressTests:
 
     def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
-        if not self._has_room():  # it could not tell what it finds; the next call starts it
-            return
+        self._go_on(host, partial(self._check, host, slots, run))
+
+    def _go_on(self, host: str, turn: Callable[[], None]) -> None:
+        """Go on with a test; without room the next call does, and any other error of the disk ends the test."""
+        try:
+            probe(self._folder)  # without room it could not tell what it finds
+            turn()
+        except OSError as error:
+            if not lacks_room(error):
+                self._checking.pop(host, None)
+                self._ended.append(HostTest(host, StorageError.exit_code, f"it could not be tested: {error}"))
+
+    def _check(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+        """Start to check whether a host is fit."""
         self._file(host, "fit.json").unlink(missing_ok=True)
         asked = {"checks": asdict(self._checks), "host": host, "slots": slots, "run": dict(run)}
         asked |= {"beside": _beside(run, [host]), "result": str(self._file(host, "fit.json"))}
         command = [sys.executable, "-m", fitness.MODULE, json.dumps(asked, default=str)]
         self._checking[host] = self._process(host, command), slots
-
-    def _has_room(self) -> bool:
-        try:
-            probe(self._folder)
-        except OSError as error:
-            if lacks_room(error):
-                return False
-            raise
-        return True
 
     def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
@@ -156,24 +162,28 @@ class StressTests:
 
     def take(self) -> list[HostTest]:
         """See ``Tests``."""
-        unfit = list[HostTest]()
-        for host, (process, slots) in list(self._checking.items()):
-            if process.poll() is None or not self._has_room():  # what it found may not be there, nor what comes next
-                continue
-            del self._checking[host]
-            if (found := self._unfit(host, process.returncode)) is not None:
-                unfit.append(found)
-            else:
-                self._stress(host, slots)
-        ended = {host: code for host, one in self._running.items() if (code := one.poll()) is not None}
-        for host in ended:
+        for host, (process, _) in list(self._checking.items()):
+            if process.poll() is not None:
+                self._go_on(host, partial(self._take_check, host))
+        for host, code in [(host, code) for host, one in self._running.items() if (code := one.poll()) is not None]:
             del self._running[host]
-        return [*unfit, *(HostTest(host, *self._result(host, code)) for host, code in ended.items())]
+            self._ended.append(HostTest(host, *self._result(host, code)))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take_check(self, host: str) -> None:
+        """Go on after a check that has ended: with the test of what the host computes, if it is fit."""
+        process, slots = self._checking[host]
+        if (found := self._unfit(host, process.returncode)) is not None:
+            self._ended.append(found)
+        else:
+            self._stress(host, slots)
+        del self._checking[host]
 
     def _unfit(self, host: str, code: int) -> HostTest | None:
         """What a check has found; None: the host is fit."""
         try:
-            said = json.loads(self._file(host, "fit.json").read_text(encoding="utf-8"))
+            said = parse_json(self._file(host, "fit.json").read_text(encoding="utf-8"))
             checked = Checked(tuple(Unfit(**one) for one in said["unfit"]), (host,), said["silent"])
         except (OSError, ValueError, KeyError, TypeError):  # it was killed
             return HostTest(host, LaunchError.exit_code, f"the check ended with code {code}")
@@ -181,11 +191,13 @@ class StressTests:
 
     def _result(self, host: str, code: int) -> tuple[int, str]:
         try:
-            found = json.loads(self._file(host, "json").read_text(encoding="utf-8"))
+            found = parse_json(self._file(host, "json").read_text(encoding="utf-8"))
             (verdict,) = found["hosts"]
             return found["exit_code"], "; ".join(one["text"] for one in verdict["reasons"]) or verdict["status"]
-        except (OSError, ValueError, KeyError):  # it was killed, or refused to start
-            said = self._file(host, "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except (OSError, ValueError, KeyError, TypeError):  # it was killed, or refused to start
+            said = list[str]()
+            with suppress(OSError):
+                said = self._file(host, "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
             return LaunchError.exit_code, f"the test ended with code {code}: {said[-1] if said else 'nothing was said'}"
 
     def close(self) -> None:

@@ -75,6 +75,32 @@ def test_tests_of_hosts_end_together_and_leave_nothing(
     assert not tests.runs("a") and not tests.runs("b")
 
 
+def test_an_error_of_the_disk_ends_a_test_and_no_supervisor(config: Path, tmp_path: Path) -> None:
+    """Without room the test goes on later; after any other error it says why, and is due again after a while."""
+    tests = StressTests(tmp_path, 1, None, HostChecks(LaunchRequest(config), config.parent / "run"))
+    checked = tmp_path / "test_a.fit.json"
+    checked.mkdir()  # it cannot be removed as a file
+    tests.start("a", 1, {"b": 1})
+    (ended,) = tests.take()
+    assert (ended.host, ended.exit_code, ended.is_conclusive) == ("a", 77, False) and "Is a directory" in ended.text
+    assert not tests.runs("a") and tests.take() == []
+    checked.rmdir()
+    checked.write_text('{"unfit": [], "silent": {}}')
+    process = subprocess.Popen(["true"])
+    process.wait()
+    tests._checking["a"] = process, 1
+    hostfile = tmp_path / "test_a.hosts"
+    hostfile.symlink_to("/dev/full")
+    assert tests.take() == [] and tests.runs("a"), "there is no room: later"
+    hostfile.unlink()
+    hostfile.mkdir()
+    assert [one.exit_code for one in tests.take()] == [77] and not tests.runs("a")
+    (tmp_path / "test_a.json").write_text("[" * 100_000)
+    tests._running["a"] = process
+    (ended,) = tests.take()
+    assert ended.exit_code == 78 and "nothing was said" in ended.text
+
+
 def test_a_check_is_given_up_once_a_stop_is_asked_for(
     config: Path,
     tmp_path: Path,
