@@ -6,6 +6,7 @@ Only safetensors are read, so that no pickle is opened; one pipeline layer is in
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,15 +133,17 @@ def _local(source: Path | str) -> Path:
 def _refuse_links_out(folder: Path) -> None:
     """CheckpointError for a link that leads out of a model's folder: what it leads to would stand in the output.
 
-    In the hub's cache links lead to the blobs beside, which belong to the model.
+    Whatever its name: an index may name any file, and a tokenizer's are known by how they begin. In the hub's cache
+    links lead to the blobs beside, which belong to the model.
     """
     root = folder.resolve()
     own = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     for path in sorted(folder.iterdir()):
-        is_read = any(path.match(pattern) for pattern in _WANTED)
-        if is_read and path.is_symlink() and not any(path.resolve().is_relative_to(one) for one in own):
+        target = Path(os.path.realpath(path))  # of a link to itself it is the link, where resolve raises
+        if path.is_symlink() and not any(target.is_relative_to(one) for one in own):
             raise CheckpointError(
-                f"{path} is a link that leads out of the model's folder, to {path.resolve()}: put the file itself there"
+                f"{path} is a link that leads out of the model's folder, to {target}: put the file itself there, or "
+                "remove the link"
             )
 
 

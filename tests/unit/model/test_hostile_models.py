@@ -61,7 +61,9 @@ def test_code_of_a_model_is_never_run_nor_asked_for(folder: Path, monkeypatch: p
     assert not trap.exists() and not asked and found.note is not None
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "merges.txt", "config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "tokenizer.pem", "tokenizer", "merges.txt", "config.json", "model.safetensors"]
+)
 def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
     """What it leads to is not in the output, which may go to others."""
     (secret := folder.parent / "secret").write_text("precious")
@@ -70,6 +72,23 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of the model's folder"):
         import_hf(folder, folder.parent / "out")
     assert not (folder.parent / "out").exists()
+
+
+def test_a_link_to_weights_elsewhere_is_refused_by_any_name(folder: Path) -> None:
+    """An index may name a file that does not end as others do."""
+    (folder / "model.safetensors").rename(secret := folder.parent / "secret")
+    (folder / "weights").symlink_to(secret)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(["lm_head.weight"], "weights")}))
+    with pytest.raises(CheckpointError, match="weights is a link that leads out of the model's folder"):
+        import_hf(folder, folder.parent / "out")
+
+
+def test_a_link_to_itself_ends_as_a_damaged_model(folder: Path) -> None:
+    """It leads nowhere, so that nothing of others is read."""
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        import_hf(folder, folder.parent / "out")
 
 
 def test_the_hubs_cache_and_links_inside_are_read(folder: Path) -> None:
