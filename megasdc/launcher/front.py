@@ -13,7 +13,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -95,12 +95,19 @@ def launch(
     return launch_run(request).exit_code
 
 
-def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = False) -> LaunchResult:
+def launch_run(
+    request: LaunchRequest,
+    *,
+    dry_run: bool = False,
+    quiet: bool = False,
+    on_verdict: Callable[[], None] = lambda: None,
+) -> LaunchResult:
     """Check, start and supervise a run, and decide how it ended.
 
     Args:
         dry_run: only check, and show the command; nothing is built, started or written.
         quiet: send the ranks' standard output to standard error, which leaves standard output to the caller.
+        on_verdict: called once it is known how ranks have ended, while their launcher still has stop signals.
 
     Returns:
         How it ended; failed checks raise instead.
@@ -116,10 +123,10 @@ def launch_run(request: LaunchRequest, *, dry_run: bool = False, quiet: bool = F
     if not dry_run:
         room.need_room(partial(_probe, plan.run_dir), plan.run_dir, say)
     if plan.needs.master_port is not None:
-        return _launch_planned(plan, dry_run, quiet)
+        return _launch_planned(plan, dry_run, quiet, on_verdict)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
     with held_port() as port:
-        return _launch_planned(replace(plan, master_port=port), dry_run, quiet)
+        return _launch_planned(replace(plan, master_port=port), dry_run, quiet, on_verdict)
 
 
 def _probe(folder: Path) -> None:
@@ -131,7 +138,7 @@ def _probe(folder: Path) -> None:
             raise
 
 
-def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResult:
+def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=Watch(say=say))
     if problems := [*_folders_in_use(plan), *report.problems]:
         in_use = len(problems) > len(report.found)
@@ -142,7 +149,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool) -> LaunchResul
         say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
     with _holding(plan), _meeting(plan) as plan, listening_for_agents(plan) as agents, _private_on_hosts(plan):
-        verdict, launcher_code = _run(plan, quiet, agents)
+        verdict, launcher_code = _run(plan, quiet, agents, on_verdict)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:
@@ -260,7 +267,9 @@ def _describe(placement: Placement) -> str:
     return f"{ranks} rank{'s' if ranks > 1 else ''} on {', '.join(shown)}{f' and {more} more hosts' if more else ''}"
 
 
-def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verdict, int]:
+def _run(
+    plan: LaunchPlan, quiet: bool, agents: Standstill | None, on_verdict: Callable[[], None]
+) -> tuple[Verdict, int]:
     """Start the launcher, wait for it, and judge the records; ``agents``: what they tell; None: nothing listens."""
     silent = dict if agents is None else agents.silent_s
     # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
@@ -274,6 +283,7 @@ def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verd
     process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
     try:
         code = process.wait(FailureWatch(plan, silent=silent), plan.request.failure_grace_s)
+        number = process.stopped_by  # a signal from now on has not ended the launcher
         records, unreachable = gather_records(plan)
         incomplete = len(records.done) < len(plan.placement.host_of_rank)
         # Also if all have written their records, which they do before they end.
@@ -284,6 +294,7 @@ def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verd
         while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
             time.sleep(1)
             records, unreachable = gather_records(plan)
+        on_verdict()
     finally:
         process.close()
     hosts = plan.placement.host_of_rank
@@ -294,7 +305,6 @@ def _run(plan: LaunchPlan, quiet: bool, agents: Standstill | None) -> tuple[Verd
         say(f"its whole log is in {folder}")
     outlived = incomplete and waited
     clocks = None if agents is None else agents.clocks
-    number = process.stopped_by
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
     if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
         verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])

@@ -182,14 +182,19 @@ class FrontEngine:
         writer = [sys.executable, "-m", attempt_log.MODULE, str(path), str(room.limit_s())]
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
         assert self._log.stdin is not None, "it is a pipe"
-        with self._log.stdin as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", front.MODULE, words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        # Blocked for the front too, so that it lives to tell of a signal that it gets while it is loaded.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, front.HELD)
+        try:
+            with self._log.stdin as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", front.MODULE, words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         ticks = run_lock.start_ticks(process.pid)
         return Process(process.pid, 0 if ticks is None else ticks)
 

@@ -17,17 +17,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc import room
 from megasdc.durable import parse_json, write_durably
 from megasdc.errors import MegasdcError, StorageError
 from megasdc.launcher.front import launch_run
 from megasdc.launcher.request import LaunchRequest, UserProgram
 from megasdc.launcher.supervision import say
 from megasdc.moment import boot_id
-from megasdc.room import END_S, wait_for_room
 from megasdc.supervisor.diagnosis import SIGNALS
-from megasdc.train.process.signals import exiting_on_signals
+from megasdc.train.process.signals import ExitSignals, exiting_on_signals
 
 MODULE = "megasdc.supervisor.front"
+HELD = (signal.SIGINT, signal.SIGTERM)
+"""Signals that who starts a front blocks for it, until it can write down that they have ended it."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,32 @@ def load_result(path: Path) -> FrontResult | None:
         return None
 
 
-def run(launch: dict[str, Any]) -> FrontResult:
-    """Launch, and wait for the end; every error becomes a result, and a signal before the launcher passes it on."""
+def run(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
+    """Launch, and wait for the end; every error becomes a result, and a signal before the launcher passes it on.
+
+    Args:
+        signals: end nothing any more once it is known how ranks have ended.
+    """
     try:
-        with exiting_on_signals():
-            found = launch_run(request_of(launch))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        result = _launch(launch, signals)
+        signals.only_note()
+        return result
+    except SystemExit as end:
+        code = int(end.code or 0)
+        text = f"{signal.Signals(code - SIGNALS).name} before ranks were started"
+        say(text)
+        return FrontResult(code, None, None, [text], stopped_by=code - SIGNALS)
+
+
+def _launch(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
+    try:
+        found = launch_run(request_of(launch), on_verdict=signals.only_note)
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
         return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())
-    except SystemExit as end:
-        code = int(end.code or 0)
-        text = f"{signal.Signals(code - SIGNALS).name} before ranks were started, or after they had ended"
-        say(text)
-        return FrontResult(code, None, None, [text], stopped_by=code - SIGNALS)
     except Exception as error:  # whatever it is, the supervisor has to know
         traceback.print_exc()
         return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])
@@ -100,15 +113,17 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Launch as the first argument says; returns the exit code."""
     request = json.loads(sys.argv[1])
-    result = run(request["launch"])
-    path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
-    # Without room the exit code says it all, and who has asked it to end waits for it; other results are waited for.
-    is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
-    at_most_s = END_S if is_short else None
-    try:
-        wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
-    except OSError as error:
-        say(f"how the launch has ended could not be written: {error}")
+    with exiting_on_signals() as signals:
+        room.end_waits_when(lambda: signals.noted)
+        result = run(request["launch"], signals)
+        path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
+        # Without room the exit code says it all, and who has asked it to end waits for it; others are waited for.
+        is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
+        at_most_s = room.END_S if is_short else None
+        try:
+            room.wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
+        except OSError as error:
+            say(f"how the launch has ended could not be written: {error}")
     return result.exit_code
 
 

@@ -6,6 +6,7 @@ looked for before it is made, an attempt that runs is taken over, a decision tha
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from megasdc.launcher.plan import new_launch_id
 from megasdc.launcher.verdict import lines_of
 from megasdc.room import RoomProbe
 from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.diagnosis import KINDS, MENDABLE, diagnose
+from megasdc.supervisor.diagnosis import KINDS, MENDABLE, SIGNALS, diagnose
 from megasdc.supervisor.engine import Engine
 from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import HostTest, Tests
@@ -123,7 +124,9 @@ class Supervisor:
         are_lacking = self._are_lacking
         text = f"{min(history.sizes)} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
         is_new = history.stage == "left"
-        if self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
+        if self._stop.is_set() and not self._allocation.is_ending:
+            self._finish_on_request()
+        elif self._allocation.is_ending or (are_lacking and self._allocation.can_be_left and not is_new):
             text = f"{self._allocation.name} is about to end" if self._allocation.is_ending else text
             self._write("left", job=self._allocation.job, away=list(history.replaced), text=text)
         elif are_lacking:
@@ -163,7 +166,7 @@ class Supervisor:
     def _look_at_new(self) -> None:
         """Look whether hosts that the next attempt takes instead of others are fit; those that are not are not used."""
         history = self._history
-        while history.attempt is not None:
+        while history.attempt is not None and not self._stop.is_set():
             new = {host: count for host, count in history.chosen.items() if host not in history.attempt.slots}
             unfit = self._tests.look(new, history.chosen, self._stop.is_set) if new else []
             if not unfit:
@@ -270,22 +273,30 @@ class Supervisor:
         assert decision is not None, "it is made"
         self._alert()
         self._engine.release(decision.replaced)  # here, so that also a supervisor does it that was started meanwhile
-        code = history.failures[-1].exit_code
-        code = LaunchError.exit_code if code is None else code
         if decision.action in (Action.FINISH, Action.STOP):
-            self._finish(code, decision.text)
+            self._finish(self._last_code, decision.text)
             return
         passed_s = history.now - history.decided_at  # also that of an earlier supervisor
         end = time.monotonic() + decision.pause_s - passed_s
-        while not self._allocation.is_ending:
-            if self._stop.is_set():
-                self._finish(code, f"stopped on request, after an attempt that ended so: {decision.text}")
-                return
-            if (left_s := end - time.monotonic()) <= 0:
-                break
+        while not self._stop.is_set() and (left_s := end - time.monotonic()) > 0:
             self._test_hosts()
             self._stop.wait(min(POLL_S, left_s))
         self._plan()
+
+    def _finish_on_request(self) -> None:
+        """Finish before another start: as the attempt before has ended, if there was one, else as a front does."""
+        history = self._history
+        if not history.failures or history.decision is None:
+            self._finish(SIGNALS + signal.SIGTERM, "stopped on request before a start")
+            return
+        text = f"stopped on request, after an attempt that ended so: {history.decision.text}"
+        self._finish(self._last_code, text)
+
+    @property
+    def _last_code(self) -> int:
+        """Exit code of the last attempt."""
+        code = self._history.failures[-1].exit_code
+        return LaunchError.exit_code if code is None else code
 
     def _alert(self) -> None:
         """Alert of what was decided last, if hosts are replaced or the run goes back; once, whoever follows it."""

@@ -171,26 +171,46 @@ class StopSignals:
             signal.signal(number, handler)
 
 
+class ExitSignals:
+    """Whether stop signals end a command.
+
+    Attributes:
+        noted: number of the last one that did not; 0: none.
+        end: whether they do.
+    """
+
+    def __init__(self) -> None:
+        self.noted, self.end = 0, True
+
+    def only_note(self) -> None:
+        """Let none end the command from now on: what it has to tell is known."""
+        self.end = False
+
+
 @contextmanager
-def exiting_on_signals() -> Iterator[None]:
+def exiting_on_signals() -> Iterator[ExitSignals]:
     """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes unfinished files.
 
     The signals are SIGINT, SIGTERM and SIGHUP; after the first one all are ignored, so that the cleanup is not
     interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore it;
     an ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
+    signals = ExitSignals()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
+        if not signals.end:
+            signals.noted = number
+            return
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, end) for number in numbers}
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

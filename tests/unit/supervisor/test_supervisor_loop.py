@@ -476,6 +476,27 @@ def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) 
     assert len(engine.started) == 2 and not engine.stopped
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_request_to_stop_before_a_start_starts_nothing(tmp_path: Path, begins: bool) -> None:
+    """The first one, or one for which a spare is looked at; it is finished by that, and by no failure of the launch."""
+    stop, engine = Event(), SmallProcesses(tmp_path, [(78, None, ("b",), 10)])
+
+    class Asked(SmallTests):
+        def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
+            stop.set()
+            return super().look(slots, run, stops)
+
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots=SLOTS, num_hosts=2)
+        journal.write("opened", config="c.json")
+        if begins:
+            stop.set()
+        code = Supervisor(journal, engine, Asked(), LIMITS, Allocation("hosts", SLOTS), stop, lambda line: None).run()
+        last = journal.entries[-1]
+    assert code == (128 + signal.SIGTERM if begins else 78) and len(engine.started) == (0 if begins else 1)
+    assert last.kind == "finished" and last.fields["text"].startswith("stopped on request")
+
+
 def _history_in(folder: Path) -> History:
     with Journal(folder, lambda line: None) as journal:
         return History.of(journal.entries)
