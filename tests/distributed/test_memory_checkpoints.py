@@ -69,7 +69,7 @@ def _harm(what: str, folder: Path, rank: int) -> None:
     """What happens to the memory of a rank's host, each on a host of its own."""
     if what == "lost" and rank == 1:
         shutil.rmtree(folder)
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
     if what in ("own", 1, "both") and rank == 1:
         _flip(folder, 1, 2, guest=False)
     if what == "both" and rank == 0:
@@ -83,7 +83,7 @@ def _harm(what: str, folder: Path, rank: int) -> None:
 def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str, dict[int, str], bool]:
     rank = torch.distributed.get_rank()
     folder, ranks = Path(base) / f"host{rank}", Ranks("node_local", node=f"host{rank}")
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     run = Run(pipeline=pipeline, dtype=dtype)
     saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)
     assert saver.join_partners("127.0.0.1") is None
@@ -148,7 +148,7 @@ def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
     rank = torch.distributed.get_rank()
     host = f"host{min(rank, 1)}"
     folder, ranks = Path(base) / host, Ranks("node_local", node=host)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     run = Run()
     saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)
     assert saver.join_partners("127.0.0.1") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -136,10 +137,11 @@ def test_memory_whose_name_another_user_has_taken_lies_beside(shared: Path, monk
         released = release.answer({"run": "run"})
     assert released == [str(found)]
     assert (left := owner(found)) is not None and left.linger_s == 0.0
+    shutil.rmtree(plain)
+    assert memory_folder("run") == found, "he has given the name back"
     taken_meanwhile = memory_folder("other")
     make_theirs(taken_meanwhile)
-    claim(taken_meanwhile, "other.1", 0.0)
-    assert is_own_folder(memory_folder("other"))
+    assert claim(taken_meanwhile, "other.1", 0.0) == memory_folder("other") and is_own_folder(memory_folder("other"))
 
 
 def test_a_record_is_not_written_through_a_link(shared: Path) -> None:

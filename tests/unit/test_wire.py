@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from megasdc import wire
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, HeldFile, HeldRecord, rank_folder
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, HeldRecord, rank_folder
 from megasdc.checkpoint.snapshots.partner import Partner
 from megasdc.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
 
@@ -89,7 +89,7 @@ def test_a_flood_does_not_end_a_partners_door(tmp_path: Path, descriptors: int) 
             partner.send(slot, record)
             partner.close()
             assert writer.poll() is None and threads_of(writer.pid) < 3 * MAX_UNKNOWN
-    kept = rank_folder(tmp_path / "kept", 0) / "slot_a"
+    kept = rank_folder(tmp_path / "kept" / GUESTS, 0) / "slot_a"
     assert (kept / HELD_FILE).is_file() and (kept / "part").read_bytes() == (slot / "part").read_bytes()
 
 

@@ -136,17 +136,19 @@ def memory_folder(run: str | None) -> Path:
     """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has.
 
     Under SLURM it is that of a start of the job: what an earlier one has left is not the job's own. Where another user
-    has taken its name, the folder has a random part behind it, and is found by its owner; before ``claim`` there is
-    none, and each call has another name for it.
+    has taken its name, the folder has a random part behind it, and is found by its owner, also once the name is free
+    again; before ``claim`` there is none, and each call has another name for it.
     """
     assert run is not None, "the start was counted"
     job = f"job{number}-" if (number := os.environ.get("SLURM_JOB_ID")) else ""
     if job and (restarts := os.environ.get("SLURM_RESTART_COUNT", "0")) != "0":
         job = f"job{number}.{restarts}-"
     folder = shared_folder() / f"{own_prefix()}memory-{run}-{job}{socket.gethostname()}"
-    if is_own_folder(folder) or not os.path.lexists(folder):
+    if is_own_folder(folder):
         return folder
-    return min(own_folders(f"{folder.name}{_APART}"), default=_beside(folder))
+    if (own := min(own_folders(f"{folder.name}{_APART}"), default=None)) is not None:
+        return own
+    return _beside(folder) if os.path.lexists(folder) else folder
 
 
 def _beside(folder: Path) -> Path:
@@ -157,6 +159,21 @@ def _beside(folder: Path) -> Path:
 def rank_folder(folder: Path, rank: int) -> Path:
     """Folder of a rank's slots."""
     return folder / f"rank_{rank:05d}"
+
+
+def make_within(folder: Path, inner: Path) -> None:
+    """Make a folder within that of a run, which must be this user's alone; it is made where it has been removed.
+
+    Args:
+        inner: at any depth in ``folder``; it may be there already.
+
+    Raises:
+        OSError: it cannot be made, or another user has taken the name of ``folder``.
+    """
+    make_own_folder(folder)  # with ``parents`` it would be one that others may enter, or theirs
+    for name in inner.relative_to(folder).parts:
+        folder = folder / name
+        folder.mkdir(exist_ok=True)
 
 
 def find_held(folder: Path, run: str | None) -> tuple[list[Held], list[str]]:
@@ -205,10 +222,12 @@ class Owner:
     linger_s: float
 
 
-def claim(folder: Path, start: str, linger_s: float) -> None:
+def claim(folder: Path, start: str, linger_s: float) -> Path:
     """Make the folder, and say which start of the run uses it now: the agent of an earlier one leaves it alone then.
 
-    Where another user makes one of that name meanwhile, it gets a name beside that, which ``memory_folder`` gives then.
+    Returns:
+        The folder, which ``memory_folder`` gives from now on; it has a name beside that where another user has made one
+        of that name meanwhile.
 
     Raises:
         OSError: shared memory cannot be written.
@@ -219,6 +238,7 @@ def claim(folder: Path, start: str, linger_s: float) -> None:
         folder = _beside(folder)
         make_own_folder(folder)
     write_durably(folder / OWNER_FILE, json.dumps(asdict(Owner(start, os.getpid(), linger_s))))
+    return folder
 
 
 def owner(folder: Path) -> Owner | None:

@@ -23,7 +23,7 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.checkpoint.places import Place, Problem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, rank_folder
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, make_within, rank_folder
 from megasdc.checkpoint.snapshots.messages import Answer, Join, Listen, Store
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
@@ -37,13 +37,17 @@ logger = logging.getLogger(__name__)
 class _Slot:
     """Shared memory for one step.
 
+    Args:
+        top: folder of the run.
+        folder: of the slot, within it.
+
     Attributes:
         step: that it holds or will hold, 0: none.
         is_whole: whether this start has made it whole.
     """
 
-    def __init__(self, folder: Path, device: torch.device, step: int = 0) -> None:
-        self.folder, self.step, self.is_whole = folder, step, False
+    def __init__(self, top: Path, folder: Path, device: torch.device) -> None:
+        self._top, self.folder, self.step, self.is_whole = top, folder, 0, False
         self.snapshot = Snapshot(device)
 
     def empty(self) -> None:
@@ -53,7 +57,7 @@ class _Slot:
             OSError: the folder cannot be made.
         """
         self.is_whole = False
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_within(self._top, self.folder)
         (self.folder / HELD_FILE).unlink(missing_ok=True)
 
 
@@ -87,7 +91,7 @@ class MemorySaver:
         self._folder, self._run, self._start, self._dims, self._place = folder, run, start, dims, place
         self._address: str | None = None
         own = rank_folder(folder, dims.rank)
-        self._slots = [_Slot(own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
+        self._slots = [_Slot(folder, own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
         self._writer = WriterProcess(describes=False)
         self._making: _Slot | None = None
         self._texts: dict[str, str] = {}
@@ -138,7 +142,7 @@ class MemorySaver:
         Collective: all ranks of the world.
         """
         self._address = address
-        door = self._ask(Listen(self._folder / GUESTS, address))
+        door = self._ask(Listen(self._folder, address))
         doors = self._place.gather((address, door))
         partner = partner_of(self._dims, self._place.nodes, self._dims.rank)
         problem = door.problem

@@ -19,7 +19,15 @@ from pathlib import Path
 import xxhash
 
 from megasdc.checkpoint.formats.records import read_text, record_text
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HELD_FILE, HeldFile, HeldRecord, rank_folder
+from megasdc.checkpoint.snapshots.held import (
+    FORMAT_VERSION,
+    GUESTS,
+    HELD_FILE,
+    HeldFile,
+    HeldRecord,
+    make_within,
+    rank_folder,
+)
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
@@ -72,7 +80,7 @@ class Guests:
     """Receives slots of other hosts' ranks, each sender in a thread of its own.
 
     Args:
-        folder: where they are kept, in shared memory.
+        folder: of the run, in shared memory.
         address: of this host, to listen on.
 
     Raises:
@@ -108,8 +116,8 @@ class Guests:
         if not name.isidentifier():
             raise ValueError(f"{name!r} is no slot")
         record: HeldRecord = read_text(Path(HELD_FILE), text, HeldRecord, FORMAT_VERSION)
-        slot = rank_folder(self._folder, record.rank) / name
-        slot.mkdir(parents=True, exist_ok=True)
+        slot = rank_folder(self._folder / GUESTS, record.rank) / name
+        make_within(self._folder, slot)
         (slot / HELD_FILE).unlink(missing_ok=True)
         known = {file.name for file in record.files}
         for path in slot.iterdir():
@@ -124,7 +132,7 @@ class Guests:
 def _take_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
     """Receive a file into memory that is used again; returns whether it is what its digest says."""
     digest = xxhash.xxh3_128()
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as opened:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as opened:
         if file.size_bytes == 0:
             opened.truncate(0)
             return digest.hexdigest() == file.xxh3_128

@@ -34,7 +34,16 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen, too_new
-from megasdc.checkpoint.snapshots.held import RESTORE, Held, HeldFile, HeldRecord, Line, find_held, read_line
+from megasdc.checkpoint.snapshots.held import (
+    RESTORE,
+    Held,
+    HeldFile,
+    HeldRecord,
+    Line,
+    find_held,
+    make_within,
+    read_line,
+)
 from megasdc.parallel.dims import ParallelDims
 from megasdc.progress import tell_bytes
 
@@ -232,7 +241,7 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals
     if place.leader:
         try:
             shutil.rmtree(folder / RESTORE, ignore_errors=True)
-            target.mkdir(parents=True)
+            make_within(folder, target)
         except OSError as error:
             problem = describe_error(error, f"create {target}")
     what = f"step {found.step} cannot be restored from memory"

@@ -40,7 +40,7 @@ class _Image:
         if path is None:
             self._file = os.memfd_create(name)
         else:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._map: mmap.mmap | None = None
         self._registered = 0
 

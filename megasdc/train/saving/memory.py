@@ -28,6 +28,7 @@ from megasdc.engine.run import Run
 from megasdc.errors import ConfigError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
+from megasdc.shared_memory import is_own_folder
 from megasdc.train.process.own_address import own_address
 from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
 
@@ -214,8 +215,7 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     if place.leader:
         folder = memory_folder(origin.run)
         try:
-            claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s)
-            remove_forgotten(memory_folder(origin.run))
+            remove_forgotten(claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s))
         except OSError as error:
             problem = describe_error(error, f"write {folder}")
     raise_together(problem, place, "nothing can be kept in memory")
@@ -259,7 +259,7 @@ def remove_step(run: Run, found: Found) -> None:
 
 def mark_memory(folder: Path, step: int) -> None:
     """Note that an audit has agreed after a step; where that fails, a restart after corruption takes the disk."""
-    if folder.is_dir():
+    if is_own_folder(folder):
         try:
             mark_verified_up_to(folder, step)
         except OSError as error:
