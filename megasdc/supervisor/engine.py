@@ -84,11 +84,14 @@ class Engine(Protocol):
     def release(self, hosts: Sequence[str]) -> None:
         """Let the memory of hosts go that holds snapshots of the run: it does not go on there."""
 
-    def alert(self, decision: int, some: Sequence[Met]) -> str:
-        """Alert of hosts that are replaced and of steps back, once; returns what went wrong, empty: nothing.
+    def alert(self, name: str, some: Sequence[Met]) -> str:
+        """Alert of hosts that are replaced or come back and of steps back, once; returns what went wrong.
 
         Args:
-            decision: number of its entry in the journal.
+            name: under which it is kept that this was done.
+
+        Returns:
+            Sentences; empty: nothing went wrong.
         """
 
 
@@ -322,17 +325,17 @@ class FrontEngine:
             if hosts and (identity := read_identity(self._run_dir)) is not None:
                 self._allocation.release(hosts, identity.run)
 
-    def alert(self, decision: int, some: Sequence[Met]) -> str:
-        """See ``Engine``."""
+    def alert(self, name: str, some: Sequence[Met]) -> str:
+        """See ``Engine``; what cannot be written is told nevertheless."""
         if not some or not self._alert_command:
             return ""
-        path = self._folder / f"decision_{decision:05d}.json"
+        path, problem = self._folder / f"{name}.json", ""
         text = json.dumps([one.as_dict() for one in some], indent=1) + "\n"
         try:
             room.write_whole(path, text)
         except OSError as error:
-            return f"alert of {path}, which cannot be written: {error}"
-        return alert(self._alert_command, path, text)
+            problem = f"alert of {path}, which cannot be written: {error}"
+        return "; ".join(filter(None, (problem, alert(self._alert_command, path, text))))
 
     def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""

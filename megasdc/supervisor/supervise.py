@@ -23,7 +23,7 @@ from megasdc.supervisor.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.supervisor.host_tests import HostTest, Tests
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import HOUR_S, Ledger, Use
-from megasdc.supervisor.met import of_journal, with_journal
+from megasdc.supervisor.met import by_entry, name_of, with_journal
 from megasdc.supervisor.policy import Action, Decision, Limits, decide, may_return
 
 POLL_S = 0.2
@@ -59,7 +59,7 @@ class Supervisor:
         self._allocation, self._stop, self._say, self._ledger = allocation, stop, say, ledger
         self._has_left = False
         self._process = self._asked = ENDED
-        self._look_at = 0.0
+        self._look_at, self._num_alerted = 0.0, 0
         self._room = RoomProbe(journal.path.parent, say)
         self._history = History.of(journal.entries)
 
@@ -79,6 +79,7 @@ class Supervisor:
             "left": self._leave,
         }
         try:
+            self._alert()
             while self._history.exit_code is None and not self._has_left:
                 turns[self._history.stage]()
         except StorageError:
@@ -181,6 +182,7 @@ class Supervisor:
         self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
         self._write(TESTED, **asdict(test))
         self._say(f"{test.host} was tested: {test.text}{again}")
+        self._alert()
 
     def _leave(self) -> None:
         if self._history.left != self._allocation.job:
@@ -299,12 +301,16 @@ class Supervisor:
         return LaunchError.exit_code if code is None else code
 
     def _alert(self) -> None:
-        """Alert of what was decided last, if hosts are replaced or the run goes back; once, whoever follows it."""
+        """Alert of what the journal tells of hosts and steps back since the last attempt was planned; of each once.
+
+        Also of what a supervisor has written down that was killed before it could.
+        """
         entries = self._journal.entries
-        last = max(place for place, entry in enumerate(entries) if entry.kind == "decided")
-        before = len(of_journal(entries[:last]))
-        if problem := self._engine.alert(entries[last].number, of_journal(entries[: last + 1])[before:]):
-            self._say(problem)
+        last = max((place for place, entry in enumerate(entries) if entry.kind == "planned"), default=0)
+        for entry, some in list(by_entry(entries))[max(last, self._num_alerted) :]:
+            if some and (problem := self._engine.alert(name_of(entry, some), some)):
+                self._say(problem)
+        self._num_alerted = len(entries)
 
     @property
     def _num_others(self) -> int:

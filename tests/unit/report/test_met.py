@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from megasdc.report.top.screen import Screen
 from megasdc.report.top.view import RunWatcher
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.journal import FOLDER, Journal
-from megasdc.supervisor.met import all_met
+from megasdc.supervisor.journal import FOLDER, Entry, Journal
+from megasdc.supervisor.met import all_met, by_entry, name_of, of_journal
 
 DIAGNOSIS = {"kind": "host_lost", "text": "n2 is lost", "hosts": ["n2"], "step": 30, "back": None}
 
@@ -49,8 +50,8 @@ def _run(tmp_path: Path) -> Path:
 def test_everything_is_in_one_list(run: Path) -> None:
     """Hosts, ranks, what was done and what to do."""
     found = all_met(run)
-    assert [one.kind for one in found] == ["corruption", "standstill", "replaced", "rewound", "returned"]
-    wrong, hang, lost, back, again = found
+    assert [one.kind for one in found] == ["corruption", "standstill", "replaced", "rewound", "returned", "replaced"]
+    wrong, hang, lost, back, again, spare = found
     assert (wrong.hosts, wrong.ranks, wrong.devices, wrong.verdict) == (("node7",), (1,), ("cpu",), "persistent")
     assert wrong.place == "forward of 2.layer.mlp.linear_fc1" and wrong.done == "the step was repaired"
     assert "drain node7" in wrong.to_do and wrong.page is not None and Path(wrong.page).exists()
@@ -58,6 +59,8 @@ def test_everything_is_in_one_list(run: Path) -> None:
     assert lost.hosts == ("n2",) and lost.done == "decision 1" and "drain n2" in lost.to_do
     assert "step 25 at most" in back.done and "40" in back.done
     assert again.hosts == ("n2",), "only what was away comes back, and only once"
+    assert (spare.attempt, spare.hosts, spare.done) == (3, ("n2",), "it is not used as a spare")
+    assert spare.what == "n2 was tested: tested" and "drain n2" in spare.to_do
 
 
 def test_a_way_back_that_nobody_is_named_for_is_in_the_list(run: Path) -> None:
@@ -84,7 +87,7 @@ def test_it_stands_wherever_people_look(run: Path) -> None:
     assert [one["kind"] for one in view.as_dict()["met"]] == [one.kind for one in found]
     console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - as long as the console
     console.print(Screen(view))
-    assert "n2: a host cannot be reached" in console.export_text()
+    assert "n2 was tested: tested; it is not used as a spare" in console.export_text()
 
 
 def test_a_clean_run_says_nothing(tmp_path: Path) -> None:
@@ -111,6 +114,32 @@ def test_decisions_alert_once(tmp_path: Path) -> None:
     nothing: object = None
     engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {}, command)  # type: ignore[arg-type]
     some = [Met(1, 5, "", "replaced", "n2: lost", ("n2",))]
-    assert engine.alert(7, []) == "" and not got.exists()
-    assert engine.alert(8, some) == "" == engine.alert(8, some)
+    assert engine.alert("decision_0001_a", []) == "" and not got.exists()
+    assert engine.alert("decision_0001_b", some) == "" == engine.alert("decision_0001_b", some)
     assert [one["hosts"] for one in json.loads(got.read_text())] == [["n2"]]
+    got.unlink()
+    (tmp_path / FOLDER / "decision_0002_c.json").mkdir()
+    assert "cannot be written" in engine.alert("decision_0002_c", some) and got.exists(), "it is told nevertheless"
+
+
+def test_a_decision_is_known_in_a_journal_that_is_written_anew(tmp_path: Path) -> None:
+    """Its entry gets another number: whoever was told of it would be again, or not of what has its number now."""
+    found = list[str]()
+    with Journal(tmp_path, lambda line: None) as journal:
+        journal.write("hosts", slots={"n1": 1, "n2": 1}, num_hosts=1)
+        journal.write("opened", config="c.json")
+        journal.write("planned", attempt=1, slots={"n1": 1}, launch_id="launch1")
+        journal.write("ended", exit_code=78, diagnosis=DIAGNOSIS, trained=None, last=None)
+        journal.write("decided", action="start again", text="text", replaced=["n2"], pause_s=0.0, back=None)
+        journal.write("tested", host="n2", exit_code=0, text="passed")
+        for entries in (journal.entries, [journal.entries[0], *journal.entries[2:]]):
+            renumbered = [replace(one, number=at) for at, one in enumerate(entries, 1)]
+            found += [name_of(entry, some) for entry, some in by_entry(renumbered) if some]
+    assert found[:2] == found[2:] and found[0] == "decision_0001_launch1" and found[1].startswith("tested_")
+
+
+def test_a_host_that_lacks_nothing_any_more_is_to_be_looked_at() -> None:
+    """There is nothing to mend that a check finds."""
+    ended = Entry(1, 0.0, "ended", {"diagnosis": {**DIAGNOSIS, "kind": "mended"}})
+    (found,) = of_journal([ended, Entry(2, 0.0, "decided", {"action": "", "text": "t", "replaced": ["n2"]})])
+    assert found.to_do == "look at n2, test with `megasdc stress`"

@@ -65,7 +65,7 @@ class SmallProcesses:
         self.wrong = ""
         self.before_start: Callable[[], None] = lambda: None
         self.released: list[str] = []
-        self.alerts: dict[int, list[str]] = {}
+        self.alerts: dict[str, list[str]] = {}
         self.ended: list[str] = []
 
     @property
@@ -128,9 +128,10 @@ class SmallProcesses:
         """See ``Engine``."""
         self.released += hosts
 
-    def alert(self, decision: int, some: Sequence[Met]) -> str:
+    def alert(self, name: str, some: Sequence[Met]) -> str:
         """See ``Engine``."""
-        self.alerts[decision] = [str(one) for one in some]
+        told = [str(one) for one in some]
+        assert self.alerts.setdefault(name, told) == told, "whoever tells it again"
         return ""
 
     def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
@@ -269,13 +270,13 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
         history = History.of(journal.entries)
         turns = ["planned", "started", "ended", "decided"]
         assert [one.kind for one in journal.entries] == ["hosts", "opened", *turns * 5, "finished"]
-        decided = [one.number for one in journal.entries if one.kind == "decided"]
+        launches = [one.fields["launch_id"] for one in journal.entries if one.kind == "planned"]
     assert list(history.replaced) == ["b", "z"] and history.usable == ["c", "a"]
     lost, killed = said[-2:]
     assert said[-3] == "the run met 2 faults:"
     assert "b: a host cannot be reached" in lost and "drain b, test with `megasdc stress`" in lost
     assert killed.startswith("step 25 of attempt 3: z: a rank was killed")
-    assert engine.alerts == dict(zip(decided, [[lost], [], [killed], [], []], strict=True))
+    assert engine.alerts == {f"decision_0001_{launches[0]}": [lost], f"decision_0003_{launches[2]}": [killed]}
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -564,6 +565,12 @@ def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,b", "z,b", "b,a", "a,z"]
     history = _history_in(tmp_path)
     assert {host: one.text for host, one in history.replaced.items() if one.kind is None} == {"c": "as a spare: said"}
+    told = [text.partition(": ")[2] for some in engine.alerts.values() for text in some if "was tested" in text]
+    assert told[:2] == [
+        "c was tested: said; it is not used as a spare; to do: drain c, test with `megasdc stress`, return what passes",
+        "a was tested: said; it is not used as a spare; to do: look at a; it is tested again",
+    ]
+    assert "a was tested: said; it is a spare again" in told and len(engine.alerts) >= 5
     assert tests.started[:2] == ["c", "a"] and tests.started.count("c") == 1
 
 
