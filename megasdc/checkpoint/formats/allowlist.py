@@ -11,6 +11,7 @@ import enum
 import importlib
 import io
 import pickle
+import struct
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ MEMBER = "builtins.getattr"
 """Function in the pickles of enum members by Python 3.11.0 to 3.11.3. The real ``getattr`` would give access to
 anything; ``enum_member`` replaces it, and only in files that no other unpickler opens."""
 
+_END, _ZIP64_LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL")
+_ZIP64_END = struct.Struct("<4sQ2H2L4Q")
+"""Records at the end of an archive. Source: APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16."""
 _ESCAPES = {"builtins", "os", "posix", "subprocess", "sys", "importlib", "runpy", "pty", "shutil", "socket"}
 
 
@@ -74,15 +78,19 @@ def refuse_compressed(path: Path | str, content: BinaryIO | None = None) -> None
     ``content``: see ``find_unsafe_classes``.
     """
     try:
-        with zipfile.ZipFile(content or path) as archive:
-            members = archive.infolist()
+        with contextlib.nullcontext(content) if content is not None else open(path, "rb") as file:
+            directory = _find_directory(file)
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+        if any(one.header_offset + one.compress_size > directory for one in members):
+            raise ValueError("a member is not in front of the directory")
     except FileNotFoundError:
         return  # torch will say so
     except PermissionError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}; ask its owner, or read it as the owner"
         ) from error
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, NotImplementedError, struct.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is not a complete file of torch.save: {_first_line(error)}") from error
     finally:
         if content is not None:
@@ -94,6 +102,34 @@ def refuse_compressed(path: Path | str, content: BinaryIO | None = None) -> None
                 f"{member.compress_size:,} bytes that would become {member.file_size:,}; it was not opened. "
                 "Get the file again from where it came from"
             )
+
+
+def _find_directory(file: BinaryIO) -> int:
+    """Byte at which the directory of an archive begins; nothing follows it but the end records.
+
+    ValueError unless it is where they say. ``zipfile`` reads what stands just before the end records, torch
+    what stands at the offsets in them, and both search where the file does not end with one, so that two directories
+    could hide from one reader what the other one opens.
+    """
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        raise ValueError("it does not begin with a member of an archive")
+    size = file.seek(0, io.SEEK_END)
+    file.seek(-min(size, _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size), io.SEEK_END)
+    tail = file.read()
+    signature, *_, num_bytes, start, comment = _END.unpack(tail[-_END.size :])
+    if signature != b"PK\x05\x06" or comment:
+        raise ValueError("it does not end with the end record of an archive")
+    end = size - _END.size
+    if tail[-_END.size - _ZIP64_LOCATOR.size :][:4] == b"PK\x06\x07":
+        _, _, place, _ = _ZIP64_LOCATOR.unpack(tail[-_END.size - _ZIP64_LOCATOR.size : -_END.size])
+        end -= _ZIP64_LOCATOR.size + _ZIP64_END.size
+        signature, *_, num_bytes, start = _ZIP64_END.unpack(tail[: _ZIP64_END.size])
+        if signature != b"PK\x06\x06" or place != end:
+            raise ValueError(f"the end record of its directory is said to be at byte {place}, needed is {end}")
+    if start + num_bytes != end:
+        raise ValueError(f"its directory is said to be at bytes {start} to {start + num_bytes}, its end is at {end}")
+    return int(start)
 
 
 def check_pickle(path: Path | str) -> None:
