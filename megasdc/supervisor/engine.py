@@ -37,6 +37,7 @@ from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import ENDED, Attempt, Process
 from megasdc.supervisor.journal import FOLDER
 from megasdc.supervisor.trained import Trained, trained_in
+from megasdc.train.process.signals import STOPPED_START
 
 FIND_S = 2.0
 LOG_S = 2.0
@@ -366,13 +367,14 @@ class FrontEngine:
             return f"{self._allocation.name} is about to end"
         log = self._file(attempt, "log")
         said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        ends = {done.exit_code for done in collect(self._run_dir, attempt.launch_id).done.values()}
+        done = collect(self._run_dir, attempt.launch_id).done.values()
         # A front that ends the rest after a failure has the step cancelled, too.
-        if ends <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
+        if {one.exit_code for one in done} <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
             return "its job step was cancelled"
         if result is None or result.exit_code or result.stopped_by is not None:
             return ""
         by_signal = any(reason.startswith("signal") for reason in self._stop_reasons(attempt))
+        by_signal |= {one.end for one in done} == {STOPPED_START}  # which leaves no event
         return "its ranks got a signal to save and end, which was not the supervisor's" if by_signal else ""
 
     def _asked(self, attempt: Attempt, result: FrontResult | None) -> str:

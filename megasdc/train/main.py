@@ -33,7 +33,7 @@ from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines
 from megasdc.train.process.logs import set_up_logging
-from megasdc.train.process.signals import Leave, StopSignals
+from megasdc.train.process.signals import STOPPED_START, Leave, StopSignals
 from megasdc.versions.installed import check_range, component_versions
 from megasdc.versions.private_names import names_checked
 
@@ -76,7 +76,7 @@ def pretrain(
     def leave_start(code: int, error: BaseException | None) -> None:
         held.release()  # else a start on another host would wait until the lock is stale
         if code == 0:
-            on_end("stopped before its first step")
+            on_end(STOPPED_START)
         assert leave is not None, "asked only where it is given"
         leave(code, error)
 

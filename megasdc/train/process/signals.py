@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AUDIT_SIGNAL = signal.SIGUSR2
+STOPPED_START = "stopped before its first step"
+"""How a rank has ended that a stop signal has ended while it started."""
 STUCK_S = 5.0
 POLL_S = 1.0
 LOOK_S, SETTLE_S = 0.2, 1.0

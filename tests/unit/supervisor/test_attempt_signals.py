@@ -1,4 +1,4 @@
-"""Signals to the front of an attempt: while it is loaded they stop it; once ranks have ended they change nothing."""
+"""Signals to an attempt: to its front while that is loaded, after its ranks have ended, and to ranks that start."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ import pytest
 
 from megasdc import room
 from megasdc.launcher.front import LaunchResult
+from megasdc.launcher.records import write_done
 from megasdc.launcher.request import LaunchRequest
+from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import diagnose
 from megasdc.supervisor.engine import FrontEngine
+from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import Attempt
 from megasdc.supervisor.journal import FOLDER
+from megasdc.supervisor.policy import RULES
+from megasdc.train.process.signals import STOPPED_START
 
 
 class Here(Allocation):
@@ -46,6 +51,24 @@ def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> 
         time.sleep(0.05)
     found = engine.evidence(attempt, {})
     assert (found.exit_code, diagnose(found).kind) == (128 + signal.SIGTERM, "stopped"), found.lines
+
+
+@pytest.mark.parametrize(("ends", "kind"), [([STOPPED_START] * 2, "preempted"), ([STOPPED_START, None], "launch")])
+def test_a_start_that_all_ranks_leave_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str | None], kind: str
+) -> None:
+    """By a signal that was not the supervisor's: no rank has come so far as to write an event of it."""
+    attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
+    engine = FrontEngine(tmp_path, 5, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, attempt.launch_id)
+    for rank, end in enumerate(ends):
+        write_done(tmp_path, rank, 0, end=end)
+    path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path.parent.mkdir()
+    path.write_text(json.dumps(asdict(FrontResult(0, None, None, ["all 2 ranks are done"]))))
+    found = diagnose(engine.evidence(attempt, {}))
+    assert found.kind == kind
+    assert RULES[found.kind].fails is (kind == "launch")
 
 
 def test_a_signal_after_the_ranks_have_ended_does_not_hide_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
