@@ -111,7 +111,7 @@ def test_stale_evidence_accuses_nobody(tmp_path: Path, second: Attempt, offset_s
             writer.write(9, {"train/loss": 1.0})
     finding(run, 9, 1, FIRST, 1, at)
     hang(run, FIRST, 1, at)
-    for code, kind in ((73, "launch"), (75, "stuck"), (74, "non_finite")):
+    for code, kind in ((73, "corrupt"), (75, "stuck"), (74, "non_finite")):
         ended = engine(tmp_path, second, code)
         found = ended.evidence(second, {})
         assert (found.corruption, found.hang, found.left_out, found.back, found.trained) == (None, None, [], None, None)
