@@ -24,6 +24,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -51,6 +52,10 @@ RACE_S = 2.0
 """Without flock, our record counts once nobody has replaced it for so long."""
 LEARN_S = BEAT_S + RACE_S
 """How long a launch that was replaced may take to learn that, and write meanwhile."""
+_ACL = "system.posix_acl_access"
+"""Rights of named users and groups, beside the mode (acl(5)): a version, then entries of a kind, rights and an id."""
+_ACL_HEAD, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
+_OWNER, _USER, _GROUP, _NAMED_GROUP, _MASK, _OTHERS, _NO_ID = 1, 2, 4, 8, 16, 32, 0xFFFFFFFF
 WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 Say = Callable[[str], None]
@@ -378,8 +383,9 @@ def _living(folder: Path, found: Holder | None, say: Say, ended: Collection[str]
 def open_lock_file(path: Path) -> IO[str]:
     """Open a file that is locked with flock, made where it is absent, so that only who may write beside it can do so.
 
-    Whoever may read a file may lock it. So nobody may read this one who may not write in its folder; where a group
-    may, it may read and write the file too, whatever the umask: it can start what the file guards.
+    Whoever may read a file may lock it. So nobody may read this one who may not write in its folder; where a group, or
+    whom the folder's access list names, may, they may read and write the file too, whatever the umask: they can start
+    what the file guards.
 
     Raises:
         OSError: it cannot be opened.
@@ -392,22 +398,62 @@ def open_lock_file(path: Path) -> IO[str]:
             found = os.open(path, flags)
         except FileNotFoundError:  # who had it has just removed it
             return open_lock_file(path)
-    seen = os.fstat(found)
-    if seen.st_uid == os.geteuid():
-        folder = path.parent.stat()
-        with contextlib.suppress(OSError):  # it is still locked, by more users
-            if folder.st_mode & stat.S_IWGRP and seen.st_gid != folder.st_gid:
-                os.fchown(found, -1, folder.st_gid)
-            wanted = _lock_mode(folder, os.fstat(found).st_gid)
-            if stat.S_IMODE(seen.st_mode) != wanted:
-                os.fchmod(found, wanted)
+    if os.fstat(found).st_uid == os.geteuid():
+        _let_writers_lock(found, path.parent)
     return os.fdopen(found, "a+", encoding="utf-8")
+
+
+def _let_writers_lock(file: int, folder: Path) -> None:
+    """Give a lock file of this user's the rights that its folder has; where the system refuses, it is still locked."""
+    above = folder.stat()
+    if above.st_mode & stat.S_IWGRP and os.fstat(file).st_gid != above.st_gid:
+        with contextlib.suppress(OSError):  # this user need be no member of that group
+            os.fchown(file, -1, above.st_gid)
+    with contextlib.suppress(OSError):
+        seen = os.fstat(file)
+        if (listed := _acl(folder)) is not None:
+            if _acl(file) != (wanted := _lock_acl(listed, above, seen.st_uid)):
+                os.setxattr(file, _ACL, wanted)
+        elif stat.S_IMODE(seen.st_mode) != (mode := _lock_mode(above, seen.st_gid)):
+            os.fchmod(file, mode)
 
 
 def _lock_mode(folder: os.stat_result, group: int) -> int:
     """Mode of a lock file of a group in a folder."""
-    of_group = 0o060 if folder.st_mode & stat.S_IWGRP and group == folder.st_gid else 0
-    return 0o600 | of_group | (0o006 if folder.st_mode & stat.S_IWOTH else 0)
+    of_group = stat.S_IWGRP if group == folder.st_gid else stat.S_IWOTH
+    return 0o600 | (0o060 if folder.st_mode & of_group else 0) | (0o006 if folder.st_mode & stat.S_IWOTH else 0)
+
+
+def _acl(of: Path | int) -> bytes | None:
+    """Access list of a file or a folder; None: its mode says all, or the file system has none."""
+    try:
+        return os.getxattr(of, _ACL)
+    except OSError:
+        return None
+
+
+def _lock_acl(folder: bytes, above: os.stat_result, owner: int) -> bytes:
+    """Access list of a lock file: who may write in the folder may read and write it, and nobody else.
+
+    Args:
+        folder: access list of the folder.
+        above: whose owner and group are named in it, where they are others than the file's.
+        owner: of the file.
+    """
+    entries = list(_ACL_ENTRY.iter_unpack(folder[_ACL_HEAD.size :]))
+    mask = next((rights for kind, rights, _ in entries if kind == _MASK), 7)
+    found = [(_OWNER, 6, _NO_ID), (_GROUP, 0, _NO_ID), (_MASK, 6, _NO_ID)]
+    for kind, rights, who in entries:
+        may = 6 if rights & (7 if kind in (_OWNER, _OTHERS) else mask) & 2 else 0
+        if kind == _NAMED_GROUP or (kind == _USER and who != above.st_uid):
+            found.append((kind, may, who))
+        elif kind == _OTHERS:
+            found.append((kind, may, _NO_ID))
+        elif kind == _GROUP:
+            found.append((_NAMED_GROUP, may, above.st_gid))
+        elif kind == _OWNER and above.st_uid != owner:
+            found.append((_USER, may, above.st_uid))
+    return folder[: _ACL_HEAD.size] + b"".join(_ACL_ENTRY.pack(*one) for one in sorted(found))
 
 
 def _readers_may_lock(path: Path) -> bool:

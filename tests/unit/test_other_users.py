@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import tempfile
 import time
@@ -23,8 +24,8 @@ from megasdc.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, tak
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import Ledger, Use
 
-OTHER, GROUP = 65_534, 4_242
-"""Id of another user, and of a group."""
+OTHER, THIRD, GROUP = 65_534, 65_533, 4_242
+"""Ids of other users, and of a group."""
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 
 
@@ -38,13 +39,13 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def another_user(action: Callable[[], object], groups: tuple[int, ...] = ()) -> Iterator[bool]:
+def another_user(action: Callable[[], object], groups: tuple[int, ...] = (), user: int | None = None) -> Iterator[bool]:
     """A process of another user that has done something, and stays; yields whether it could."""
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         os.setgroups(list(groups))
         os.setgid(OTHER)
-        os.setuid(OTHER)
+        os.setuid(OTHER if user is None else user)
         try:
             kept = action()
             os.write(writes, b"1")
@@ -123,6 +124,40 @@ def test_a_group_that_shares_a_folder_launches_in_it(folder: Path, mask: int) ->
     with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as could:
         assert not could
     assert stat.S_IMODE((folder / LOCK_FILE).stat().st_mode) == 0o660
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_who_may_write_in_a_folder_of_another_group_may_lock(folder: Path, mode: int) -> None:
+    """Whoever makes the lock need be no member of the folder's group; a third user of his own group is none either."""
+    os.chown(folder, 0, GROUP)
+    folder.chmod(mode)
+    opening = lambda: open_lock_file(folder / LOCK_FILE)  # noqa: E731 - of two users
+    with another_user(opening, (GROUP,) if mode == 0o775 else ()) as could:
+        assert could
+    with another_user(opening, user=THIRD) as could:
+        assert could == (mode != 0o775)
+
+
+@as_root
+def test_users_whom_an_access_list_names_launch_in_turn(folder: Path) -> None:
+    """What new files inherit would give them nothing, since a lock is made with mode 0600; readers cannot lock it."""
+    entries = [(1, 7, -1), (2, 7, OTHER), (2, 5, THIRD), (4, 5, -1), (16, 7, -1), (32, 5, -1)]
+    rights = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *one) for one in entries)
+    for kind in ("access", "default"):
+        os.setxattr(folder, f"system.posix_acl_{kind}", rights)
+    launch(folder, []).release()
+    for user in (OTHER, THIRD):
+        with another_user(lambda: launch(folder, []), user=user) as could:
+            assert could == (user == OTHER)
+    with another_user(lambda: lock_by_reading(folder / LOCK_FILE), user=THIRD) as could:
+        assert not could
+    (folder / LOCK_FILE).unlink()
+    os.chown(folder, THIRD, GROUP)
+    with another_user(lambda: launch(folder, [])) as could:
+        assert could, "he who is named makes it"
+    with another_user(lambda: launch(folder, []), user=THIRD) as could:
+        assert could, "the folder is his"
 
 
 @as_root
