@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +18,8 @@ from megasdc.credentials import without_credentials
 from megasdc.origin import LAUNCH_ID_VARIABLE
 
 LIMIT_S = 10.0
+KILLED_S = 2.0
+"""What was killed has so long to end, which it does not where it waits for a disk or is another user's."""
 _SHOWN_BYTES = 500
 
 
@@ -60,9 +63,14 @@ def _run(command: Sequence[str], text: str) -> str:
             try:
                 code = process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return f"did not end within {LIMIT_S:.0f} s and was killed"
+                with suppress(PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(KILLED_S)
+                given_up = (
+                    "" if process.poll() is not None else f", does not end, and is given up (process {process.pid})"
+                )
+                return f"did not end within {LIMIT_S:.0f} s and was killed{given_up}"
             errors.seek(0)
             text = errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
     except (OSError, ValueError) as error:  # ValueError: a NUL in an argument

@@ -243,7 +243,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait(KILL_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_S)
+    if process.poll() is None:
+        text = f"the test of a host, process {process.pid}, was killed, does not end, and is given up"
+        print(f"megasdc supervise: {text}", file=sys.stderr, flush=True)
 
 
 def end_with_parent() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -65,6 +67,20 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_command_that_does_not_end_though_it_was_killed_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, incident: Path
+) -> None:
+    """As one that waits for a disk: who alerts ends a run, and must not wait for it."""
+    killed, killpg = list[int](), os.killpg
+    monkeypatch.setattr(alert_module, "LIMIT_S", 0.1)
+    monkeypatch.setattr(alert_module, "KILLED_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda group, number: killed.append(group))
+        told = alert(["sleep", "30"], incident, "{}")
+    killpg(killed[0], signal.SIGKILL)
+    assert told.endswith(f"was killed, does not end, and is given up (process {killed[0]})")
 
 
 def test_an_incident_that_could_not_be_written_is_alerted_of(tmp_path: Path) -> None:

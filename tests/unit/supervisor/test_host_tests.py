@@ -101,6 +101,25 @@ def test_an_error_of_the_disk_ends_a_test_and_no_supervisor(config: Path, tmp_pa
     assert ended.exit_code == 78 and "nothing was said" in ended.text
 
 
+def test_a_test_that_does_not_end_though_it_was_killed_is_given_up(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of a run does not wait for it, and says so."""
+    monkeypatch.setattr(host_tests, "CLOSE_S", 0.1)
+    monkeypatch.setattr(host_tests, "KILL_S", 0.1)
+    tests = StressTests(tmp_path, 1, None, HostChecks(LaunchRequest(config), config.parent / "run"))
+    with monkeypatch.context() as patch, subprocess.Popen(["sh", "-c", "trap '' INT; sleep 30"]) as process:
+        patch.setattr(host_tests, "end_launcher", lambda process: None)  # as where the kernel does not end it
+        patch.setattr(process, "kill", lambda: None)
+        patch.setattr(process, "send_signal", lambda number: None)
+        tests._running["a"] = process
+        tests.close()
+        assert process.poll() is None and not tests.runs("a")
+        assert f"process {process.pid}, was killed, does not end, and is given up" in capsys.readouterr().err
+        patch.undo()
+        process.kill()
+
+
 def test_a_check_is_given_up_once_a_stop_is_asked_for(
     config: Path,
     tmp_path: Path,
