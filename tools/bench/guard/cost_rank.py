@@ -18,7 +18,7 @@ from megasdc.guard.nonfinite import GuardNonFinite
 from tools.bench.clocks import Clock
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.guard.trainings import deepspeed_config, llama_engine
-from tools.bench.rank import Messages
+from tools.bench.rank import TIMEOUT_S, Messages
 from tools.bench.statistics import Block, Cost, run_pairs
 
 NOTHING: Mapping[str, Any] = {
@@ -54,7 +54,9 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
     import torch.distributed as dist
 
     import megasdc
+    from megasdc.parallel.groups import init_process_group
 
+    init_process_group(TIMEOUT_S)  # the ranks meet in a folder, which only this looks for
     deepspeed.init_distributed(dist_backend="gloo")
     more = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": options.micro_batches}
     sizes = {

@@ -21,7 +21,7 @@ from tools.bench.guard.trainings import (
     train,
 )
 from tools.bench.guard.units import BrokenUnit
-from tools.bench.rank import Messages
+from tools.bench.rank import TIMEOUT_S, Messages
 
 WRONG = 64.0
 """Factor of what a unit computes: an error as small as rounding is taken for a property of a kernel."""
@@ -35,7 +35,9 @@ def run_cases(messages: Messages, cases: list[tuple[Case, str]]) -> None:
     import deepspeed
 
     from megasdc.parallel.collectives import gather_objects
+    from megasdc.parallel.groups import init_process_group
 
+    init_process_group(TIMEOUT_S)  # the ranks meet in a folder, which only this looks for
     deepspeed.init_distributed(dist_backend="gloo")
     for case, folder in cases:
         code, audits = _run(case, folder)
