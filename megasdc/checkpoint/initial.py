@@ -7,7 +7,6 @@ of every file. A tokenizer that came with the weights is in ``tokenizer``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from megasdc.checkpoint.kinds import explain_folder
 from megasdc.config import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
+from megasdc.durable import parse_json
 from megasdc.errors import CheckpointError, ConfigError
 
 MODEL_FILE = "model.json"
@@ -182,11 +182,12 @@ def same_tokenizer(kind: str, one: Path, other: Path) -> bool:
             return True
         return checksum_tokenizer(kind, one) == checksum_tokenizer(kind, other)
     try:
-        contents = [json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in (one, other)]
+        contents = [parse_json((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in (one, other)]
     except (OSError, ValueError):
         return True
-    models = [content.get("model", {}) for content in contents]
-    return models[0].get("vocab") == models[1].get("vocab")
+    models = [content.get("model") if isinstance(content, dict) else None for content in contents]
+    vocabularies = [model.get("vocab") if isinstance(model, dict) else None for model in models]
+    return bool(vocabularies[0] == vocabularies[1])
 
 
 def pad_vocabulary(rows: Tensor, padded: int) -> Tensor:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megasdc.addresses import PHASES, Address
-from megasdc.durable import rename_durably
+from megasdc.durable import parse_json, rename_durably
 from megasdc.errors import LaunchError, TraceError
 from megasdc.room import LineFile
 from megasdc.sdc.trace import Trace
@@ -179,7 +179,10 @@ def read_trace(path: Path) -> tuple[dict[str, Any], Trace]:
             raise TraceError(f"{path}: the format is {metadata.get(b'format')!r}, needed is {FORMAT!r}")
         for batch in stream:
             _append_batch(trace, batch)
-        return json.loads(metadata[b"header"]), trace
+        header = parse_json(metadata[b"header"])
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        return header, trace
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise TraceError(f"{path}: this is not a trace file: {error}") from error
 

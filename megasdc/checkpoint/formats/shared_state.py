@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 
 from megasdc.config import ModelSection
 from megasdc.data.position import num_passed
+from megasdc.durable import parse_json
 from megasdc.errors import CheckpointError
 
 SHARED_STATE_FILE = "megasdc.json"
@@ -24,7 +24,7 @@ def read_shared_state(folder: Path) -> dict[str, Any]:
     """
     file = folder / SHARED_STATE_FILE
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from error
     if not isinstance(state, dict):

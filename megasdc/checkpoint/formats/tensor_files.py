@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasdc.checkpoint.formats.allowlist import check_regular
 from megasdc.checkpoint.formats.extents import Extent, Stamp, changed_error
-from megasdc.durable import replacing
+from megasdc.durable import parse_json, replacing
 from megasdc.errors import CheckpointError
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -27,6 +28,9 @@ _NAMED = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+
+MAX_HEADER_BYTES = 100_000_000
+"""Source: ``MAX_HEADER_SIZE`` of the library."""
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -77,14 +81,16 @@ def write_tensors(path: Path, plan: Mapping[str, Tensor], tensors: Iterable[tupl
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Names, types and offsets of a file's tensors, and the byte at which its data begin.
 
-    ValueError if the file ends before its header does, or the header is no JSON object.
+    ValueError if the file ends before its header does, or the header is no JSON object or larger than allowed.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > size:
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(file.read(length))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
+        header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"its header is a {type(header).__name__}, needed is an object")
     return header, 8 + length
@@ -95,6 +101,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file, read by ``keys()`` and ``get_tensor(name)``; CheckpointError if missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
@@ -111,6 +118,7 @@ def locate_tensors(path: Path) -> dict[str, Extent]:
 
     CheckpointError if it is missing or damaged, or has an unknown data type.
     """
+    check_regular(path)
     try:
         stamp = Stamp.of(path)
         header, start = read_header(path)
@@ -120,6 +128,8 @@ def locate_tensors(path: Path) -> dict[str, Extent]:
         found, end = {}, 0
         for name, entry in header.items():
             first, last = entry["data_offsets"]
+            if not all(isinstance(one, int) and one >= 0 for one in (first, last, *entry["shape"])):
+                raise ValueError(f"{name} has shape {entry['shape']} and lies at bytes {first} to {last} of its data")
             extent = Extent(path, stamp, start + first, _NAMED[entry["dtype"]], tuple(entry["shape"]))
             if extent.numel() * extent.dtype.itemsize != last - first:
                 raise ValueError(f"{name} {entry['dtype']}{entry['shape']} has {last - first} bytes")

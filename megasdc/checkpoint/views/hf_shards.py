@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from torch import Tensor
 
+from megasdc.checkpoint.formats.allowlist import check_regular
 from megasdc.checkpoint.formats.extents import Extent
 from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open_tensors
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.config import ModelSection
+from megasdc.durable import parse_json
 from megasdc.errors import CheckpointError, ConfigError
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -125,16 +126,17 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, or is none.
     """
+    check_regular(path)
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes, at most {MAX_JSON_BYTES:,} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             explain_folder(path.parent, "a Hugging Face model with safetensors")
             or f"{path} is missing: {path.parent} is not a Hugging Face model"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")

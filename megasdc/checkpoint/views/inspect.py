@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.marks import find_standing
 from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
 from megasdc.checkpoint.verify import find_folders, is_called_universal
-from megasdc.checkpoint.views.hf_shards import section_of
+from megasdc.checkpoint.views.hf_shards import read_json, section_of
 from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
 from megasdc.config import ModelSection
@@ -164,7 +163,7 @@ def _model(folder: Path) -> dict[str, Any]:
     """Sizes of the model; empty if the format does not store them."""
     try:
         if (folder / "config.json").is_file():
-            model: ModelSection = section_of(model_fields(json.loads((folder / "config.json").read_text("utf-8"))))
+            model: ModelSection = section_of(model_fields(read_json(folder / "config.json")))
         else:
             model = model_of(read_shared_state(folder), folder)
     except (CheckpointError, ConfigError, OSError, ValueError):

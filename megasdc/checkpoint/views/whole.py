@@ -5,7 +5,6 @@ Single files are ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,7 +21,7 @@ from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.formats.tensor_files import locate_tensors
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.checkpoint.views.deepspeed import shared_scalars
-from megasdc.checkpoint.views.hf_shards import HfShards, section_of
+from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.config import ModelSection
 from megasdc.errors import CheckpointError, ConfigError
@@ -90,7 +89,7 @@ def open_hf_view(path: Path) -> View:
     CheckpointError if a file is missing or damaged, or the model is not supported.
     """
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
         model = section_of(model_fields(config))
         shards = HfShards(path)
         shards.check(model, hf_shapes(model, vocabulary(config)))

@@ -11,6 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megasdc.checkpoint.formats.shared_state import read_shared_state
+from megasdc.checkpoint.initial import same_tokenizer
+from megasdc.checkpoint.views.inspect import _model
+from megasdc.checkpoint.views.whole import open_hf_view
 from megasdc.config import ModelSection
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.errors import CheckpointError, DataError
@@ -127,3 +131,50 @@ def test_json_that_is_too_large_is_not_read(folder: Path) -> None:
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(CheckpointError, match="at most"):
         import_hf(folder, folder.parent / "out")
+
+
+def _header(content: bytes, length: int | None = None) -> bytes:
+    return (len(content) if length is None else length).to_bytes(8, "little") + content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (_header(b'{"a":' * 100_000), "nested too deeply"),
+        (_header(b"{}", 1 << 39), "at most"),
+        (_header(b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}'), "shape"),
+        (_header(b'{"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}') + b"\0" * 16, "shape"),
+        (_header(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [-1, 0]}}'), "bytes"),
+    ],
+)
+def test_hostile_headers_of_weights_are_refused(folder: Path, content: bytes, words: str) -> None:
+    """As a damaged model; nothing is read of a header that is larger than the format allows."""
+    path = folder / "model.safetensors"
+    path.write_bytes(content)
+    if words == "at most":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a whole safetensors file: .*{words}"):
+        import_hf(folder, folder.parent / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_opened(folder: Path, name: str) -> None:
+    """It would keep the reader waiting for ever."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is not a file|model\.safetensors"):
+        import_hf(folder, folder.parent / "out")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"model": []}'])
+def test_hostile_json_beside_weights_ends_no_comparison(folder: Path, content: str) -> None:
+    """Other readers of such folders name the file too, or take it for none."""
+    for name in ("config.json", "tokenizer.json", "megasdc.json"):
+        (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_hf_view(folder)
+    assert _model(folder) == {}
+    assert same_tokenizer("huggingface", folder, folder)
+    if content.startswith("["):
+        with pytest.raises(CheckpointError, match=r"megasdc\.json"):
+            read_shared_state(folder)

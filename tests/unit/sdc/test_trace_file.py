@@ -117,6 +117,17 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_trace(path)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]"])
+def test_a_header_that_is_no_object_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Nested for ever, too: with the name of the file, not a traceback."""
+    path = tmp_path / "a.trace"
+    with monkeypatch.context() as patched:
+        patched.setattr(trace_file.json, "dumps", lambda _: text)
+        write(path, [1])
+    with pytest.raises(TraceError, match=r"a\.trace: this is not a trace file"):
+        read_trace(path)
+
+
 def test_an_unknown_phase_is_refused(tmp_path: Path) -> None:
     """A phase of another version is not read as one of ours."""
     path = tmp_path / "a.trace"
