@@ -228,10 +228,9 @@ def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
         LaunchError: another launch is active there.
         OSError: the folder cannot be written.
     """
-    was_open = _readers_may_lock(folder / LOCK_FILE)
     file = open_lock_file(folder / LOCK_FILE)
     try:
-        locked = _lock_or_refuse(folder, file, say, was_open)
+        locked = _lock_or_refuse(folder, file, say)
         found = read_holder(folder)
         if (living := _living(folder, found, say, ended)) is not None:
             raise in_use(folder, living)
@@ -456,19 +455,41 @@ def _lock_acl(folder: bytes, above: os.stat_result, owner: int) -> bytes:
     return folder[: _ACL_HEAD.size] + b"".join(_ACL_ENTRY.pack(*one) for one in sorted(found))
 
 
-def _readers_may_lock(path: Path) -> bool:
-    """Whether a lock file can be locked by users who may not write beside it, as those of earlier versions can."""
+def _is_held_by_readers(folder: Path, file: IO[str]) -> bool:
+    """Whether all who hold a lock are users who may not write in its folder, as those of earlier versions let them.
+
+    False where the system does not show that: a holder is on another host, in another PID namespace, or may be one of
+    those whom the folder's access list names.
+    """
     try:
-        seen = path.stat(follow_symlinks=False)
-        return bool(stat.S_IMODE(seen.st_mode) & ~_lock_mode(path.parent.stat(), seen.st_gid) & 0o044)
-    except FileNotFoundError:
+        seen = os.fstat(file.fileno())
+        place = f"{os.major(seen.st_dev):02x}:{os.minor(seen.st_dev):02x}:{seen.st_ino}"
+        lines = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        holders = [line[4] for line in lines if line[1] == "FLOCK" and line[5] == place]  # who waits has an arrow there
+        return bool(holders) and not any(_may_write(pid, folder) for pid in holders)
+    except (OSError, ValueError, LookupError):
         return False
 
 
-def _lock_or_refuse(folder: Path, file: IO[str], say: Say, was_open: bool) -> bool | None:
+def _may_write(pid: str, folder: Path) -> bool:
+    """Whether the user who has started a process, whatever that runs as, may perhaps write in a folder.
+
+    Raises:
+        OSError, ValueError, LookupError: it has ended, or the system tells it otherwise.
+    """
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    status = dict(line.partition(":")[::2] for line in text.splitlines())
+    above, user = folder.stat(), int(status["Uid"].split()[0])
+    if user in (0, os.geteuid(), above.st_uid) or above.st_mode & stat.S_IWOTH:
+        return True
+    groups = {int(one) for one in (status["Gid"].split()[0], *status["Groups"].split())}
+    return bool(above.st_mode & stat.S_IWGRP) and (above.st_gid in groups or _acl(folder) is not None)
+
+
+def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
     """Take the lock. True: done; None: no flock; False: another host has it, perhaps a lost one; this host's raises.
 
-    False too where whoever has it has left no record, and need not have been allowed to: ``was_open``.
+    False too where whoever has it has left no record, and is not allowed to.
     """
     end = time.monotonic() + SETTLE_S
     while True:
@@ -488,8 +509,8 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say, was_open: bool) -> bo
             raise in_use(folder, found)
         if found is not None and not found.is_here:
             return False
-        if time.monotonic() > end and was_open:
-            say(f"{folder / LOCK_FILE} is locked by a process that left no record, and any user could do so: replaced")
+        if time.monotonic() > end and _is_held_by_readers(folder, file):
+            say(f"{folder / LOCK_FILE} is locked by a user who may not write there, and left no record: replaced")
             return False
         if time.monotonic() > end:
             raise LaunchError(

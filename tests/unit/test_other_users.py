@@ -19,6 +19,7 @@ import pytest
 
 from megasdc import durable, run_lock
 from megasdc.durable import write_durably
+from megasdc.errors import LaunchError
 from megasdc.launcher.on_host import running
 from megasdc.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
 from megasdc.supervisor.journal import Journal
@@ -106,6 +107,24 @@ def test_a_lock_of_an_earlier_version_that_a_reader_holds_is_replaced(
         with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as again:
             assert not again
         lock.release()
+
+
+@as_root
+def test_a_lock_of_an_earlier_version_that_a_member_of_its_group_holds_is_not_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers could lock it, but he who does may launch: his record may be late, on slow storage."""
+    monkeypatch.setattr(run_lock, "SETTLE_S", 0.5)
+    os.chown(folder, 0, GROUP)
+    folder.chmod(0o2775)
+    (folder / LOCK_FILE).touch()
+    (folder / LOCK_FILE).chmod(0o664)
+    with another_user(lambda: lock_by_reading(folder / LOCK_FILE), (GROUP,)) as could:
+        assert could
+        with pytest.raises(LaunchError, match="left no record"):
+            launch(folder, [])
+    with another_user(lambda: lock_by_reading(folder / LOCK_FILE)) as could:
+        assert not could
 
 
 @as_root
