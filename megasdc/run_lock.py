@@ -402,6 +402,18 @@ def open_lock_file(path: Path) -> IO[str]:
     return os.fdopen(found, "a+", encoding="utf-8")
 
 
+def writers_may_lock_beside(path: Path) -> bool:
+    """Whether all who may write a file, by its mode, may also lock a file beside it, which ``open_lock_file`` opens.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    seen, folder = path.stat(), path.parent.stat()
+    owner_may = seen.st_uid == folder.st_uid or bool(folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    writers = stat.S_IMODE(seen.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+    return owner_may and not writers & ~_lock_mode(folder, seen.st_gid)
+
+
 def _let_writers_lock(file: int, folder: Path) -> None:
     """Give a lock file of this user's the rights that its folder has; where the system refuses, it is still locked."""
     above = folder.stat()

@@ -19,11 +19,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from megasdc.durable import parse_json
 from megasdc.errors import StorageError
 from megasdc.room import END_S, lacks_room, limit_s, wait_for_room
-from megasdc.run_lock import open_lock_file
+from megasdc.run_lock import open_lock_file, writers_may_lock_beside
 
 RATIO, CERTAINTY = 2.0, 0.9
 LOCK_S = 5.0
@@ -152,8 +153,7 @@ class Ledger:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open_lock_file(self.path.with_name(f".{self.path.name}.lock"))  # readers could lock the ledger itself
-        with lock, open(self.path, "a+b", buffering=0) as file:
+        with open(self.path, "a+b", buffering=0) as file, self._open_lock(file) as lock:
             _lock(lock.fileno())
             known = {one.key for one in self.read()}
             lines = [json.dumps(asdict(one)).encode() + b"\n" for one in self._kept if one.key not in known]
@@ -164,6 +164,15 @@ class Ledger:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         self._kept.clear()
+
+    def _open_lock(self, file: IO[bytes]) -> IO[Any]:
+        """The file that is locked while the ledger is written: one beside it, since readers could lock the ledger.
+
+        Where users may write the ledger who may make none beside it, it is the ledger itself, for all users alike.
+        """
+        if writers_may_lock_beside(self.path):
+            return open_lock_file(self.path.with_name(f".{self.path.name}.lock"))
+        return os.fdopen(os.dup(file.fileno()), "rb")
 
 
 def _lock(descriptor: int) -> None:

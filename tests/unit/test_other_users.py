@@ -19,9 +19,10 @@ import pytest
 
 from megasdc import durable, run_lock
 from megasdc.durable import write_durably
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.on_host import running
 from megasdc.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
+from megasdc.supervisor import ledger
 from megasdc.supervisor.journal import Journal
 from megasdc.supervisor.ledger import Ledger, Use
 
@@ -70,6 +71,13 @@ def lock_by_reading(path: Path) -> object:
     return found
 
 
+def keep(path: Path) -> object:
+    """Lock a file for this process alone."""
+    file = open(path, "ab")  # noqa: SIM115 - as long as the process lives
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
 def launch(folder: Path, said: list[str]) -> run_lock.RunLock:
     """Take the lock of a run."""
     return take(folder, Holder.this_process("own", "20260102-030405-abcdef"), said.append)
@@ -83,12 +91,13 @@ def test_no_reader_can_lock_what_guards_a_run(folder: Path) -> None:
         launch(folder, []).release()
         with Journal(folder, print):
             pass
+        (folder / "ledger").touch(0o644)
         Ledger(folder / "ledger").add(Use("key", 0.0, 1.0, ("a",)))
     finally:
         os.umask(before)
     for name in (LOCK_FILE, ".lock", ".ledger.lock"):
         with another_user(lambda name=name: lock_by_reading(folder / name)) as could:  # type: ignore[misc]
-            assert not could, name
+            assert (folder / name).exists() and not could, name
 
 
 @as_root
@@ -177,6 +186,33 @@ def test_users_whom_an_access_list_names_launch_in_turn(folder: Path) -> None:
         assert could, "he who is named makes it"
     with another_user(lambda: launch(folder, []), user=THIRD) as could:
         assert could, "the folder is his"
+
+
+@as_root
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o664), (OTHER, 0o644)])
+def test_a_ledger_is_written_by_users_who_may_write_nothing_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int
+) -> None:
+    """They and those who may lock the same file: none writes while another does."""
+    path = folder / "ledger"
+    path.touch()
+    path.chmod(mode)
+    os.chown(path, owner, GROUP)
+
+    def add() -> None:
+        try:
+            Ledger(path).add(Use("theirs", 0.0, 1.0, ("a",)))
+        except StorageError as error:
+            raise OSError(str(error)) from error
+
+    with another_user(add, (GROUP,)) as could:
+        assert could
+    monkeypatch.setattr(ledger, "LOCK_S", 0.1)
+    own = Ledger(path)
+    with another_user(lambda: keep(path), (GROUP,)) as could:
+        assert could and own.add(Use("own", 0.0, 1.0, ("b",))) == 1
+    own.close()
+    assert [one.key for one in own.read()] == ["theirs", "own"]
 
 
 @as_root
