@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasdc.credentials import without_credentials
-from megasdc.health.process_state import DISK_S
+from megasdc.health.process_state import DISK_S, PAUSE_S
 from megasdc.launcher import environment
 from megasdc.launcher.on_host import files, running
 from megasdc.launcher.plan import LaunchPlan
@@ -40,10 +40,14 @@ def say(line: str) -> None:
 
 @dataclass
 class _Held:
-    """A process that a signal has stopped, or that waits for a disk (T or D), since when, and whether it was killed."""
+    """A process that a signal has stopped, or that waits for a disk (T or D), since when, and whether it was killed.
+
+    What it was at a look that is older than ``PAUSE_S`` and the time that a look takes says nothing.
+    """
 
     state: str
     since: float
+    looked_at: float
     killed: bool = False
 
     @property
@@ -80,6 +84,11 @@ class StoppedProcesses:
     def _look(self, hosts: Sequence[str]) -> None:
         program, transport = Path(running.__file__), self._plan.transport
         request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
+        oldest = time.monotonic() - PAUSE_S - GATHER_TIMEOUT_S
+        self._held = {
+            host: {pid: one for pid, one in held.items() if one.looked_at >= oldest}
+            for host, held in self._held.items()
+        }
         due = {host: [pid for pid, one in self._held.get(host, {}).items() if one.is_due] for host in hosts}
         fresh = [host for host in hosts if not due[host]]
         for alike in (fresh, *([host] for host in hosts if due[host])):
@@ -96,7 +105,9 @@ class StoppedProcesses:
         """Take down what does not run on a host, of which some were killed just now, and tell what is new."""
         before, now = self._held.get(host, {}), time.monotonic()
         held = {
-            pid: before[pid] if pid in before and before[pid].state == state else _Held(state, now)
+            pid: replace(before[pid], looked_at=now)
+            if pid in before and before[pid].state == state
+            else _Held(state, now, now)
             for pid, state in found.items()
         }
         given_up = self.given_up.setdefault(host, set())

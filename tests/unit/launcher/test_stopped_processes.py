@@ -38,7 +38,7 @@ from megasdc.launcher.records import (
     write_started,
 )
 from megasdc.launcher.remote import Transport
-from megasdc.launcher.supervision import FailureWatch, wait_for_ranks
+from megasdc.launcher.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
 from megasdc.run_lock import start_ticks
 from megasdc.supervisor import engine as engine_module
 from megasdc.supervisor.allocation import Allocation
@@ -327,6 +327,25 @@ def test_a_stopped_launcher_of_ranks_that_are_done_is_woken(launched: Any) -> No
             time.sleep(0.02)
     with stopped(**{LAUNCH_ID_VARIABLE: launched.launch_id}) as rank:
         assert wait_for_ranks(launched, set()) and rank.poll() == -signal.SIGKILL
+
+
+def test_what_was_seen_long_ago_kills_nothing(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is woken first, as any other; at the next look after that it is killed."""
+    found = StoppedProcesses(launched)
+    with stopped("megasdc.launcher.node", launched.launch_id) as node:
+        for age_s in (0.0, 60.0):
+            for one in found._held.get("a", {}).values():
+                one.since, one.looked_at = one.since - age_s, one.looked_at - age_s
+            node.send_signal(signal.SIGSTOP)
+            while not is_stopped(node):
+                time.sleep(0.01)
+            found._look(["a"])
+            while is_stopped(node):
+                time.sleep(0.01)
+            assert node.poll() is None and f"stopped by a signal: a: process {node.pid}" in capsys.readouterr().err
+        node.send_signal(signal.SIGSTOP)
+        found._look(["a"])
+        assert node.wait(10) == -signal.SIGKILL
 
 
 def test_a_launcher_that_waits_for_a_disk_is_killed_once_others_wait_for_it(
