@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.errors import StorageError
 from megasdc.room import wait_for_room
 
@@ -37,7 +37,7 @@ def read_identity(folder: Path | str) -> RunIdentity | None:
     """
     path = Path(folder) / IDENTITY_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT or not isinstance(raw["run"], str) or not isinstance(raw["attempt"], int):
             raise ValueError(f"it is not of format {FORMAT}")
         return RunIdentity(raw["run"], raw["attempt"])

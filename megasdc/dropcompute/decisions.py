@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.durable import parse_json
 from megasdc.engine.step_times import StepRecord, StepTimes
 from megasdc.errors import ConfigError
 from megasdc.room import LineFile
@@ -150,7 +151,7 @@ def read_decisions(path: Path | str, data: int, micro_batches: int | None) -> di
         if number == len(lines) and not text.endswith("\n"):
             break
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             if "start" in line:
                 last, found = int(line["start"]["step"]), (line["start"]["data"], line["start"]["micro_batches"])
                 steps = {step: one for step, one in steps.items() if step <= last}
@@ -162,7 +163,7 @@ def read_decisions(path: Path | str, data: int, micro_batches: int | None) -> di
                     )
             else:
                 steps[int(line["step"])] = _step_of(line, data)
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{place}: line {number} of {path} is not a decision: {text.strip()[:80]!r}.") from error
     return steps
 

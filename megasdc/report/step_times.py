@@ -8,8 +8,8 @@ ignored.
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -188,7 +188,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             continue
         try:
             value = parse_json(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or nested too deeply
             raise DataError(f"{where} is no JSON ({error}); remove the line or copy the file again") from error
         if not isinstance(value, dict):
             raise DataError(f"{where} holds {line[:40]!r}, needed an object")
@@ -215,7 +215,7 @@ def _checked_row(line: dict[str, Any], where: str) -> dict[str, Any]:
             raise DataError(f"{where}: {key} is {line.get(key)!r}, needed a list as long as start_s")
     values = [(key, value) for key in _LISTS for value in line[key]] + [(key, line.get(key)) for key in _NUMBERS]
     for key, value in values:
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise DataError(f"{where}: {key} holds {value!r}, needed finite seconds >= 0")
     starts, ends = line["start_s"], line["end_s"]
     if not 1 <= len(starts) <= line["planned"]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import write_durably
+from megasdc.durable import parse_json, write_durably
 from megasdc.errors import StorageError, TraceError
 
 COLLECTIVES, GEMM, TRAINING, LINKS = TESTS = ("collectives", "gemm", "training", "links")
@@ -107,7 +107,7 @@ def load_state(folder: Path, host: str, plan: dict[str, Any]) -> HostState:
     if not path.exists():
         return HostState(host, plan)
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
         if said.pop("format") != FORMAT:
             raise ValueError("it has another format")
         counts = {

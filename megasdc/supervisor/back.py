@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasdc.durable import parse_json
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.origin import Launch
@@ -67,7 +68,7 @@ def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> Back | None:
     from megasdc.checkpoint.marks import find_way_back
 
     try:
-        section = json.loads((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
+        section = parse_json((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
         way = find_way_back(Path(section.get("folder") or run_dir / "checkpoints"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing is known of where they lie
         return None

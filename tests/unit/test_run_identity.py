@@ -16,7 +16,13 @@ def test_the_id_stays_and_starts_are_counted(tmp_path):
     assert count_start(tmp_path / "other").run != first.run
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"format": "other", "run": "a", "attempt": 1}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{}", "[]", '{"format": "other", "run": "a", "attempt": 1}', "\udcff"),
+        pytest.param("[" * 99_999, id="deep"),
+    ],
+)
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path, content):
     """Nothing is guessed, and the file stays as it is."""
     path = tmp_path / "run.json"

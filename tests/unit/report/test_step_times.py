@@ -99,6 +99,7 @@ GOOD = step_line(1, np.array([0.0, 1.0]), np.array([1.0, 2.0]), np.array([1.0, 1
         (GOOD | {"end_s": [1.0]}, r"end_s is \[1.0\], needed a list as long as start_s"),
         (GOOD | {"busy_s": [1.0, "x"]}, "busy_s holds 'x', needed finite seconds >= 0"),
         (GOOD | {"compute_s": -1.0}, "compute_s holds -1.0"),
+        (GOOD | {"compute_s": 10**400}, "compute_s holds 1000"),
         (GOOD | {"planned": 1}, "2 micro-batches were completed, of 1 planned"),
         (GOOD | {"start_s": [1.0, 0.5]}, r"start_s is \[1.0, 0.5\], needed rising"),
         (GOOD | {"start_s": [0.0, 3.0]}, "ended before it started"),
@@ -120,7 +121,12 @@ def test_files_that_are_not_there_or_not_right(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"record them with megasdc.drop_compute.enabled"):
         load_step_times(tmp_path)
     path = file_of(tmp_path, 0)
-    for text, message in (("{x\n", "rank_00000.jsonl:1 is no JSON"), ("", "no line of kind layout"), ("3\n", "object")):
+    for text, message in (
+        ("{x\n", "rank_00000.jsonl:1 is no JSON"),
+        ("[" * 100_000 + "\n", "rank_00000.jsonl:1 is no JSON"),
+        ("", "no line of kind layout"),
+        ("3\n", "object"),
+    ):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             load_step_times(tmp_path)

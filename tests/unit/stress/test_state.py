@@ -53,9 +53,10 @@ def test_another_test_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"a\.json is of a test of"):
         load_state(tmp_path, "a", {**PLAN, "only": ["training"]})
     assert (tmp_path / "a.json").read_bytes() == before
-    (tmp_path / "a.json").write_bytes(before[:-20])
-    with pytest.raises(TraceError, match=r"a\.json is damaged"):
-        load_state(tmp_path, "a", PLAN)
+    for damaged in (before[:-20], b"[" * 100_000):
+        (tmp_path / "a.json").write_bytes(damaged)
+        with pytest.raises(TraceError, match=r"a\.json is damaged"):
+            load_state(tmp_path, "a", PLAN)
     with pytest.raises(StorageError, match="choose another --out"):
         save_state(tmp_path / "a.json", HostState("a", PLAN))
 

@@ -67,6 +67,8 @@ def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> 
         log.emit("resume", "checkpoint", step=12)
         mark_verified(folder, 4, 5, Place(0, "n", {"n": [0]}, [0], "x"))
         assert find_back(run_dir, Launch("x", 0.0), 0) == Back(4), "no audit has agreed after a newer one"
+        (run_dir / "resolved.json").write_text("[" * 100_000)
+        assert find_back(run_dir, Launch("x", 0.0), 0) is None, "a damaged file says nothing"
     (run_dir / "resolved.json").unlink()
     assert find_back(run_dir, Launch("x", 0.0), 0) is None
 
