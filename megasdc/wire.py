@@ -35,7 +35,9 @@ MAX_UNKNOWN = 64
 BACKLOG = 1024
 """Connections that the kernel keeps for a door: all hosts connect at once."""
 PAUSE_S = 0.05
-"""Seconds without another attempt where the process or the host has no descriptor left."""
+"""Seconds without another attempt where the process or the host has no descriptor left, or a socket is broken."""
+ATTEMPTS = 3
+"""How often a caller comes again whose connection was closed before both sides knew each other."""
 KEEP_ALIVE_S, KEEP_INTERVAL_S = 30, 10
 """Idle seconds after which the kernel asks the peer for a sign of life, and between two: firewalls forget idle ones."""
 BROKEN_S = 60
@@ -43,6 +45,8 @@ BROKEN_S = 60
 DESCRIPTORS = 1 << 16
 GONE = "the peer has closed the connection"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_OF_A_CALLER = {errno.ECONNABORTED, errno.ECONNRESET, errno.EPROTO, errno.EINTR}
+"""Who has gone; a pause for each would let one caller keep out others."""
 _PIECE = 1 << 16
 _POLL_S = 0.2
 
@@ -208,20 +212,27 @@ def _proof(secret: bytes, *words: str) -> str:
 def connect(host: str, port: int, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> socket.socket:
     """Connect to a door, and say who this is; without a timeout afterwards.
 
+    A door with too many unknown callers ends the oldest of them, so that it is tried up to ``ATTEMPTS`` times.
+
     Raises:
         WireError: who listens there does not know the secret.
         OSError: it cannot be reached in time.
     """
     ends_at = time.monotonic() + limit_s
-    connection = socket.create_connection((host, port), limit_s)
-    try:
-        keep_alive(connection)
-        introduce(connection, secret, hello, ends_at - time.monotonic())
-    except OSError:
-        connection.close()
-        raise
-    connection.settimeout(None)
-    return connection
+    for left in reversed(range(ATTEMPTS)):
+        connection = socket.create_connection((host, port), max(PAUSE_S, ends_at - time.monotonic()))
+        try:
+            keep_alive(connection)
+            introduce(connection, secret, hello, ends_at - time.monotonic())
+        except OSError as error:
+            connection.close()
+            if not left or not isinstance(error, ConnectionError) or time.monotonic() + PAUSE_S >= ends_at:
+                raise
+            time.sleep(PAUSE_S)
+            continue
+        connection.settimeout(None)
+        return connection
+    raise AssertionError("the last attempt returns or raises")
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -276,7 +287,7 @@ class Door:
         say: tells people, once, that a stranger was refused, and once that no descriptors are left.
 
     Raises:
-        OSError: the address is none of this host's.
+        OSError: the address is none of this host's, or there is no further descriptor or thread.
     """
 
     def __init__(
@@ -301,7 +312,11 @@ class Door:
         self._told: set[str] = set()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="door", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no further thread
+            self._server.close()
+            raise OSError(f"nothing can listen on {address}: {error}") from error
 
     def take(self, timeout_s: float) -> tuple[dict[str, Any], socket.socket]:
         """The next caller's hello and connection, without a timeout.
@@ -342,11 +357,12 @@ class Door:
             except TimeoutError:
                 continue
             except OSError as error:
-                # ECONNABORTED and the like are of one caller, who has gone.
+                if error.errno in _OF_A_CALLER:
+                    continue
+                self._tell_once("exhausted", f"no further connection can be taken: {error.strerror}")
                 if error.errno in _EXHAUSTED:
-                    self._tell_once("exhausted", f"no further connection can be taken: {error.strerror}")
                     self._make_room((len(self._unknown) + 1) // 2)
-                    self._closed.wait(PAUSE_S)
+                self._closed.wait(PAUSE_S)
                 continue
             self._begin(connection, client[0])
 

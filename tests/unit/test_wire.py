@@ -167,6 +167,65 @@ def test_a_caller_who_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert not left and said == ["no further connection can be taken: of a caller"]
 
 
+def test_a_door_whose_socket_is_broken_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that stays is told once, and tried again after a pause."""
+    said, calls = [], 0
+
+    def fail(*_: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.EINVAL, "for ever")
+
+    with Door("127.0.0.1", TOKEN, say=said.append):
+        monkeypatch.setattr(wire.socket.socket, "accept", fail)
+        time.sleep(10 * wire.PAUSE_S)
+        monkeypatch.undo()
+    assert calls < 100 and said == ["no further connection can be taken: for ever"]
+
+
+def test_a_door_without_a_thread_is_an_error_that_its_callers_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that left by another one would keep the others waiting; nothing listens afterwards."""
+    opened: list[socket.socket] = []
+    create = socket.create_server
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(wire.socket, "create_server", lambda *a, **k: opened.append(create(*a, **k)) or opened[0])
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        Door("127.0.0.1", TOKEN)
+    assert opened[0].fileno() == -1
+
+
+def test_a_caller_who_was_ended_to_make_room_comes_again() -> None:
+    """As often as it may, so that a flood of strangers does not keep it out at once."""
+
+    def listen(turned_away: int) -> None:
+        for _ in range(turned_away):
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b'{"number": "1"}\n')
+                connection.recv(1 << 16)
+        if turned_away < wire.ATTEMPTS:
+            connection, _ = server.accept()
+            with connection:
+                came.append(wire.admit(connection, TOKEN, 5.0))
+
+    came: list[dict[str, Any]] = []
+    for turned_away in (wire.ATTEMPTS - 1, wire.ATTEMPTS):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=listen, args=(turned_away,))
+            thread.start()
+            if turned_away < wire.ATTEMPTS:
+                connect("127.0.0.1", server.getsockname()[1], TOKEN, {"rank": 3}, 5.0).close()
+            else:
+                with pytest.raises(ConnectionError):
+                    connect("127.0.0.1", server.getsockname()[1], TOKEN, {"rank": 4}, 5.0)
+            thread.join()
+    assert came == [{"rank": 3}]
+
+
 def test_the_limit_of_descriptors_is_raised() -> None:
     """To that of the system, for the processes that are started too."""
     code = (

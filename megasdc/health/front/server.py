@@ -205,7 +205,7 @@ class FrontServer:
         alert_command: gets an incident.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: nothing can listen there, or there is no further thread.
     """
 
     def __init__(self, launch_id: str, address: str, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
@@ -215,7 +215,11 @@ class FrontServer:
         self.front = FrontAddress(launch_id, address, self._door.port, secret.hex())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="health", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no further thread
+            self._door.close()
+            raise OSError(f"nothing can judge on {address}: {error}") from error
 
     def _look(self) -> None:
         while not self._closed.wait(LOOK_S):
