@@ -167,40 +167,77 @@ def _ours(store: dist.Store) -> dist.Store:
 
 
 class AskedRanks:
-    """Counts the ranks of a launch that are asked to stop while they start.
+    """Agreement of the ranks of a launch that are asked to stop while they start: all leave, or the run goes on.
 
     Over a connection of its own, since the main thread may wait at the store meanwhile, which lets nobody else ask it.
+    Each rank has a key of its own, and the first to decide decides for all, so that repeating any of it is harmless.
 
     Args:
+        rank: of this process in the launch.
         world_size: ranks of the launch.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
 
-    def add(self, by: int) -> int:
-        """Add this rank, 1, take it back, -1, or nothing, 0.
-
-        Returns:
-            How many ranks are asked; 0 where the store does not answer.
-        """
-        import torch.distributed as dist
-
+    def ask(self) -> bool:
+        """Note that this rank is asked; returns whether all are, and leave. False where the store does not answer."""
         if self._world_size == 1:
-            return 1 + min(by, 0)
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = datetime.timedelta(seconds=LOOK_S)
-        try:
-            if self._store is None:
-                self._store = _ours(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
-            return int(self._store.add("asked to stop", by))
-        except RuntimeError:  # the rank that holds it has gone, or is stuck
-            return 0
+            return True
 
-    def is_everyone(self, count: int) -> bool:
-        """Whether so many ranks are all."""
-        return count == self._world_size
+        def note(store: dist.Store) -> bool:
+            store.set(f"{_ASKED}/{self._rank}", "yes")
+            return store.check(self._keys(_ASKED)) and _decide(store, _LEAVE) == _LEAVE
+
+        return bool(self._call(note))
+
+    def go_on(self) -> bool:
+        """Whether this rank may go on; then no rank leaves any more. False: all were asked before, and leave.
+
+        True where the store does not answer at all: the rank that holds it has gone.
+        """
+        end = time.monotonic() + 2 * LOOK_S
+        while (found := self._call(lambda store: _decide(store, _GO_ON))) is None and time.monotonic() < end:
+            time.sleep(_RETRY_S)
+        return found != _LEAVE
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until all ranks know that they leave, for some seconds at most, or until the store has gone."""
+        end = time.monotonic() + limit_s
+
+        def note(store: dist.Store) -> bool:
+            store.set(f"{_KNOWN}/{self._rank}", "yes")
+            return not store.check(self._keys(_KNOWN))
+
+        while self._world_size > 1 and self._call(note) and time.monotonic() < end:
+            time.sleep(_RETRY_S)
+
+    def _keys(self, name: str) -> list[str]:
+        return [f"{name}/{rank}" for rank in range(self._world_size)]
+
+    def _call(self, action: Callable[[dist.Store], T]) -> T | None:
+        """Result of an action with the store; None: that does not answer in ``LOOK_S``."""
+
+        def call() -> T:
+            store = self._store or _open(False, time.monotonic() + LOOK_S)
+            self._store = store
+            return action(store)
+
+        try:
+            return _in_thread(call, LOOK_S)  # torch 2.13 has no limit for most of it
+        except (RuntimeError, TimeoutError, LaunchError):  # the rank that holds it has gone, or is stuck
+            self._store = None  # a late answer would be taken for that of the next question
+            return None
+
+
+_ASKED, _KNOWN, _DECISION, _LEAVE, _GO_ON = "asked", "known", "start", "leave", "go on"
+_RETRY_S = 0.1
+
+
+def _decide(store: dist.Store, wanted: str) -> str:
+    """What was decided of the start: that, unless another rank was first."""
+    return str(store.compare_set(_DECISION, "", wanted).decode())
 
 
 def _listener(host: str, port: int) -> str:

@@ -179,8 +179,10 @@ def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
     Collective: all ranks of the launch.
     """
     section = place.config.megasdc.parallel
-    size = int(os.environ.get("WORLD_SIZE", "1")) if place.part is None else place.part.cut.launch_size
-    on_met = (lambda: None) if signals.start is None else partial(signals.start.met, AskedRanks(size))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if place.part is not None:
+        rank, size = place.part.cut.launch_rank, place.part.cut.launch_size
+    on_met = (lambda: None) if signals.start is None else partial(signals.start.met, AskedRanks(rank, size))
     if place.part is not None:
         return meet(place.part, section, on_met)
     groups.init_process_group(

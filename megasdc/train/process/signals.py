@@ -25,8 +25,8 @@ STOPPED_START = "stopped before its first step"
 """How a rank has ended that a stop signal has ended while it started."""
 STUCK_S = 5.0
 POLL_S = 1.0
-LOOK_S, SETTLE_S = 0.2, 1.0
-"""Between two looks whether all ranks are asked to stop, and from there to their end."""
+LOOK_S, SETTLE_S = 0.2, 5.0
+"""Between two looks whether all ranks are asked to stop, and from there to their end at most."""
 
 Leave = Callable[[int, BaseException | None], None]
 
@@ -45,7 +45,7 @@ class StartGuard:
         self._met = False
         self._ranks: AskedRanks | None = None
         self._lock = threading.Lock()
-        self._is_counted = self._all_are_asked = False
+        self._has_asked = self._all_are_asked = False
         self._heard_at = 0.0
         self._closed = threading.Event()
         self._reading, self._writing = os.pipe()
@@ -57,7 +57,7 @@ class StartGuard:
         """All ranks have met: from now on they depend on this rank.
 
         Args:
-            ranks: counts those that are asked to stop; None: nothing does.
+            ranks: agree with those that are asked to stop too; None: nothing does.
         """
         self._ranks, self._met = ranks, True
 
@@ -73,8 +73,8 @@ class StartGuard:
     def close(self) -> None:
         """Hand stop signals over to the training loop; idempotent. Where all ranks leave, wait for the thread's end."""
         with self._lock:
-            if self._is_counted and not self._all_are_asked and self._ranks is not None:
-                self._all_are_asked = self._ranks.is_everyone(self._ranks.add(-1) + 1)  # others may have seen that
+            if self._has_asked and not self._all_are_asked and self._ranks is not None:
+                self._all_are_asked = not self._ranks.go_on()  # others may have seen that all are
             if not (self._all_are_asked or self._closed.is_set()):
                 self._closed.set()
                 signal.set_wakeup_fd(self._previous)
@@ -87,12 +87,11 @@ class StartGuard:
             time.sleep(POLL_S)
 
     def _look_whether_all_are_asked(self) -> bool:
-        """Count this rank among those that are asked, once."""
+        """Tell others that this rank is asked, too."""
         with self._lock:
             if self._ranks is not None and not self._all_are_asked and not self._closed.is_set():
-                count = self._ranks.add(0 if self._is_counted else 1)
-                self._is_counted = self._is_counted or count > 0
-                self._all_are_asked = self._ranks.is_everyone(count)
+                self._has_asked = True  # also where it is not known whether that has reached them
+                self._all_are_asked = self._ranks.ask()
             return self._all_are_asked
 
     def _watch(self) -> None:
@@ -109,7 +108,8 @@ class StartGuard:
                 self._leave(0, None)
             if self._look_whether_all_are_asked():
                 logger.info("%s on all ranks while the run was starting: nothing to save", number.name)
-                time.sleep(SETTLE_S)  # until all have seen it, and take no other's end for a failure
+                assert self._ranks is not None, "it has agreed with them"
+                self._ranks.settle(SETTLE_S)  # who does not know it takes another's end for a failure
                 self._leave(0, None)
             if time.monotonic() - max(began, self._heard_at) > STUCK_S:
                 error = PeerError(f"{number.name} during the start of the run, while this rank waited for another one")

@@ -3,6 +3,7 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from megasdc.errors import HangError, LaunchError
+from megasdc.parallel import meeting
 from megasdc.parallel.identity import Identity, differences
 from megasdc.parallel.local_ranks import LocalMeeting, free_port
-from megasdc.parallel.meeting import join_store, meet
-from megasdc.parallel.stores import folder_store
+from megasdc.parallel.meeting import MEETING_NAME_VARIABLE, AskedRanks, join_store, meet
+from megasdc.parallel.stores import MEETING_VARIABLE, folder_store
 from megasdc.train.process.known_errors import as_known_error
 
 FIRST = Identity(0, 2, "launch-a", None, "runs/a", "node1", "boot pid:[1]", "0", (100, 5000))
@@ -147,3 +149,35 @@ def test_scheduler_step_tells_launches_apart():
     one, other = (Identity.own(0, 1, None, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step}) for step in "12")
     assert differences(one, other) == ["scheduler's job step"]
     assert Identity.decode(one.encode()) == one
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_all_ranks_agree_whether_they_leave(tmp_path, monkeypatch, in_folder):
+    """Though one goes on between the looks of two others, and however often each asks: the first to decide does."""
+    if in_folder:
+        tmp_path.chmod(0o700)
+        monkeypatch.setenv(MEETING_VARIABLE, str(tmp_path))
+    held = join_store(FIRST, 20.0)
+    a, b, c = (AskedRanks(rank, 3) for rank in range(3))
+    assert [one.ask() for one in (a, a, b, a)] == [False] * 4
+    assert c.ask() and not a.go_on() and b.ask()
+    with ThreadPoolExecutor() as pool:
+        began = time.monotonic()
+        list(pool.map(lambda one: one.settle(20.0), (a, b, c)))
+    assert time.monotonic() - began < 10.0, "each knows that all know"
+    monkeypatch.setenv(MEETING_NAME_VARIABLE, "/later")
+    a, b = (AskedRanks(rank, 2) for rank in range(2))
+    assert not a.ask() and a.go_on() and not b.ask() and not a.ask()
+    del held
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_rank_goes_on_where_no_store_answers(monkeypatch, port, silent):
+    """The rank that holds it has gone, or is stopped: it is asked for seconds, and this one's first step finds out."""
+    monkeypatch.setattr(meeting, "LOOK_S", 0.2)
+    alone, began = AskedRanks(1, 2), time.monotonic()
+    with socket.create_server(("127.0.0.1", port)) if silent else nullcontext():
+        assert not alone.ask() and alone.go_on()
+        alone.settle(5.0)
+    assert time.monotonic() - began < 20.0
+    assert AskedRanks(0, 1).ask(), "it is all there are"
