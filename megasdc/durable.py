@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +20,8 @@ TEMPORARY_PREFIX = ".tmp_"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced_"
 """How the name of a folder begins that ``commit_folder`` has moved aside."""
 _NAME_CHARACTERS = 150  # a name may have 255 bytes
+_UNFINISHED = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+\.[0-9a-f]{{32}}", re.DOTALL)
+"""Names that ``replacing`` gives."""
 
 
 @contextmanager
@@ -44,6 +49,23 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             temporary.unlink()
         raise
     sync_path(path.parent)
+
+
+def remove_unfinished(folder: Path, older_than_s: float) -> None:
+    """Remove files that ``replacing`` has left in a folder where its process was killed; what cannot be removed stays.
+
+    Args:
+        folder: need not exist.
+        older_than_s: seconds since such a file was written last; younger ones may be written still, by any host.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _UNFINISHED.fullmatch(entry.name) is None:
+                continue
+            with contextlib.suppress(OSError):
+                seen = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(seen.st_mode) and time.time() - seen.st_mtime > older_than_s:
+                    os.unlink(entry.path)
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megasdc.durable import parse_json, write_durably
+from megasdc.durable import TEMPORARY_PREFIX, parse_json, remove_unfinished, write_durably
 from megasdc.errors import LaunchError
 from megasdc.moment import boot_id
 from megasdc.origin import Origin
@@ -50,6 +50,8 @@ SETTLE_S = 5.0
 """How long the holder of the lock may take to write its record, or to end."""
 RACE_S = 2.0
 """Without flock, our record counts once nobody has replaced it for so long."""
+UNFINISHED_S = 86_400.0
+"""A file that was begun so long ago, and has not got its name, is removed."""
 LEARN_S = BEAT_S + RACE_S
 """How long a launch that was replaced may take to learn that, and write meanwhile."""
 _ACL = "system.posix_acl_access"
@@ -213,7 +215,7 @@ class HeldFolders:
 
 
 def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
-    """Lock a folder for a launch.
+    """Lock a folder for a launch, and remove what processes that were killed within a write have left there.
 
     Args:
         folder: exists and is writable.
@@ -244,6 +246,8 @@ def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
     except BaseException:
         file.close()
         raise
+    for place in (folder, folder / "health", folder / "supervise"):
+        remove_unfinished(place, UNFINISHED_S)
     return RunLock(folder, holder, file, found, watched=not _is_replaced(found, ended))
 
 
@@ -534,7 +538,7 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
 
 def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
     """Replace a lock file whose lock a lost host keeps, or a user who should not have it, by a new, locked one."""
-    path = folder / f"{LOCK_FILE}.{secrets.token_hex(16)}"
+    path = folder / f"{TEMPORARY_PREFIX}{LOCK_FILE}.{secrets.token_hex(16)}"
     file = open_lock_file(path)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.replace(path, folder / LOCK_FILE)

@@ -18,6 +18,7 @@ from typing import IO
 import pytest
 
 from megasdc import run_lock
+from megasdc.durable import replacing
 from megasdc.errors import LaunchError
 from megasdc.experiments.runner import alone
 from megasdc.run_lock import Holder, RunLock, check_free, join, others_kept_out, read_holder, take
@@ -123,6 +124,26 @@ def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None
         lock.release()
     assert read_holder(tmp_path) is None
     assert said == []
+
+
+def test_what_was_killed_within_a_write_is_removed_a_day_later(tmp_path: Path, said: list[str]) -> None:
+    """By whoever has the folder next; not what may be written still, nor what no write of a file has left."""
+    (tmp_path / "health").mkdir()
+    for path in (tmp_path / "lock.json", tmp_path / "health" / "limits.json"):
+        if (child := os.fork()) == 0:
+            with replacing(path):
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+    left = [*tmp_path.glob(".tmp_*"), *tmp_path.glob("health/.tmp_*")]
+    assert len(left) == 2
+    (tmp_path / ".tmp_notes").touch()
+    (folder := tmp_path / f".tmp_replaced_x.{'0' * 32}").mkdir()
+    take(tmp_path, own(), said.append).release()
+    assert all(path.exists() for path in left)
+    for path in (*left, tmp_path / ".tmp_notes", folder):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    take(tmp_path, own(), said.append).release()
+    assert sorted(tmp_path.rglob(".tmp_*")) == [tmp_path / ".tmp_notes", folder]
 
 
 def test_another_host_lives_while_its_record_changes(tmp_path: Path, said: list[str], quick: None) -> None:
