@@ -217,8 +217,8 @@ def test_a_replaced_launch_that_writes_once_more_does_not_win(
     holder = far(tmp_path, launch_id="of-them")
     lock = take(tmp_path, own(), said.append, ["of-them"])
     time.sleep(0.5)
+    late = time.monotonic()  # before: on a slow disk the record is read while its write still goes on
     run_lock._write(tmp_path, holder)
-    late = time.monotonic()
     until(lambda: (found := read_holder(tmp_path)) is not None and found.token == "ours")
     lock.wait_until_alone()
     assert lock.taken_by is None and time.monotonic() - late >= 1.0
