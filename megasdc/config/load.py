@@ -123,6 +123,7 @@ def _build(
     raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str], *, stored: bool = False
 ) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
+    before = copy.deepcopy(raw.get("megasdc")) if overrides else raw.get("megasdc")
     problems += apply_overrides(raw, overrides, _list_default)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
@@ -133,7 +134,8 @@ def _build(
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))
     own, names = raw.get("megasdc"), [text.partition("=")[0].strip() for text in overrides]
-    reset, refused = sort_out(file, own if isinstance(own, dict) else {}, names, _PREFIX, stored=stored)
+    of_file = before if isinstance(before, dict) else {}
+    reset, refused = sort_out(file, own if isinstance(own, dict) else {}, of_file, names, _PREFIX, stored=stored)
     file = _repaired(raw, [("megasdc", *one.path.split(".")) for one in reset]) if reset else file
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")

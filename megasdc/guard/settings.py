@@ -70,6 +70,7 @@ def load_settings(
     else:
         raw, problems = read_json(given)
         source = str(given)
+    before = copy.deepcopy(raw)
     problems += apply_overrides(raw, overrides, lambda _: None)
     if run_dir is not None and isinstance(raw.get("logging", {}), dict):
         raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
@@ -81,7 +82,7 @@ def load_settings(
     if not problems:
         settings = GuardSettings.model_validate(raw)
         names = [text.partition("=")[0].strip() for text in overrides]
-        reset, refused = sort_out(settings, raw, names, "", stored=False)
+        reset, refused = sort_out(settings, raw, before, names, "", stored=False)
         for one in reset:
             remove(raw, tuple(one.path.split(".")))
         for warning in reset_warnings(reset, ""):

@@ -2,14 +2,15 @@
 
 What a field needs is declared where the field is (`megasdc.config.fields.Needs`), and is judged after overrides and
 presets. Where an override has turned off what fields of the file need, these are reset and warned of: who turns a
-section off need not remove each of its fields.
+section off need not remove each of its fields. What the file alone would be refused for is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,7 +18,10 @@ from pydantic import BaseModel
 from megasdc.config.fields import alternatives
 from megasdc.config.problems.problem import Problem
 from megasdc.config.read import shown
-from megasdc.config.table import relations
+from megasdc.config.table import model_in, relations
+
+ValueAt = Callable[[str], Any]
+"""The value at a dotted path."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,15 @@ def find_idle(sections: BaseModel, given: Mapping[str, Any]) -> Iterator[Idle]:
         sections: the checked sections.
         given: what the file and overrides give, from the same root.
     """
-    for path, field, needs in relations(type(sections), ""):
-        unmet = next((one for one in needs.settings if not _holds(sections, one)), None)
+    yield from _find_idle(type(sections), partial(value_of, sections), given)
+
+
+def _find_idle(kind: type[BaseModel], value_at: ValueAt, given: Mapping[str, Any]) -> Iterator[Idle]:
+    for path, field, needs in relations(kind, ""):
+        unmet = next((one for one in needs.settings if not _holds(value_at, one)), None)
         if unmet is None:
             continue
-        value = value_of(sections, path)
+        value = value_at(path)
         asked = value != field.get_default(call_default_factory=True, validated_data={})
         if needs.refused:
             believed = _is_given(given, path) and not any(
@@ -75,37 +83,76 @@ def find_idle(sections: BaseModel, given: Mapping[str, Any]) -> Iterator[Idle]:
             )
             asked = (asked or (believed and bool(value))) and value is not None and value is not False
         if asked:
-            lacking = tuple((other, want, value_of(sections, other)) for other, want in alternatives(unmet))
+            lacking = tuple((other, want, value_at(other)) for other, want in alternatives(unmet))
             yield Idle(path, value, lacking, needs.refused)
 
 
 def sort_out(
-    sections: BaseModel, given: Mapping[str, Any], overridden: Iterable[str], prefix: str, *, stored: bool
+    sections: BaseModel,
+    given: Mapping[str, Any],
+    before: Mapping[str, Any],
+    overridden: Iterable[str],
+    prefix: str,
+    *,
+    stored: bool,
 ) -> tuple[list[Idle], list[Problem]]:
     """Fields that are to be reset, and refusals.
 
     Args:
         sections: the checked sections.
         given: what the file and overrides give, from the same root.
+        before: what the file alone gives.
         overridden: dotted paths of overrides in the whole file.
         prefix: of the root in the file, such as ``megasdc.``.
         stored: every field is to be reset that would be refused.
+
+    Returns:
+        The fields, each with what was overridden as what it lacks; and one problem for each of the others.
     """
-    reset: list[Idle] = []
-    names = [name.removeprefix(prefix) for name in overridden]
-    idle = [one for one in find_idle(sections, given) if one.refused]
+    kind, names = type(sections), [name.removeprefix(prefix) for name in overridden]
+    needs_of = {path: needs.settings for path, _, needs in relations(kind, "")}
+    reset: dict[str, Idle] = {}
+
+    def value_at(path: str) -> Any:
+        return _given_or_default(kind, {}, path) if path in reset else value_of(sections, path)
+
+    def is_turned_off(idle: Idle) -> bool:
+        earlier = partial(_given_or_default, kind, before)
+        return not any(_covers(name, idle.path) for name in names) and all(
+            _holds(earlier, setting) for setting in needs_of[idle.path]
+        )
+
     # What is reset is off for others that need it, so that these are to be reset too.
-    while more := [one for one in idle if one not in reset and (stored or _is_turned_off(one, names))]:
-        reset += more
-        names += [one.path for one in more]
-    return reset, [one.problem(prefix) for one in idle if one not in reset]
+    while True:
+        idle = [one for one in _find_idle(kind, value_at, given) if one.refused and one.path not in reset]
+        more = [one for one in idle if stored or is_turned_off(one)]
+        if not more:
+            return list(reset.values()), [one.problem(prefix) for one in idle]
+        reset |= {one.path: replace(one, unmet=_causes(one, names, reset)) for one in more}
 
 
-def _is_turned_off(idle: Idle, names: Sequence[str]) -> bool:
-    """Whether what a field needs was overridden, and not the field itself."""
-    return any(_covers(name, path) for name in names for path, _, _ in idle.unmet) and not any(
-        _covers(name, idle.path) for name in names
-    )
+def _causes(idle: Idle, names: Sequence[str], reset: Mapping[str, Idle]) -> tuple[tuple[str, str | None, Any], ...]:
+    """What a field lacks because of overrides: what they set, and what turned off what was reset."""
+    causes = [one for one in idle.unmet if any(_covers(name, one[0]) for name in names)]
+    causes += [cause for path, _, _ in idle.unmet if path in reset for cause in reset[path].unmet]
+    return tuple(causes) or idle.unmet
+
+
+def _given_or_default(kind: type[BaseModel], given: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of what a file gives, its default where it gives none."""
+    at: Any = given
+    name, _, rest = path.partition(".")
+    while True:
+        field = kind.model_fields[name]
+        if not isinstance(at, Mapping) or name not in at:
+            value = field.get_default(call_default_factory=True, validated_data={})
+            return value_of(value, rest) if rest else value
+        at = at[name]
+        inner = model_in(field.annotation)
+        if not rest or inner is None:
+            return at
+        kind = inner
+        name, _, rest = rest.partition(".")
 
 
 def idle_warnings(sections: BaseModel, prefix: str) -> Iterator[str]:
@@ -132,9 +179,9 @@ def value_of(sections: BaseModel, path: str) -> Any:
     return value
 
 
-def _holds(sections: BaseModel, setting: str) -> bool:
+def _holds(value_at: ValueAt, setting: str) -> bool:
     for path, wanted in alternatives(setting):
-        value = value_of(sections, path)
+        value = value_at(path)
         if value == json.loads(wanted) if wanted is not None else bool(value):
             return True
     return False

@@ -180,6 +180,34 @@ def test_an_override_that_turns_a_section_on() -> None:
     assert parse_config(off, ["megasdc.audit.enabled=true"]).megasdc.audit.permuted
 
 
+def test_an_override_that_changes_nothing_takes_no_refusal_away() -> None:
+    """What the file alone would be refused for is refused with an override that sets what is so already, or that turns
+    off one of two things of which the other was off; a warning names the override alone.
+    """
+    for override in ("megasdc.sdc.always_on.enabled=false", "megasdc.sdc.always_on={}", "megasdc.determinism={}"):
+        own = {**BASE["megasdc"], "sdc": {"policy": {"persistent": "warn"}, "golden": "g"}}
+        with pytest.raises(ConfigError, match=r"policy\.persistent|sdc\.golden: got"):
+            parse_config({**BASE, "megasdc": own}, [override])
+    settings = {"logging": {"run_dir": "r"}, "audit": {"enabled": False, "permuted": True}}
+    with pytest.raises(ConfigError, match=r"audit\.permuted: got true"):
+        load_settings(settings, ["audit.enabled=false"])
+    own = {**BASE["megasdc"], "determinism": {"enabled": True}, "audit": {"enabled": True}}
+    file = {**BASE, "megasdc": {**own, "sdc": {"policy": {"persistent": "warn"}}}}
+    (told,) = parse_config(file, ["megasdc.audit.enabled=false"]).reset
+    assert told.endswith("since an override sets megasdc.audit.enabled false.")
+
+
+def test_what_is_reset_takes_along_what_needs_it_alone() -> None:
+    """The resolved file is accepted again, and the sentence names what was overridden."""
+    sdc = {"golden": "g", "policy": {"persistent": "warn"}}
+    own = {**BASE["megasdc"], "determinism": {"enabled": True}, "sdc": sdc}
+    config = parse_config({**BASE, "megasdc": own}, ["megasdc.determinism.enabled=false"])
+    assert config.megasdc.sdc.golden is None and config.megasdc.sdc.policy.persistent == "halt"
+    assert parse_config(config.resolved()) == config
+    assert len(config.reset) == 2
+    assert all(one.endswith("since an override sets megasdc.determinism.enabled false.") for one in config.reset)
+
+
 def test_what_is_reset_turns_off_what_needs_it() -> None:
     """A golden trace that an override has made useless takes its interval with it."""
     own = {**BASE["megasdc"], "determinism": {"enabled": True}, "sdc": {"golden": "g", "golden_interval": 5}}
