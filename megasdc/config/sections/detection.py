@@ -101,8 +101,8 @@ class AlwaysOnSection(Section):
         "auto",
         "Micro-batches whose results are looked at: one of each step, another each step; all, and with `chain` every "
         "block of gradient, state and parameters in each step, but none of the gradient with "
-        "`zero_optimization.offload_optimizer`; auto: as many as `sdc.budget` leaves room for, from all of each step to "
-        "one in 50 steps; reported at the start.",
+        "`zero_optimization.offload_optimizer`; auto: as many as `sdc.budget` leaves room for, from all of each step "
+        "to one in 50 steps; reported at the start.",
     )
     granularity: Granularity = setting(
         "submodule", "Which submodules are checked; see `trace.granularity`.", needs=tunes(ALWAYS_ON)
