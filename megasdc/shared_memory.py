@@ -21,7 +21,7 @@ from megasdc.durable import parse_json
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_SHARE = 0.8
 """Of the free memory that snapshots of a state may take."""
-NAME_VARIABLE = "MEGASDC_RECORDS"
+NAME_VARIABLE = "MEGASDC_SHARED_NAME"
 """Random part of the names of this host's folders, for ranks that cannot tell each other one.
 
 The front sets it for what it starts, and ``megasdc.launcher.node`` for ranks on other hosts. Other users see arguments

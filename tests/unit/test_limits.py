@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -36,3 +37,9 @@ def test_functions_are_short() -> None:
         if sum(one.arg not in ("self", "cls") for one in (*node.args.args, *node.args.kwonlyargs)) > 8
     }
     assert found == MANY_PARAMETERS.keys()
+
+
+def test_variables_of_the_environment_have_one_meaning() -> None:
+    """Two constants with one name would hand a process what is meant for another."""
+    names = [name for file in FILES for name in re.findall(r'^[A-Z_]+ = "(MEGASDC_[A-Z_]+)"', file.read_text(), re.M)]
+    assert len(names) > 10 and not [name for name, count in Counter(names).items() if count > 1]
