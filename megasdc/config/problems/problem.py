@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megasdc.credentials import SECRET_REMEDY, find_secrets
+from megasdc.credentials import REMEDY, SECRET_REMEDY, find_secrets
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Problem:
 _HIDDEN = "a secret is refused in the file, and not shown here"
 OWN_PLACES: dict[tuple[str | int, ...], str] = {
     ("comet", "api_key"): f"{_HIDDEN}; set COMET_API_KEY in the environment, or write ~/.comet.config (mode 0600).",
+    ("megasdc", "checkpoint", "archive", "address"): f"{_HIDDEN}; {REMEDY}.",
 }
 """What to do with the secrets for which there is a key."""
 
