@@ -146,7 +146,7 @@ def test_an_incident_comes_back_from_json() -> None:
 
 
 def test_reports_are_written_beside_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names hold the step, and a number where one is there; a disk that fails is told with the incident."""
+    """Names hold the step, and a number where one is there; a folder that refuses them is told with the incident."""
     first = write_incident(incident(tmp_path))
     second = write_incident(incident(tmp_path))
     assert [path.name for path in (*first, *second)] == [
@@ -165,7 +165,7 @@ def test_reports_are_written_beside_earlier_ones(tmp_path: Path, monkeypatch: py
 
 
 def _refuse(descriptor: int) -> None:
-    raise OSError(5, "Input/output error")
+    raise OSError(13, "Permission denied")
 
 
 def test_a_page_says_what_where_when_and_what_to_do_first() -> None:
