@@ -29,7 +29,10 @@ _INLINE = re.compile(r"(<!--=([\w-]+):([^>]+?)-->)(.*?)(<!--=-->)", re.DOTALL)
 _BLOCK = re.compile(r"<!-- ([\w/. -]+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)|<!--.*?-->")
-_FIGURE = re.compile(r"\d (?:of \d|%|(?:ms|us|s|times|seconds|minutes|hours|[KMGT]i?B|alarms)\b)|\d\.\d|\| *\d")
+_FIGURE = re.compile(
+    r"\d (?:of \d|%|(?:ms|us|s|times|seconds|minutes|hours|[KMGT]i?B|alarms)\b"
+    r"|(?:clean |healthy )?(?:steps|trials|samples|drills|faults|runs|cases)\b)|\d\.\d|\| *\d"
+)
 _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 
 
