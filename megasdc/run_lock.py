@@ -246,7 +246,8 @@ def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
     except BaseException:
         file.close()
         raise
-    for place in (folder, folder / "health", folder / "supervise"):
+    places = (".", "health", "health/incidents", "reports", "supervise")
+    for place in (*(folder / name for name in places), *folder.glob("done/*/")):
         remove_unfinished(place, UNFINISHED_S)
     return RunLock(folder, holder, file, found, watched=not _is_replaced(found, ended))
 

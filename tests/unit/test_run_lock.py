@@ -128,14 +128,15 @@ def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None
 
 def test_what_was_killed_within_a_write_is_removed_a_day_later(tmp_path: Path, said: list[str]) -> None:
     """By whoever has the folder next; not what may be written still, nor what no write of a file has left."""
-    (tmp_path / "health").mkdir()
-    for path in (tmp_path / "lock.json", tmp_path / "health" / "limits.json"):
+    written = ("lock.json", "health/limits.json", "health/incidents/hang_1.json", "done/launch/ended.0.1.json")
+    for path in map(tmp_path.joinpath, written):
+        path.parent.mkdir(parents=True, exist_ok=True)
         if (child := os.fork()) == 0:
             with replacing(path):
                 os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
-    left = [*tmp_path.glob(".tmp_*"), *tmp_path.glob("health/.tmp_*")]
-    assert len(left) == 2
+    left = list(tmp_path.rglob(".tmp_*"))
+    assert len(left) == len(written)
     (tmp_path / ".tmp_notes").touch()
     (folder := tmp_path / f".tmp_replaced_x.{'0' * 32}").mkdir()
     take(tmp_path, own(), said.append).release()
