@@ -119,13 +119,30 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     return len(lines) - len(kept)
 
 
+def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The object of a line of metrics, checked.
+
+    Raises:
+        ValueError, TypeError, KeyError: it has no step or time, or a value that is no number of 64 bits.
+    """
+    if not isinstance(row["step"], int) or row["step"] < 0 or row["time"] is None:
+        raise ValueError("no step or time")
+    if not all(value is None or _is_number(value) for value in row.values()):
+        raise ValueError("no number")
+    return row
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """A line's object; None if the line is damaged: incomplete, not UTF-8, or without a step."""
+    """A line's object; None if the line is damaged."""
     try:
-        row = parse_json(line.decode("utf-8"))
-    except ValueError:
+        row = parse_json(line)
+        return metrics_row(row) if isinstance(row, dict) else None
+    except (ValueError, TypeError, KeyError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def set_aside(run_dir: Path | str) -> Path | None:

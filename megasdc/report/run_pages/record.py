@@ -16,7 +16,7 @@ from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import collect
-from megasdc.metrics.writer import METRICS_FILE, PLACE
+from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
 from megasdc.moment import first_of
 from megasdc.report.result.figure import Series
 from megasdc.report.run_pages.lines import read_lines
@@ -173,16 +173,6 @@ def load_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {error}")
     return {}
-
-
-def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics, checked; raises ValueError, TypeError or KeyError where it is none."""
-    step, time = row["step"], row["time"]
-    if not isinstance(step, int) or step < 0 or not isinstance(time, int | float):
-        raise ValueError("no step or time")
-    if not all(value is None or isinstance(value, int | float) for value in row.values()):
-        raise ValueError("no number")
-    return row
 
 
 def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], list[float]]:

@@ -12,7 +12,7 @@ from megasdc.durable import parse_json
 from megasdc.events import Event, event_of, in_order
 from megasdc.health.hosts import FileClock
 from megasdc.health.incident_file import HangIncident, load_hangs
-from megasdc.metrics.writer import METRICS_FILE
+from megasdc.metrics.writer import METRICS_FILE, metrics_row
 from megasdc.report.run_pages.marks import FAULT, lane_of
 from megasdc.report.run_pages.record import (
     CONFIG_FILE,
@@ -20,7 +20,6 @@ from megasdc.report.run_pages.record import (
     RunRecord,
     load_config,
     load_ending,
-    metrics_row,
     series_of,
 )
 from megasdc.sdc.incidents.incident import Incident, load_incidents

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megasdc.metrics.writer import MetricsWriter, cut_back, read_metrics
@@ -54,3 +56,25 @@ def test_bytes_that_are_no_text_do_not_stop_a_resume(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     assert cut_back(tmp_path, 2) > 2
     assert path.read_bytes() == first + second
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": 2, "time": 0.0, "eval/loss": {"a": 1}},
+        {"step": 2, "time": 0.0, "eval/loss": "1"},
+        {"step": 2, "time": 0.0, "eval/loss": 10**400},
+        {"step": 10**400, "time": 0.0},
+        {"step": -1, "time": 0.0},
+        {"step": 2, "time": None},
+        {"step": 2},
+    ],
+)
+def test_a_line_that_no_run_writes_is_damaged(tmp_path, line):
+    """Folders may come from others: views would fail at it, or compute with something else."""
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"train/loss": 1.0})
+    writer.close()
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
