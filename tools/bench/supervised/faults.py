@@ -233,7 +233,8 @@ def _shared_memory_full(run: Target) -> None:
     """On one host; then a rank is killed, so that the run is started again."""
     host = run.chance.choice(run.used())
     used = "$(($(df -k --output=used /dev/shm | tail -n 1) + 4))k"
-    run.on_host(host, f"mount -o remount,size={used} /dev/shm")
+    # What is written between both commands makes the size too small, which mount refuses.
+    run.on_host(host, f"for _ in $(seq 50); do mount -o remount,size={used} /dev/shm && exit; sleep 0.1; done; exit 1")
     run.condition(host, lambda: run.on_host(host, "mount -o remount,size=50% /dev/shm"))
     _rank_killed(run)
 
