@@ -1,12 +1,13 @@
 """Change one place of the program at a time, and see whether a test fails: what survives is a hole in the tests.
 
-    python -m tools.mutate --mutations 60 --seed 1 [--files 'megasdc/sdc/*.py'] [--log mutations.jsonl]
+    python -m tools.mutate --mutations 60 --seed 1 [--files 'megasdc/sdc/*.py'] [--tests unit] [--log mutations.jsonl]
 
 Places are drawn by a seed from the syntax trees of the files: comparisons turned or made to hold at the border, ``and``
 and ``or``, ``+`` and ``-``, conditions that hold always or never, numbers one more, ``not`` left out, results that are
 not returned. Each is tried in a copy of the repository, by the tests that import the changed module, those that say its
-name first, for at most ``--limit`` seconds. Exit code 1 if one survives, of which each needs a test, or a reason why no
-test can tell. What is in the log is not tried again.
+name first, for at most ``--limit`` seconds. It is killed where a test fails that passes without it, and undecided where
+time ran out or a test fails either way. Exit code 1 if one survives, of which each needs a test, or a reason why no test
+can tell, written into its line of the log. What is in the log is not tried again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
@@ -74,17 +78,21 @@ class Outcome:
     """What tests said of one.
 
     Args:
-        survived: none failed.
-        by: the first test that failed; what ended the attempt else; empty where it survived.
+        end: whether a test saw it.
+        by: the first test that failed, or what ended the attempt; empty where it survived.
         tests: files of tests that were run.
         seconds: that they took.
+        commit: that it was tried on.
+        reason: why no test can tell; written by hand into the log.
     """
 
     mutation: Mutation
-    survived: bool
+    end: Literal["killed", "survived", "undecided"]
     by: str
     tests: int
     seconds: float
+    commit: str = ""
+    reason: str = ""
 
 
 class _Changer(ast.NodeTransformer):
@@ -181,12 +189,16 @@ def mutated(source: str, place: int) -> str:
     return ast.unparse(tree) + "\n"
 
 
-def tests_of(root: Path, file: str) -> list[str]:
-    """Files of tests that import a module, those that have its name first; where none does, those of its folder."""
+def tests_of(root: Path, file: str, tier: str = "") -> list[str]:
+    """Files of tests that import a module, those that have its name first; where none does, those of its folder.
+
+    Args:
+        tier: folder of ``tests`` that they are in; empty: any.
+    """
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     parent, _, own = module.rpartition(".")
     found = []
-    for test in sorted((root / "tests").rglob("test_*.py")):
+    for test in sorted((root / "tests" / tier).rglob("test_*.py")):
         text = test.read_text(encoding="utf-8")
         if f"from {module} import" in text or f"import {module}" in text or _imports_from(text, parent, own):
             found.append(str(test.relative_to(root)))
@@ -204,25 +216,42 @@ def _imports_from(text: str, parent: str, own: str) -> bool:
     )
 
 
-def attempt(copy: Path, mutation: Mutation, limit_s: float) -> Outcome:
-    """Change the place in a copy of the repository, run the tests, and put it back."""
+def attempt(copy: Path, mutation: Mutation, limit_s: float, tier: str = "") -> Outcome:
+    """Change the place in a copy of the repository, run the tests, and put it back.
+
+    Args:
+        tier: of the tests, as for ``tests_of``.
+    """
     path, began = copy / mutation.file, time.monotonic()
     right = path.read_text(encoding="utf-8")
-    tests = tests_of(copy, mutation.file)
+    tests = tests_of(copy, mutation.file, tier)
     if not tests:
-        return Outcome(mutation, True, "", 0, 0.0)
+        return Outcome(mutation, "survived", "", 0, 0.0)
     path.write_text(mutated(right, mutation.place), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not full", *tests]
     try:
-        env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
-        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        by = failed[0][:200] if failed else f"pytest ended with {done.returncode}" if done.returncode else ""
-    except subprocess.TimeoutExpired:
-        by = f"not told within {limit_s:.0f} s"
+        by = _first_failure(copy, tests, limit_s)
     finally:
         path.write_text(right, encoding="utf-8")
-    return Outcome(mutation, not by, by, len(tests), round(time.monotonic() - began, 1))
+    test = by.partition(" - ")[0]
+    either_way = by and _first_failure(copy, [test] if test.partition("::")[0] in tests else tests, limit_s)
+    end: Literal["killed", "survived", "undecided"] = "undecided" if either_way else "killed" if by else "survived"
+    return Outcome(mutation, end, by[:200], len(tests), round(time.monotonic() - began, 1))
+
+
+def _first_failure(copy: Path, tests: Sequence[str], limit_s: float) -> str:
+    """The test that failed and how, or how else they ended; empty where all passed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not full", *tests]
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as running:
+        try:
+            told, _ = running.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            return f"not told within {limit_s:.0f} s"
+    failed = [line.partition(" ")[2] for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0] if failed else f"pytest ended with {running.returncode}" if running.returncode else ""
 
 
 def drawn(root: Path, patterns: Sequence[str], count: int, seed: int) -> list[Mutation]:
@@ -252,30 +281,33 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mutations", type=int, default=60, help="how many; default 60")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--files", nargs="+", default=["megasdc/**/*.py"], help="patterns from the repository's root")
+    parser.add_argument("--tests", default="", help="folder of tests that are run, as unit; default all")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of tests for each; default 300")
     parser.add_argument("--log", type=Path, default=None, help="file that keeps what was tried")
     given = parser.parse_args(argv)
     known = {one.mutation: one for one in read_log(given.log)}
     chosen = drawn(ROOT, given.files, given.mutations, given.seed)
+    revision = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
     with tempfile.TemporaryDirectory(prefix="megasdc_mutate_") as folder:
         copy = Path(folder) / "copy"
         left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs")
         shutil.copytree(ROOT, copy, ignore=left_out)
         for number, mutation in enumerate(chosen, 1):
             if mutation not in known:
-                known[mutation] = attempt(copy, mutation, given.limit)
+                outcome = replace(attempt(copy, mutation, given.limit, given.tests), commit=revision.stdout.strip())
+                known[mutation] = outcome
                 if given.log is not None:
                     with open(given.log, "a", encoding="utf-8") as log:
-                        log.write(json.dumps(asdict(known[mutation])) + "\n")
+                        log.write(json.dumps(asdict(outcome)) + "\n")
             one = known[mutation]
-            told = "SURVIVED" if one.survived else "killed"
-            print(
-                f"{number}/{len(chosen)} {told} {mutation.file}:{mutation.line} {mutation.what[:120]} [{one.by[:100]}]",
-                flush=True,
-            )
-    survived = [known[mutation] for mutation in chosen if known[mutation].survived]
-    print(f"{len(survived)} of {len(chosen)} survived")
-    return int(bool(survived))
+            place = f"{mutation.file}:{mutation.line} {mutation.what[:120]}"
+            print(f"{number}/{len(chosen)} {one.end} {place} [{(one.reason or one.by)[:100]}]", flush=True)
+    ends = Counter(known[mutation].end for mutation in chosen)
+    holes = [known[mutation] for mutation in chosen if known[mutation].end == "survived" and not known[mutation].reason]
+    print(f"{', '.join(f'{count} {end}' for end, count in sorted(ends.items()))}; {len(holes)} without a reason")
+    return int(bool(holes))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ def test_they_are_drawn_by_a_seed(root: Path) -> None:
     assert one == again != other and len(set(one)) == 6
     assert len(drawn(root, ["megasdc/*.py"], 99, 1)) == len(mutations_of(root, root / "megasdc" / "small.py"))
     assert mutate.tests_of(root, "megasdc/small.py") == ["tests/unit/test_small.py"]
+    other = root / "tests" / "distributed" / "test_small_ranks.py"
+    other.parent.mkdir()
+    other.write_text(RIGHT)
+    assert mutate.tests_of(root, "megasdc/small.py", "unit") == ["tests/unit/test_small.py"]
+    assert len(mutate.tests_of(root, "megasdc/small.py")) == 2
 
 
 @pytest.mark.slow
@@ -62,7 +67,17 @@ def test_a_hole_is_told_from_what_tests_see(root: Path) -> None:
     found = {one.what: one for one in mutations_of(root, root / "megasdc" / "small.py")}
     hole: Mutation = found["points > most -> points >= most"]
     seen = next(one for what, one in found.items() if what.endswith("return None") and "points" in what)
-    assert attempt(root, hole, 60.0).survived
+    assert attempt(root, hole, 60.0).end == "survived"
     told = attempt(root, seen, 60.0)
-    assert not told.survived and "test_small" in told.by
+    assert told.end == "killed" and "test_small" in told.by
     assert (root / "megasdc" / "small.py").read_text() == SOURCE
+
+
+@pytest.mark.slow
+def test_what_tests_cannot_tell_is_undecided(root: Path) -> None:
+    """A test that fails without the change, and one that does not end in time: neither says that it was seen."""
+    test = root / "tests" / "unit" / "test_small.py"
+    hole = next(one for one in mutations_of(root, root / "megasdc" / "small.py") if one.what == "10 -> 11")
+    for wrong in ("assert False", "import time; time.sleep(60)"):
+        test.write_text(f"from megasdc.small import grade\n\ndef test_small() -> None:\n    {wrong}\n")
+        assert attempt(root, hole, 3.0).end == "undecided"
