@@ -6,8 +6,8 @@ Places are drawn by a seed from the syntax trees of the files: comparisons turne
 and ``or``, ``+`` and ``-``, conditions that hold always or never, numbers one more, ``not`` left out, results that are
 not returned. Each is tried in a copy of the repository, by the tests that import the changed module, those that say its
 name first, for at most ``--limit`` seconds. It is killed where a test fails that passes without it, and undecided where
-time ran out or a test fails either way. Exit code 1 if one survives, of which each needs a test, or a reason why no test
-can tell, written into its line of the log. What is in the log is not tried again.
+time ran out or a test fails either way. Exit code 1 if one survives without a reason in its line of the log why no test
+can tell. What is in the log is not tried again.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ def test_they_are_drawn_by_a_seed(root: Path) -> None:
     assert one == again != other and len(set(one)) == 6
     assert len(drawn(root, ["megasdc/*.py"], 99, 1)) == len(mutations_of(root, root / "megasdc" / "small.py"))
     assert mutate.tests_of(root, "megasdc/small.py") == ["tests/unit/test_small.py"]
-    other = root / "tests" / "distributed" / "test_small_ranks.py"
-    other.parent.mkdir()
-    other.write_text(RIGHT)
+    of_ranks = root / "tests" / "distributed" / "test_small_ranks.py"
+    of_ranks.parent.mkdir()
+    of_ranks.write_text(RIGHT)
     assert mutate.tests_of(root, "megasdc/small.py", "unit") == ["tests/unit/test_small.py"]
     assert len(mutate.tests_of(root, "megasdc/small.py")) == 2
 
