@@ -8,10 +8,26 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+import xxhash
 
 from megasdc import shared_memory
-from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, linger, memory_folder, remove_forgotten
+from megasdc.checkpoint.formats.records import record_text
+from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.snapshots.held import (
+    FORMAT_VERSION,
+    HELD_FILE,
+    OWNER_FILE,
+    HeldFile,
+    HeldRecord,
+    claim,
+    linger,
+    memory_folder,
+    rank_folder,
+    remove_forgotten,
+)
 from megasdc.checkpoint.snapshots.partner import partner_of
+from megasdc.checkpoint.snapshots.recover import find_in_memory
 from megasdc.launcher.on_host import release
 from megasdc.parallel.dims import ParallelDims
 
@@ -112,3 +128,42 @@ def test_each_host_keeps_as_much_as_the_others(
     nodes = {f"host{number}": ranks for number, ranks in enumerate(hosts)}
     world = range(len(partners))
     assert [partner_of(ParallelDims(*layout, rank), nodes, rank) for rank in world] == partners
+
+
+def hold(folder: Path, rank: int, step: int) -> Path:
+    """Hold a step of one of two ranks; returns the first of its two files."""
+    slot = rank_folder(folder, rank) / f"slot_{step}"
+    slot.mkdir(parents=True)
+    files = []
+    for name in ("a", "b"):
+        (slot / name).write_bytes(content := os.urandom(64))
+        digest = xxhash.xxh3_128_hexdigest(content)
+        files.append(HeldFile(name=name, size_bytes=64, xxh3_128=digest, tensors=None))
+    record = HeldRecord(
+        format_version=FORMAT_VERSION, run="run", start=1, step=step, time=1.0, rank=rank, host="here",
+        layout=[1, 1, 2], engine={}, versions={}, files=files, finite_step=step,
+    )  # fmt: skip
+    (slot / HELD_FILE).write_text(record_text(record))
+    return slot / "a"
+
+
+def test_a_host_alone_goes_on_from_no_step_whose_files_were_changed(tmp_path: Path) -> None:
+    """A bit that is flipped, a file that is cut or gone: whichever rank's it is, the step before is taken."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        for number, (rank, harm) in enumerate((rank, harm) for rank in (0, 1) for harm in ("flip", "cut", "gone")):
+            folder = tmp_path / str(number)
+            files = [hold(folder, one, step) for step in (1, 2) for one in (0, 1)]
+            ranks, dims = Ranks("node_local", node="here"), ParallelDims(1, 1, 2, 0)
+            whole = find_in_memory(folder, "run", dims, ranks, verified_only=False)
+            assert whole is not None and (whole.step, whole.skipped) == (2, {})
+            changed, content = files[2 + rank], bytearray(files[2 + rank].read_bytes())
+            content[40] ^= 4
+            changed.write_bytes(content if harm == "flip" else content[:30])
+            if harm == "gone":
+                changed.unlink()
+            found = find_in_memory(folder, "run", dims, ranks, verified_only=False)
+            assert found is not None, harm
+            assert (found.step, found.skipped) == (1, {2: f"files of rank {rank} were changed"}), harm
+    finally:
+        dist.destroy_process_group()
