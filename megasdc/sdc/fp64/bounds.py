@@ -241,19 +241,18 @@ def activated(
     Args:
         function: GELU, SiLU or ReLU: no steeper than ``STEEPEST``, and of no larger magnitude than its argument.
         gate: [n]; bias, linear and its bias too.
-        clamp: bounds the argument from above, and the other factor on both sides; None: nothing does.
+        clamp: bounds the argument from above, and the other factor on both sides; None: nothing does. A device may have
+            it, and the offset, in its own type.
     """
-    given = residual(gate, bias, None, None, kind)
-    place, off = given.values, given.bounds
-    place = place if clamp is None else place.clamp(max=clamp)
+    place, off = _clamped(residual(gate, bias, None, None, kind), -torch.inf, clamp, kind)
     values = function(place)
     bounds = STEEPEST * off + INACCURACY * place.abs() + 2 * torch.finfo(WORKING).eps * values.abs()
     bounds = rounded(bounds, values, kind)
     if linear is not None:
-        other = residual(*linear, None, None, kind)
-        factor = other.values if clamp is None else other.values.clamp(-clamp, clamp)
+        least = -torch.inf if clamp is None else -clamp
+        factor, apart = _clamped(residual(*linear, None, None, kind), least, clamp, kind)
         reach, factor = factor.abs(), factor + offset
-        apart = rounded(other.bounds, factor, kind)
+        apart = rounded(apart + _storing(offset, kind), factor, kind)
         values, bounds = values * factor, bounds * (factor.abs() + apart) + values.abs() * apart
         bounds = rounded(bounds, values, kind)
         return _finite(values, bounds, (reach + abs(offset)) * place.abs(), 3, kind)
@@ -295,6 +294,20 @@ def activated_input(
     bounds = factor_off * (derivative.abs() + apart) + factor.abs() * apart
     bounds = rounded(rounded(bounds + 4 * torch.finfo(WORKING).eps * values.abs(), values, kind), values, kind)
     return _finite(values, bounds, (factor.abs() + factor_off) * (1 + magnitude), 4, kind)
+
+
+def _clamped(given: Exact, least: float, most: float | None, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and bounds between two limits, of one magnitude where both are finite; ``most``: None for no limit."""
+    if most is None:
+        return given.values, given.bounds
+    off = _storing(most, kind)
+    reaches = (given.values + given.bounds >= most - off) | (given.values - given.bounds <= least + off)
+    return given.values.clamp(least, most), given.bounds + torch.where(reaches, off, 0.0)
+
+
+def _storing(number: float, kind: torch.dtype) -> float:
+    """How far a number is moved where it is stored in a type."""
+    return abs(torch.tensor(number, dtype=torch.float64).to(kind).item() - number)
 
 
 def chosen(values: Tensor) -> Exact:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import permutations
+from itertools import product as every
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from megasdc.addresses import WEIGHT_GRAD, Address
@@ -32,7 +35,7 @@ from megasdc.sdc.fp64.bounds import (
     residual,
 )
 from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.sdc.fp64.referee import agreed, judge
+from megasdc.sdc.fp64.referee import agreed, is_within, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -288,6 +291,74 @@ def test_activations_are_within_the_bound(kind: torch.dtype, name: str, gated: b
     wrong = got.clone()
     wrong[9] += 0.3 + 0.1 * got[9].abs()
     assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
+
+
+def gate_of_megatron(
+    function: Callable[[Tensor], Tensor], gate: Tensor, linear: Tensor, clamp: float | None, offset: float
+) -> Tensor:
+    """Megatron-core's own gated activation, of what its first linear layer gives with its bias."""
+    config = SimpleNamespace(
+        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True, activation_func=function,
+        activation_func_clamp_value=clamp, glu_linear_offset=offset,
+    )  # fmt: skip
+    layer = SimpleNamespace(config=config, linear_fc1=lambda x: (x, None), linear_fc2=lambda x: (x, None))
+    return MLP.forward(layer, torch.cat((gate, linear), -1))[0]
+
+
+def worst_of_megatron(
+    function: Callable[[Tensor], Tensor],
+    given: tuple[Tensor, Tensor],
+    has_bias: bool,
+    clamp: float | None,
+    offset: float,
+    kind: torch.dtype,
+) -> Tensor:
+    """How far Megatron-core's gate is moved in fp64 by roundings to a type, each to whichever side moves it most.
+
+    Of both sums of branch and bias, of the function, of the sum with the offset and of the product; a device may have
+    clamp and offset in its type too.
+    """
+    unit, values = torch.finfo(kind).eps / 2, gate_of_megatron(function, *given, clamp, offset)
+    worst = torch.zeros_like(values)
+    for a, b, c, d, e in every((-unit, unit), repeat=5):
+        gate, linear = (one * (1 + move * has_bias) for one, move in zip(given, (a, b), strict=True))
+        for stored in (False, True):
+            least, more = ((torch.tensor(x).to(kind).item() if stored and x else x) for x in (clamp, offset))
+            moved = gate_of_megatron(lambda x, c=c: function(x) * (1 + c), gate, linear, least, more)
+            worst = worst.maximum((moved * (1 + d) * (1 + e) - values).abs())
+    return worst
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("clamp", "offset"), [(None, 0.3), (None, -1.0), (7.0, 1.0), (1.1, -0.3), (0.3, 0.0)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_clamped_gates_with_an_offset_are_within_the_bound(
+    kind: torch.dtype, clamp: float | None, offset: float, has_bias: bool
+) -> None:
+    """As Megatron-core has them: its formula in fp64 with every rounding moved, and in the type itself.
+
+    The bound is at most a few times the farthest of these where the function has its usual slope, and a wrong sign of
+    the offset is outside.
+    """
+    torch.manual_seed(14)
+    function = ACTIVATIONS["silu"]
+    gate, linear = torch.randn(2, 1000).mul(4).to(kind)
+    linear[:100] = (torch.randn(100) * 0.02 - offset).to(kind)  # which the offset takes away again
+    bias, other = torch.randn(2, 1000).to(kind) if has_bias else (None, None)
+    exact = activated(function, gate, bias, (linear, other), kind, clamp=clamp, offset=offset)
+    pairs = ((gate, bias), (linear, other))
+    wide = [one.double() if more is None else one.double() + more.double() for one, more in pairs]
+    values = gate_of_megatron(function, wide[0], wide[1], clamp, offset)
+    torch.testing.assert_close(exact.values, values, rtol=1e-13, atol=1e-14)
+    worst = worst_of_megatron(function, (wide[0], wide[1]), has_bias, clamp, offset, kind)
+    assert (exact.bounds >= worst).all()
+    narrow = [one if more is None else one + more for one, more in pairs]
+    assert is_explained(gate_of_megatron(function, narrow[0], narrow[1], clamp, offset), exact)
+    usual = (wide[0] > 0) & (wide[0] < (clamp or torch.inf))
+    least = (2.0**-19 * wide[0].abs() + 8 * torch.finfo(kind).tiny) * (1 + wide[1].abs())
+    assert (exact.bounds <= 4 * worst + least)[usual].double().mean() > 0.7
+    turned = gate_of_megatron(function, wide[0], wide[1], clamp, -offset)
+    assert offset == 0 or (~is_within(turned, exact))[usual].double().mean() > 0.99
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
