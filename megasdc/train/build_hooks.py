@@ -50,7 +50,7 @@ from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer
 from megasdc.train.step_details import DetailsRecorder
-from megasdc.train.stop import RoomWatch, SkipWatch, StopWatch
+from megasdc.train.stop import LastLines, RoomWatch, SkipWatch, StopWatch
 from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
@@ -122,6 +122,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
     slices = None if recording.detection is None else recording.detection.slices
     chain = None if recording.detection is None else recording.detection.chain
     memory, saver = _savers(parts, writer, recording.detection)
+    room = RoomWatch(sections.logging.wait_for_room_s)
     order: list[Hook | None] = [
         # What this rank does, told before everything else does it.
         _health(parts),
@@ -157,7 +158,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         chain and chain.sums,
         # Whether to stop: this run, then a study's replicas.
         SkipWatch(training.max_skipped_steps, checkpoint_folder(parts.config)),
-        RoomWatch(sections.logging.wait_for_room_s),
+        room,
         StopWatch(parts.signals, training.time_limit_s, parts.clock.started_at, training.stop_step),
         _isolation_limit(parts),
         study,
@@ -170,6 +171,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         # What may damage a checkpoint that is complete.
         drills.delays,
         _fault_drill(parts),
+        LastLines(room),
         # What one rank waits for at the end, where no other rank waits for it any more.
         _archiver(parts, writer),
     ]

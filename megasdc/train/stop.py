@@ -156,9 +156,16 @@ class RoomWatch(Hook):
         self.fields = (self._waiting_s,)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Tell when it begins and when it is over, and stop once it has lasted for too long."""
-        waits_s, before_s = self._waiting_s.value, self._waited_s
-        self._waited_s = waits_s
+        """Look at what ranks have told in this step."""
+        self.look(run, self._waiting_s.value)
+
+    def look(self, run: Run, waits_s: float) -> None:
+        """Tell when it begins and when it is over, and stop once it has lasted for too long.
+
+        Args:
+            waits_s: the longest of all ranks.
+        """
+        before_s, self._waited_s = self._waited_s, waits_s
         if waits_s and not before_s:
             files = room.waiting_files()
             run.events.emit(
@@ -166,8 +173,8 @@ class RoomWatch(Hook):
             )
             if run.dims.rank == 0:
                 logger.warning(
-                    "step %d: %s has no room, or its disk fails: training goes on for up to %g s, and what it writes "
-                    "is kept%s",
+                    "step %d: %s has no room, or its disk fails: training goes on, and its end waits, for up to %g s, "
+                    "and what it writes is kept%s",
                     *(run.step, run.folder, self._limit_s, _waiting()),
                 )
         elif before_s and not waits_s:
@@ -177,6 +184,33 @@ class RoomWatch(Hook):
                 logger.warning("step %d: %s has room again, after %.0f s", run.step, run.folder, before_s)
         if waits_s > self._limit_s:
             stop_without_room(run, run.folder, waits_s)
+
+
+class LastLines(Hook):
+    """Lets a run that has taken its last step wait for room for what is kept, for as long as its steps would.
+
+    Comes after the last save, on all ranks: one that ended alone would leave the others without a peer.
+
+    Args:
+        watch: of the same run.
+    """
+
+    def __init__(self, watch: RoomWatch) -> None:
+        self._watch = watch
+
+    def on_end(self, run: Run) -> None:
+        """Wait; a run that is asked to end, or that ends with an error, does not.
+
+        Collective: all ranks of the world.
+        """
+        while run.stop_error is None:
+            ranks = gather_objects((room.waiting_s(), room.is_asked_to_end()), run.host_group)
+            waits_s = max(seconds for seconds, _ in ranks)
+            self._watch.look(run, waits_s)
+            if not waits_s or any(is_asked for _, is_asked in ranks):
+                break
+            run.enter("SAVE")  # again: it waits, and is not stuck
+            time.sleep(room.RETRY_S)
 
 
 class StopWatch(Hook):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -238,6 +239,46 @@ def test_a_stop_signal_ends_the_wait_of_the_last_save_for_room(tmp_path: Path, d
         ended = run_distributed(_stopped_while_the_last_save_waits, 2, str(config), init=False, timeout_s=60)
     assert [code for code, _ in ended] == [77, 77], ended
     assert all("step 6" in text for _, text in ended), ended
+
+
+def _room_comes_back_late(config: str, disk: str, has_room: bool) -> tuple[int, str | None]:
+    """Rank 0 fills the run's file system in its last step; there is room again when ranks would have given up."""
+    from megasdc import room
+    from megasdc.train.stop import StopWatch
+
+    ends, after_s = StopWatch.after_step, 2.5
+
+    def fill(self: Any, run: Any, result: Any) -> None:
+        ends(self, run, result)
+        if run.step == run.steps and run.dims.rank == 0:
+            path = f"{disk}/filler"
+            with open(path, "wb", buffering=0) as filler, contextlib.suppress(OSError):
+                while filler.write(bytes(4096)) == 4096:
+                    pass
+            if has_room:
+                threading.Timer(after_s, lambda: os.truncate(path, 0)).start()
+
+    room.END_S, StopWatch.after_step = 0.5, fill  # type: ignore[method-assign]
+    return pretrain_rank(config, [])
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_end_of_a_run_waits_for_room(tmp_path: Path, data: Path, has_room: bool) -> None:
+    """Where its last checkpoint is elsewhere, too: no line is lost, or all ranks end with 77 once the limit is over."""
+    with small_disk(tmp_path / "disk", 400_000) as disk:
+        config = write_config(
+            *(tmp_path / "a.json", data, disk / "a"),
+            checkpoint__folder=str(tmp_path / "checkpoints"),
+            logging__wait_for_room_s=60 if has_room else 2,
+        )
+        ended = run_distributed(_room_comes_back_late, 2, str(config), str(disk), has_room, init=False, timeout_s=90)
+        assert [code for code, _ in ended] == [0 if has_room else 77] * 2, ended
+        if not has_room:
+            assert all("has had no room" in text for _, text in ended), ended
+            return
+        assert [row["step"] for row in metrics_of(disk / "a") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+        assert [one["lost_lines"] for one in events_of(disk / "a", "storage", "has_room")] == [0, 0]
+        assert events_of(disk / "a", "end", "run")
 
 
 def test_metrics_are_cut_back_on_resume(tmp_path: Path, data: Path) -> None:
