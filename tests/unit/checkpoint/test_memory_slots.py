@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
+import struct
+import termios
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +18,13 @@ import pytest
 import torch
 import xxhash
 
+from megasdc.checkpoint.formats.records import read_record, record_text
 from megasdc.checkpoint.places import Problem
 from megasdc.checkpoint.snapshots import memory_saver
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, HeldFile, HeldRecord
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, HeldRecord, rank_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.messages import Answer
-from megasdc.checkpoint.snapshots.partner import Guests, Partner
+from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Guests, Partner
 from megasdc.parallel.dims import ParallelDims
 from megasdc.shared_memory import is_own_folder
 
@@ -38,6 +45,19 @@ def sent(saver: Any, step: int) -> Any:
     slot.step = step
     saver._sent.append(slot)
     return slot
+
+
+def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None = None) -> HeldRecord:
+    """Write files into a slot; returns its record."""
+    held = []
+    for name, content in files.items():
+        (slot / name).write_bytes(content)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        held.append(HeldFile(name=name, size_bytes=len(content), xxh3_128=digest, tensors=None))
+    return HeldRecord(
+        format_version=FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
+        engine={}, versions=versions or {}, files=held, finite_step=None,
+    )  # fmt: skip
 
 
 def test_a_slot_that_failed_is_not_whole_where_another_holds_nan(tmp_path: Path) -> None:
@@ -80,12 +100,7 @@ def test_slots_are_made_in_no_folder_of_another_users(tmp_path: Path, taken: boo
             (folder / name).symlink_to(victim)
         folder.chmod(0o777)
         os.chown(folder, 65_534, 65_534)
-    (slot / "part").write_bytes(b"content")
-    file = HeldFile(name="part", size_bytes=7, xxh3_128=xxhash.xxh3_128_hexdigest(b"content"), tensors=None)
-    record = HeldRecord(
-        format_version=FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
-        engine={}, versions={}, files=[file], finite_step=None,
-    )  # fmt: skip
+    record = filled(slot, {"part": b"content"})
     guests = Guests(folder, "127.0.0.1")
     partner = Partner("127.0.0.1", guests.port, guests.token)
     for make in (saver_of(folder, [])._slots[0].empty, lambda: partner.send(slot, record)):
@@ -95,3 +110,62 @@ def test_slots_are_made_in_no_folder_of_another_users(tmp_path: Path, taken: boo
     guests._door.close()
     assert [one.name for one in victim.rglob("*")] == ["rank_00000"]
     assert is_own_folder(folder) != taken and len(list(folder.glob("guests/rank_*/*/part"))) == int(not taken)
+
+
+def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> None:
+    """What a connection has ready is less than what is waited for: of the record, of files that are longer than its
+    buffers, over longer and shorter ones of before. A bit that is changed on the way is noticed, and nothing is held.
+    """
+    (slot := tmp_path / "slot_0").mkdir()
+    guests = Guests(tmp_path / "memory", "127.0.0.1")
+    partner = Partner("127.0.0.1", guests.port, guests.token)
+    kept = rank_folder(tmp_path / "memory" / GUESTS, 0) / "slot_0"
+    versions = {f"library {number}": "1.0" for number in range(30_000)}
+    for sizes in ((5 << 20, 0, 70_001), (1, 6 << 20, 0)):
+        files = dict(zip("abc", map(os.urandom, sizes), strict=True))
+        partner.send(slot, filled(slot, files, versions))
+        assert {name: (kept / name).read_bytes() for name in "abc"} == files
+        assert read_record(kept / HELD_FILE, HeldRecord, FORMAT_VERSION).versions == versions
+    record = filled(slot, files)
+    for place in (0, 5 << 20, -1):
+        changed = bytearray(files["b"])
+        changed[place] ^= 1
+        (slot / "b").write_bytes(changed)
+        with pytest.raises(OSError, match="what arrived there is not what its digests say"):
+            partner.send(slot, record)
+        assert not (kept / HELD_FILE).exists(), place
+    partner.close()
+    guests._door.close()
+
+
+def test_a_slot_that_comes_byte_by_byte_is_held(tmp_path: Path) -> None:
+    """Each byte is read before the next one is sent, of head and names too; a sender that goes leaves nothing."""
+    (slot := tmp_path / "slot_0").mkdir()
+    record = filled(slot, files := {"a": b"content", "b": b"", "c": bytes(range(40))})
+    text = record_text(record).encode()
+    stream = _HEAD.pack(len(slot.name), len(text)) + slot.name.encode() + text + b"".join(files.values())
+    for sent in (len(stream), len(stream) - 1):
+        guests = Guests(memory := tmp_path / str(sent), "127.0.0.1")
+        ours, theirs = socket.socketpair()
+        reader = threading.Thread(target=guests._serve, args=(theirs, None))
+        reader.start()
+        for byte in stream[:sent]:
+            ours.sendall(bytes([byte]))
+            while unread(theirs):
+                time.sleep(0)
+        ours.shutdown(socket.SHUT_WR)
+        reader.join(timeout=30)
+        theirs.close()
+        whole = sent == len(stream)
+        assert ours.recv(2) == (_RIGHT if whole else b"")
+        kept = rank_folder(memory / GUESTS, 0) / slot.name
+        assert (kept / HELD_FILE).exists() == whole
+        if whole:
+            assert {name: (kept / name).read_bytes() for name in files} == files
+        ours.close()
+        guests._door.close()
+
+
+def unread(connection: socket.socket) -> int:
+    """Bytes that a connection has ready."""
+    return struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))[0]
