@@ -1,0 +1,70 @@
+"""Hosts that cannot be reached once an attempt has failed are what it failed of, and are asked nothing more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megasdc.launcher.request import LaunchRequest
+from megasdc.supervisor import front
+from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.diagnosis import Evidence, diagnose
+from megasdc.supervisor.engine import FrontEngine
+from megasdc.supervisor.front import FrontResult
+from megasdc.supervisor.history import Attempt
+from megasdc.supervisor.journal import FOLDER
+
+SSH = """#!/bin/sh
+echo "$*" >> {asked}
+for word; do
+    [ "$word" = n1 ] && echo "ssh: connect to host n1 port 22: Connection timed out" >&2 && exit 255
+    command=$word
+done
+exec sh -c "$command"
+"""
+"""A program in the place of ssh: it reaches this host by all names but one."""
+
+
+@pytest.fixture(name="after")
+def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Evidence]:
+    """What is known of an attempt on three hosts, of which n1 is away, by its front's code; None: it was killed."""
+    (folder := tmp_path / "run" / FOLDER).mkdir(parents=True)
+    (ssh := tmp_path / "ssh").write_text(SSH.format(asked=tmp_path / "asked"))
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    attempt = Attempt(1, {"n0": 1, "n1": 1, "n2": 1}, "20270115-first", 1.8e9)
+    allocation = Allocation("hosts", attempt.slots)
+
+    def ended(code: int | None) -> Evidence:
+        if code is not None:
+            result = FrontResult(code, None, None, [f"ended with {code}"])
+            front.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+        request = LaunchRequest(tmp_path / "config.json")
+        return FrontEngine(tmp_path / "run", 30, [], 1, request, allocation, {}).evidence(attempt, {"n3": 1})
+
+    return ended
+
+
+@pytest.mark.parametrize("code", [None, 1, 75, 79, 137])
+def test_the_host_that_cannot_be_reached_was_lost(after: Callable[[int | None], Evidence], code: int | None) -> None:
+    """However the attempt has ended; those that answer are not."""
+    found = after(code)
+    assert found.unreachable == ("n1",)
+    assert (diagnose(found).kind, diagnose(found).hosts) == ("host_lost", ("n1",))
+
+
+def test_a_host_that_is_away_is_not_checked(
+    after: Callable[[int | None], Evidence], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an error that a host alone may have: the others are, and those that wait."""
+    assert diagnose(after(78)).hosts == ("n1",)
+    assert "n0, n2, n3 are checked" in capsys.readouterr().err
+
+
+def test_nobody_is_asked_after_a_good_end(after: Callable[[int | None], Evidence], tmp_path: Path) -> None:
+    """The run is done, or goes on: a host that is away then is found at the next start."""
+    assert after(0).unreachable == () and not (tmp_path / "asked").exists()
