@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +15,17 @@ import torch.distributed as dist
 from megasdc.config import parse_config
 from megasdc.events import EventLog, read_events
 from megasdc.optim.state_blocks import BLOCK
+from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence, Shares
 from megasdc.sdc.check_cost import Rates
 from megasdc.train.detection import budget
 from megasdc.train.detection.budget import Budget, Stopwatch
 from megasdc.train.detection.coverage import CheckPlan, Speed, plan_checks
+from megasdc.train.detection.settings import SETTINGS
+from megasdc.train.detection.slices import hook
+from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, SliceChecks
+from megasdc.train.detection.slices.update import Checked
 
 
 class Clock:
@@ -58,8 +63,19 @@ def made(
     return Budget(CheckPlan(cadence or Cadence(1), (), limit, expected), engine)
 
 
-def steps(one: Budget, run: Any, clock: Clock, number: int, look_s: float, fixed_s: float = 0.001) -> list[int]:
-    """Take steps of a second in which a look and what is fixed take so long; the micro-batches looked at in each."""
+def steps(
+    one: Budget,
+    run: Any,
+    clock: Clock,
+    number: int,
+    look_s: float,
+    fixed_s: float = 0.001,
+    updated: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """Take steps of a second in which a look and what is fixed take so long; the micro-batches looked at in each.
+
+    What is called when the optimizer has updated takes its own time.
+    """
     looked = []
     for _ in range(number):
         run.step += 1
@@ -73,6 +89,7 @@ def steps(one: Budget, run: Any, clock: Clock, number: int, look_s: float, fixed
         with one.waits:
             clock.now += fixed_s
         clock.now += 1.0 - look_s * len(covered) - fixed_s
+        updated()
         one.end(run)
         looked.append(len(covered))
     return looked
@@ -110,6 +127,44 @@ def test_a_step_with_a_finding_does_not_count(run: Any, clock: Clock) -> None:
     steps(one, run, clock, 1, look_s=0.9)
     steps(one, run, clock, 11, look_s=0.004)
     assert one.cadence.every == 1
+
+
+@pytest.mark.parametrize("found", [SUMS, KEPT_STATE, UPDATES, SETTINGS, None])
+def test_a_step_in_which_slices_find_something_does_not_count(
+    run: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    """Whatever they find; with ``None`` they find nothing, take as long, and are looked at more rarely."""
+    one = made(Shares(0.001, 0.0, 0.004, 0.001))
+    used: Any = SimpleNamespace(take=lambda: 7)
+    told: list[int] = []
+
+    def act(step: int, settles: object) -> bool:
+        told.append(step)
+        return False
+
+    def agreed(values: dict[str, int], flags: dict[str, bool], *_: object) -> Agreed:
+        now = found if run.step == 9 else None
+        differing = {SETTINGS: ((0, 0),) if now == SETTINGS else ()}
+        return Agreed(differing, {}, {name: flag or name == now for name, flag in flags.items()})
+
+    def finish() -> Checked:
+        clock.now += 0.9 if run.step == 9 else 0.001
+        return Checked()
+
+    monkeypatch.setattr(hook, "compare_replicas", agreed)
+    monkeypatch.setattr(hook, "gather_objects", lambda value, group: [value])
+    checks: Any = SliceChecks(1, act, lambda texts: None, one, used, Checkable())
+    checks._updates = SimpleNamespace(changed=None, finish=finish, keep=lambda turn: None)
+    checks._slices, checks._looks, checks._is_whole = SimpleNamespace(period=1), True, True
+    engine: Any = SimpleNamespace(is_skipped=False, dims=ParallelDims(1, 1, 1))
+
+    def updated() -> None:
+        engine.step_number = run.step
+        checks.after_optimizer_step(engine)
+
+    steps(one, run, clock, 20, look_s=0.004, updated=updated)
+    assert told == ([] if found is None else [9])
+    assert (one.cadence.every == 1) == (found is not None)
 
 
 def test_a_device_costs_at_least_what_was_expected(run: Any, clock: Clock) -> None:
