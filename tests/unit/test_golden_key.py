@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def test_processors_are_told_apart(text: str, name: str, tmp_path: Path) -> None
     """By the fields that each architecture has in /proc/cpuinfo; two Arm processors do not get one name."""
     (tmp_path / "cpuinfo").write_text(text)
     assert processor_name(tmp_path / "cpuinfo") == name
+
+
+def test_a_processor_that_tells_no_fields_is_known_by_its_architecture(tmp_path: Path) -> None:
+    """Where there is no such file, and where it has none of the fields."""
+    (tmp_path / "cpuinfo").write_text("flags: fast\n")
+    assert processor_name(tmp_path / "cpuinfo") == platform.machine()
+    assert processor_name(tmp_path / "none") in (platform.processor(), platform.machine()) and platform.machine()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of processors")

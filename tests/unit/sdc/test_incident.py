@@ -398,4 +398,9 @@ def test_heat_maps_merge_only_what_is_equal() -> None:
     shades = build_heat_maps(incident(evidence=Evidence(1, {FORWARD: counts})))[0]
     assert [row.cells[1].shade for row in shades.rows] == [1, 2, 3, 4, 1]
     assert build_heat_maps(incident(evidence=Evidence(1, {}))) == []
+    for rows in (MAX_ROWS, MAX_ROWS + 1):
+        counts = {f"s{row}": {1: 1 + row % 2} for row in range(rows)}
+        (full,) = build_heat_maps(incident(evidence=Evidence(1, {FORWARD: counts})))
+        assert len(full.rows) == MAX_ROWS
+        assert full.notes == (() if rows == MAX_ROWS else ("1 more rows, of later results, are not shown.",))
     assert ranges([5, 3, 0, 1, 2, 9]) == "0-3, 5, 9"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
+from megasdc.parallel.dims import ParallelDims
+from megasdc.train.detection.slices import layout
 from megasdc.train.detection.slices.hook import Claim, comparable
-from megasdc.train.detection.slices.layout import MISSES, Turn
+from megasdc.train.detection.slices.layout import MISSES, Slices, Turn
 
 
 def test_a_slice_that_is_always_missed_holds_up_no_other() -> None:
@@ -25,3 +31,23 @@ def test_settings_that_differ_hide_no_wrong_update_of_other_ranks() -> None:
     assert [rank for rank, one in claims.items() if comparable(one, rank, used) is None] == [2, 3]
     assert all(comparable(one, rank, ()) is one for rank, one in claims.items())
     assert comparable(None, 2, used) is None
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 3), (1, 2, 2), (3, 1, 2), (1, 1, 4)])
+def test_slices_are_those_of_the_ranks_with_the_same_parameters(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]
+) -> None:
+    """Of the same stage and tensor rank, in the order of replicas; a shard with fewer slices has none that is due."""
+    every = [ParallelDims(*sizes, rank) for rank in range(sizes[0] * sizes[1] * sizes[2])]
+    own = [[f"{dims.rank}.{number}" for number in range(1 + (dims.dp_rank == 0))] for dims in every]
+    monkeypatch.setattr(layout, "gather_objects", lambda value, group: own)
+    monkeypatch.setattr(layout, "_cut", lambda optimizer, most: iter(()))
+    for dims in every:
+        engine: Any = SimpleNamespace(optimizer=None, dims=dims)
+        found = Slices(engine, 9, None)
+        alike = [one for one in every if (one.pp_rank, one.tp_rank) == (dims.pp_rank, dims.tp_rank)]
+        assert found.ranks == tuple(one.rank for one in sorted(alike, key=lambda one: one.dp_rank))
+        for turn in range(4):
+            due = [f"{rank}.{turn % 2}" if turn % 2 == 0 or number == 0 else None
+                   for number, rank in enumerate(found.ranks)]  # fmt: skip
+            assert (found.period, found.at(turn)) == (2, due)
