@@ -24,6 +24,7 @@ from megasdc.golden.library import choose_golden
 from megasdc.golden.result import VerifyResult, judge_reports
 from megasdc.golden.verify import Progress, golden_threads, layout_size
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, rank_environment
+from megasdc.parallel.stores import MEETING_VARIABLE
 from megasdc.sdc.golden.file import load_header
 from megasdc.sdc.golden.sealed import header_digest
 
@@ -168,8 +169,9 @@ def _join_cell(
 
 
 def _hold_meeting(ranks: int) -> LocalMeeting | HostsMeeting:
-    """Where the ranks of a cell meet; of more than one, other hosts may have some."""
-    return LocalMeeting() if ranks == 1 else HostsMeeting(_own_address())
+    """Where the ranks of a cell meet; of more than one, other hosts may have some, where the launch has other hosts."""
+    is_local = ranks == 1 or bool(os.environ.get(MEETING_VARIABLE))
+    return LocalMeeting() if is_local else HostsMeeting(_own_address())
 
 
 def _own_address() -> str:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from megasdc.errors import ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.guard.engine import precision_of
 from megasdc.guard.golden_file import Packed, Part, evaluated, existing, key_of, load_part, pack, save_parts
@@ -22,7 +20,7 @@ from megasdc.guard.record import Recorder
 from megasdc.guard.seeded import seed_problems, seeded_parameters
 from megasdc.guard.training import Part as Protection
 from megasdc.guard.training import Training
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import gather_objects, gather_objects_on
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
@@ -138,8 +136,7 @@ class GuardGolden(Protection):
 
     def _gather_parts(self, packed: Packed | None) -> dict[tuple[int, int], Packed]:
         """On rank 0 the parts of all stages and tensor ranks, elsewhere none."""
-        gathered: list[Packed | None] | None = [None] * self._dims.world_size if self._dims.rank == 0 else None
-        dist.gather_object(packed, gathered, dst=0, group=self._world)
+        gathered = gather_objects_on(0, packed, self._world)
         places = [(self._dims.at(rank), one) for rank, one in enumerate(gathered or ())]
         return {(place.pp_rank, place.tp_rank): one for place, one in places if one is not None}
 

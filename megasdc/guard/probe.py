@@ -22,6 +22,7 @@ from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_d
 from megasdc.errors import ConfigError
 from megasdc.guard.record import Recorder, map_in, tensors_in
 from megasdc.guard.uses import used_once
+from megasdc.parallel.collectives import broadcast_object
 from megasdc.sdc.trace import Trace
 
 FP16_SCALE = 1024.0
@@ -121,12 +122,12 @@ class Probe:
         Collective: the group.
         """
         found_none = "no forward pass of the engine's model with gradients was seen in this step"
-        held: list[Any] = [self._kept[1] if self._kept is not None and self._kept[0] == step else found_none]
-        dist.broadcast_object_list(held, src=source, group=group)
+        own: bytes | str = self._kept[1] if self._kept is not None and self._kept[0] == step else found_none
+        held: Any = broadcast_object(own, source, group)
         self._kept = None
-        if isinstance(held[0], str):
-            raise ConfigError(f"{self._said}, and no batch can be computed: {held[0]}; set it to {self._off}.")
-        found = torch.load(io.BytesIO(held[0]), weights_only=False)  # from a rank of this very training
+        if isinstance(held, str):
+            raise ConfigError(f"{self._said}, and no batch can be computed: {held}; set it to {self._off}.")
+        found = torch.load(io.BytesIO(held), weights_only=False)  # from a rank of this very training
         assert isinstance(found, Batch), "what _keep has written"
         return found
 

@@ -4,7 +4,7 @@ Over pdsh DeepSpeed 0.19.8 exports only ``PYTHON*``, ``MLFLOW*``, ``MV2*``, ``UC
 ``.deepspeed_env``, and quotes neither those nor most arguments. Other variables are passed in the encoded argument of
 ``megasdc.launcher.rank``, which no shell can misread. Variables that hold secrets are in no argument, which everybody
 on a host can read: processes of one host and of SLURM inherit them, and over pdsh they lie in a file of the host's
-memory that its user alone can read (``megasdc.launcher.on_host.private_environment``) until its launcher has read it.
+memory that its user alone can read (``megasdc.launcher.on_host.private``) until its launcher has read it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megasdc.launcher import environment, host_failed, own_lines
 from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, master_address
 from megasdc.launcher.health import listening_for_agents
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.on_host import private_environment
+from megasdc.launcher.on_host import private
 from megasdc.launcher.plan import LaunchPlan, make_plan
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import records_dir
@@ -35,7 +35,7 @@ from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
-from megasdc.parallel.stores import MEETING_VARIABLE
+from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
 from megasdc.shared_memory import NAME_VARIABLE
 from megasdc.wire import raise_descriptor_limit
 
@@ -148,7 +148,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
     if dry_run:
         say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), _meeting(plan) as plan, listening_for_agents(plan) as agents, _private_on_hosts(plan):
+    with _holding(plan), _meeting(plan) as plan, listening_for_agents(plan) as agents:
         verdict, launcher_code = _run(plan, quiet, agents, on_verdict)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
@@ -203,43 +203,52 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
 
 
 @contextmanager
-def _private_on_hosts(plan: LaunchPlan) -> Iterator[None]:
-    """Leave the variables with secrets on all hosts that pdsh reaches, which passes no environment on; there alone.
+def _meeting(plan: LaunchPlan) -> Iterator[LaunchPlan]:
+    """Where ranks meet, as long as they run: those of one host without a port, and with gloo on loopback alone.
 
     Raises:
-        LaunchError: a host did not take them.
+        LaunchError: a host did not take what is secret of the launch.
     """
-    private = environment.private_environment(os.environ)
-    if not private or not plan.transport.remote or plan.request.backend != "pdsh":
-        yield
-        return
-
-    def leave(text: str | None) -> list[str]:
-        request = {"launch_id": plan.launch_id, "text": text}
-        program = Path(private_environment.__file__)
-        answers = plan.transport.run(plan.placement.hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S)
-        return [answer.problem for answer in answers if answer.problem]
-
-    try:
-        if problems := leave(json.dumps(private)):
-            raise LaunchError("\n".join(f"variables with secrets were not left: {problem}" for problem in problems))
-        yield
-    finally:
-        leave(None)
-
-
-@contextmanager
-def _meeting(plan: LaunchPlan) -> Iterator[LaunchPlan]:
-    """Where ranks of one host meet, as long as they run: no port, and gloo's listeners on loopback alone."""
     if plan.placement.remote:
-        yield _with_variables(plan, {MEETING_VARIABLE: ""})
+        with _private_on_hosts(plan) as name:
+            yield _with_variables(plan, {MEETING_VARIABLE: "", PRIVATE_VARIABLE: name})
         return
     meeting = LocalMeeting()
     try:
         own = {MEETING_VARIABLE: str(meeting.folder), INTERFACE_VARIABLE: meeting.environment[INTERFACE_VARIABLE]}
-        yield _with_variables(plan, own)
+        yield _with_variables(plan, {**own, PRIVATE_VARIABLE: ""})
     finally:
         meeting.close()
+
+
+@contextmanager
+def _private_on_hosts(plan: LaunchPlan) -> Iterator[str]:
+    """Leave on each host, for this user alone, a secret for the ranks, and the variables with secrets for pdsh.
+
+    That passes no environment on. Under SLURM, where hosts often refuse SSH, nothing is left, and the name is empty.
+
+    Raises:
+        LaunchError: a host did not take them.
+    """
+    if not plan.transport.remote:
+        yield ""
+        return
+    name, files = secrets.token_hex(16), {SECRET_FILE: new_secret()}
+    if (variables := environment.private_environment(os.environ)) and plan.request.backend == "pdsh":
+        files[private.ENVIRONMENT] = json.dumps(variables)
+
+    def leave(files: dict[str, str] | None) -> list[str]:
+        request, program = {"name": name, "files": files}, Path(private.__file__)
+        answers = plan.transport.run(plan.placement.hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S)
+        return [answer.problem for answer in answers if answer.problem]
+
+    try:
+        if problems := leave(files):
+            raise LaunchError("\n".join(f"the secret of the launch was not taken: {problem}" for problem in problems))
+        yield name
+    finally:
+        for problem in leave(None):
+            say(f"the secret of the launch, which has ended, may not have been removed: {problem}")
 
 
 def _with_variables(plan: LaunchPlan, variables: Mapping[str, str]) -> LaunchPlan:

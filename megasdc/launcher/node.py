@@ -30,11 +30,13 @@ import psutil
 from megasdc.launcher.command import GRACE_OPTION, RANK_MODULE
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.launcher.launch_alone import import_launch
-from megasdc.launcher.on_host import private_environment
+from megasdc.launcher.on_host import private
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
+from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
+from megasdc.parallel.stores import PRIVATE_VARIABLE
 from megasdc.shared_memory import NAME_VARIABLE, deepspeed_buffer, remove_buffers
 from megasdc.versions.private_names import ends_at_launch_error
 
@@ -145,6 +147,13 @@ def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:
     return records_dir(Path(logs).parent, argv[argv.index(RANK_MODULE) + 1])
 
 
+def private_name(argv: Sequence[str]) -> str:
+    """What the front calls the folder of this host with what is secret of the launch; empty: there is none."""
+    if RANK_MODULE not in argv[:-2]:
+        return ""
+    return RankCommand.decode(argv[argv.index(RANK_MODULE) + 2]).environment.get(PRIVATE_VARIABLE, "")
+
+
 def say(line: str) -> None:
     """Print a message in one write, since many processes share the stream."""
     sys.stderr.write(f"{socket.gethostname()}: {line}\n")
@@ -163,14 +172,18 @@ def main() -> None:
     launch.terminate_process_tree = ranks.end
     os.environ[NODE_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault(NAME_VARIABLE, secrets.token_hex(16))
+    name = ""
     if sys.argv[1] == FOLLOW_OPTION:
         sys.argv.pop(1)
         follow_input()
-        os.environ.update(private_environment.take(sys.argv[sys.argv.index(RANK_MODULE) + 1]))  # ranks inherit it
+        name = private_name(sys.argv)
+        os.environ.update(private.take_environment(name) if name else {})  # ranks inherit it
     try:
         launch.main()
     finally:
         ranks.remove_buffers()
+        if name:  # the front does so, too, unless it was killed
+            private.remove(name)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.parallel.cut import Cut
+from megasdc.parallel.stores import launch_secret, sign, verify
 
 T = TypeVar("T")
 _HEADER_BYTES = 8
@@ -94,16 +95,23 @@ class Bridge:
             value.copy_(healthy)
 
     def share_object(self, value: T) -> T:
-        """The trusted replica's value of a picklable object.
+        """The trusted replica's value of a picklable object; signed, where the launch has a secret.
+
+        Raises:
+            LaunchError: what came is not.
 
         Collective: the ranks of equal rank in all replicas.
         """
+        secret, name = launch_secret(), f"an object that came for replica {self.trusted}"
         content = bytearray(pickle.dumps(value)) if self.is_trusted else bytearray()
+        if secret is not None and self.is_trusted:
+            content = bytearray(sign(secret, name, bytes(content)))
         size = torch.tensor([len(content)])
         self._broadcast(size)
         message = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(message)
-        shared: T = pickle.loads(message.numpy().tobytes())
+        found = message.numpy().tobytes()
+        shared: T = pickle.loads(found if secret is None else verify(secret, name, found))
         return shared
 
     def gather(self, values: list[float]) -> list[list[float]]:

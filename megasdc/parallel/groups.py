@@ -21,6 +21,7 @@ from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
+from megasdc.parallel.stores import unsigned_store
 from megasdc.versions.private_names import check_private_names
 from megasdc.wire import raise_descriptor_limit
 
@@ -57,9 +58,10 @@ def init_process_group(
     os.environ.setdefault("MASTER_PORT", "29500")
     backend = choose_backend(share_devices)  # before Megatron-core asks for the current device
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = store or meet(Identity.own(rank, world_size, run_dir), timeout_s)
     dist.init_process_group(
         backend,
-        store=store or meet(Identity.own(rank, world_size, run_dir), timeout_s),
+        store=unsigned_store(store, rank == 0) if backend == "nccl" else store,
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),

@@ -7,13 +7,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from megasdc.errors import LaunchError
 from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.parallel.stores import REMEDY
+from megasdc.program import printable
 from megasdc.run_lock import process_space, start_ticks
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 """``True`` where the process that starts the ranks hosts their store itself."""
 NODE_RANK_VARIABLE = "CROSS_RANK"
 """Set by DeepSpeed's launcher (0.19.8) for the ranks that it starts: the index of its host in the launch."""
+MOST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,30 @@ class Identity:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Identity:
-        """Return the identity that ``encode`` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "parent": tuple(fields["parent"])})
+        """Return the identity that ``encode`` wrote.
+
+        Raises:
+            LaunchError: it is none.
+        """
+        try:
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"it has {len(text):,} bytes")
+            raw = json.loads(text)
+            found = cls(**{**raw, "parent": tuple(raw["parent"])})
+            numbers, texts = (found.rank, found.world_size, *found.parent), (found.host, found.processes)
+            named = [one for one in (found.launch, found.job, found.run_dir, found.node) if one is not None]
+            if len(found.parent) != 2 or not all(type(one) is int for one in numbers):
+                raise ValueError("a number is none")
+            if not all(isinstance(one, str) for one in (*texts, *named)):
+                raise ValueError("a text is none")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise LaunchError(f"the ranks' store holds no identity for a rank ({error}); {REMEDY}") from error
+        return found
 
     def __str__(self) -> str:
         name = f"launch {self.launch}" if self.launch else f"a launch without {LAUNCH_ID_VARIABLE}"
         place = f"rank {self.rank} of {self.world_size} on {self.host}, started by process {self.parent[0]}"
-        return f"{name} ({place}{f', run folder {self.run_dir}' if self.run_dir else ''})"
+        return printable(f"{name} ({place}{f', run folder {self.run_dir}' if self.run_dir else ''})")
 
 
 def differences(one: Identity, other: Identity) -> list[str]:

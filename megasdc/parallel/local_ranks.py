@@ -17,7 +17,14 @@ from pathlib import Path
 
 from megasdc.errors import MegasdcError, StorageError
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
-from megasdc.parallel.stores import LOOPBACK, MEETING_VARIABLE, check_own_folder, serve_store
+from megasdc.parallel.stores import (
+    LOOPBACK,
+    MEETING_VARIABLE,
+    SECRET_FILE,
+    check_own_folder,
+    new_secret,
+    serve_store,
+)
 from megasdc.shared_memory import shared_folder
 
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
@@ -92,6 +99,8 @@ class LocalMeeting:
             new.mkdir(0o700)
             self._lock = os.open(new / MEETING_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with open(os.open(new / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(new_secret())
             new.rename(self.folder)  # from now on others look whether it is locked
         except OSError as error:
             raise StorageError(f"{new}, where ranks meet, cannot be made: {error.strerror}") from error
@@ -110,6 +119,8 @@ class LocalMeeting:
 
 class HostsMeeting:
     """Where ranks of several hosts meet that none of them hosts: torch's key-value store, on one address of this host.
+
+    They have the secret of the launch in whose environment they are, if it gave one.
 
     Args:
         address: by which the other hosts reach this one.

@@ -1,17 +1,23 @@
 """Rendezvous of a launch's ranks at a key-value store; ranks of another launch are refused.
 
 On one host ``megasdc launch`` and programs that start ranks themselves name a folder of the user's alone, and nothing
-listens (``megasdc.parallel.stores``). Else rank 0 hosts the store at the launcher's port. Two launches may be given the
-same one. The second cannot listen there, and its other ranks would join the first one's store. So rank 0 writes its
-identity to the store, and every other rank checks it before it writes its own: a rank of another launch ends with an
-error, and the launch that owns the store is not disturbed.
+listens (``megasdc.parallel.stores``). Else rank 0 hosts the store at the launcher's port. Where ``megasdc launch`` has
+given ranks a secret, all values in it are signed; else whoever reaches it can take part, which rank 0 says.
+
+Two launches may be given the same port. The second cannot listen there, and its other ranks would join the first one's
+store. So rank 0 writes its identity to the store, and every other rank checks it before it writes its own: a rank of
+another launch ends with an error, and the launch that owns the store is not disturbed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
+import ipaddress
+import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,16 +28,30 @@ from typing import TYPE_CHECKING, TypeVar
 from megasdc.errors import HangError, LaunchError
 from megasdc.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, differences
-from megasdc.parallel.stores import MEETING_VARIABLE, folder_store
+from megasdc.parallel.stores import (
+    MEETING_VARIABLE,
+    REMEDY,
+    folder_store,
+    launch_secret,
+    serve_store,
+    signed_store,
+    without_signature,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 MAX_RANKS_SHOWN = 8
 MEETING_NAME_VARIABLE = "MEGASDC_MEETING_NAME"
 """What tells a later meeting of ranks that go on without others from the first one; absent: it is the first."""
+NOT_AUTHENTICATED = (
+    "ranks are not authenticated: whoever reaches {place} can take part in this run, and run code as you; start it "
+    "with megasdc launch or megasdc run, which give ranks a secret (not under SLURM), or let nobody else reach its "
+    "hosts (docs/guides/security.md)"
+)
 LOOK_S = 3.0
 """Seconds to query the listener of a port in use; also the grace beyond a timeout for a late reply."""
 
@@ -100,6 +120,8 @@ def _join(own: Identity, end: float) -> dist.Store:
     store = _open(own.rank == 0, end)
     store.set_timeout(_until(end))
     if own.rank == 0:
+        if own.world_size > 1 and not os.environ.get(MEETING_VARIABLE) and launch_secret() is None:
+            logger.warning("%s", NOT_AUTHENTICATED.format(place=_address()))
         store.set(_key(0), own.encode())
         return store
     first = Identity.decode(store.get(_key(0)))
@@ -116,7 +138,7 @@ def _join(own: Identity, end: float) -> dist.Store:
 
 
 def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
-    """Wait until every rank has joined: rank 0 waits for all keys, the others for rank 0's key ``met``."""
+    """Wait until every rank has joined: rank 0 waits for all keys and reads them, the others for its key ``met``."""
     everyone = [_key(rank) for rank in range(own.world_size)]
     try:
         store.wait(everyone if own.rank == 0 else ["met"], _until(end))
@@ -127,6 +149,9 @@ def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
             f"{own.rank} waited; check whether all processes run and reach it"
         ) from error
     if own.rank == 0:
+        for rank, key in enumerate(everyone):
+            if (found := Identity.decode(store.get(key))).rank != rank:
+                raise LaunchError(f"{found} has connected to {_address()} as rank {rank}; {REMEDY}")
         store.set("met", "yes")
     return store
 
@@ -142,20 +167,56 @@ def _open(first: bool, end: float) -> dist.Store:
             raise LaunchError(
                 f"ranks cannot meet in {folder} (environment variable {MEETING_VARIABLE}): {error}"
             ) from error
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    held_elsewhere = os.environ.get(AGENT_STORE_VARIABLE) == "True"
+    host, port, secret = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launch_secret()
+    hosts_it = first and os.environ.get(AGENT_STORE_VARIABLE) != "True"
     try:
-        store = dist.TCPStore(
-            host, port, is_master=first and not held_elsewhere, wait_for_workers=False, timeout=_until(end)
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+        store: dist.Store | None = _serve(host, port, end) if hosts_it else None
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=hosts_it, wait_for_workers=False, timeout=_until(end))
+    except (dist.DistNetworkError, OSError) as error:
+        if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
             raise
         raise LaunchError(
             f"port {port} on {host} is in use by {_listener(host, port)}, so the ranks cannot connect there; end it, "
             f"or choose another with --master_port: {str(error).splitlines()[0]}"
         ) from error
+    if secret is not None:
+        store = signed_store(store, secret)
+        _kept.append(store)
     return _ours(store)
+
+
+_kept: list[dist.Store] = []
+"""Signed stores of this process, which torch does not keep."""
+
+
+def _serve(host: str, port: int, end: float) -> dist.TCPStore | None:
+    """The store of rank 0 on the address at which the others look for it; None: it has to be torch's own, on all.
+
+    That is where the name of the host leads its own processes elsewhere than others, or where there are no others known
+    to be on hosts that ``megasdc launch`` has checked.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None  # torch says it
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if is_loopback and host not in (address, "localhost"):
+        problem = f"leads its own host to {address}"
+    elif is_loopback or launch_secret() is not None:
+        try:
+            return serve_store(address, port, _until(end))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            problem = f"is {address}, which its own host does not have"
+    else:
+        return None
+    if launch_secret() is not None:
+        logger.warning(
+            "MASTER_ADDR %s %s: rank 0 listens on all addresses; give one of that host by --master_addr", host, problem
+        )
+    return None
 
 
 def _ours(store: dist.Store) -> dist.Store:
@@ -248,9 +309,12 @@ def _listener(host: str, port: int) -> str:
 
     def ask() -> str | None:
         found = _ours(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
-        return str(Identity.decode(found.get(_key(0)))) if found.check([_key(0)]) else None
+        if not found.check([_key(0)]):
+            return None
+        said = found.get(_key(0))
+        return str(Identity.decode(said if said.startswith(b"{") else without_signature(said)))
 
-    with contextlib.suppress(RuntimeError, TimeoutError):
+    with contextlib.suppress(RuntimeError, TimeoutError, LaunchError):
         return _in_thread(ask, LOOK_S) or "another program"
     return "another program"
 

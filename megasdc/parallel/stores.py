@@ -1,13 +1,27 @@
-"""Key-value stores of ranks: on one host a file in a folder of the user's alone, on several torch's, on one address."""
+"""Key-value stores of ranks, and the secret of their launch.
+
+On one host the store is a file in a folder of the user's alone. On several it is torch's, on one address; that one asks
+nobody who he is, so every value in it is signed with the secret (HMAC-SHA256, RFC 2104, over its key and itself),
+gloo's addresses too: who does not know the secret can block a meeting, but not take part. Objects that ranks send each
+other are signed likewise (``megasdc.parallel.collectives``), since gloo's own sockets ask nobody either.
+"""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
+import hmac
 import os
+import secrets
 import socket
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megasdc.errors import LaunchError
+from megasdc.shared_memory import open_own, shared_folder
+from megasdc.wire import SECRET_BYTES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -15,7 +29,17 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 MEETING_VARIABLE = "MEGASDC_MEETING"
 """Folder in which the ranks of a launch on one host meet; empty or absent: they meet at MASTER_ADDR and MASTER_PORT."""
-STORE_FILE = "store"
+STORE_FILE, SECRET_FILE = "store", "secret"
+PRIVATE_VARIABLE = "MEGASDC_PRIVATE_NAME"
+"""Random part of the name of a folder in each host's memory, where ``megasdc launch`` leaves for this user alone what
+is secret of a launch on several hosts (``megasdc.launcher.on_host.private``); empty or absent: there is none."""
+REMEDY = (
+    "another launch uses the same port, or somebody who does not belong to this run reaches its hosts: choose another "
+    "port with --master_port, and let nobody else reach that network (docs/guides/security.md)"
+)
+_MAX_SECRET = 1 << 10
+_SIGNATURE = hashlib.sha256().digest_size
+_UNSIGNED = "unsigned"
 
 
 def check_own_folder(folder: Path) -> None:
@@ -62,3 +86,159 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta = datetime.
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
     )
+
+
+def new_secret() -> str:
+    """A secret of a launch, as text."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def launch_secret() -> bytes | None:
+    """The secret that all ranks of this launch know; None: what has started them gave them none.
+
+    Raises:
+        LaunchError: the environment names a folder, in which there is none for this user alone.
+    """
+    if folder := os.environ.get(MEETING_VARIABLE):
+        return _read_secret(Path(folder), MEETING_VARIABLE)
+    if name := os.environ.get(PRIVATE_VARIABLE):
+        return _read_secret(private_folder(name), PRIVATE_VARIABLE)
+    return None
+
+
+def private_folder(name: str) -> Path:
+    """The folder on this host that ``PRIVATE_VARIABLE`` names; hosts may share their memory."""
+    return shared_folder() / f"megasdc-launch-{name}-{socket.gethostname()}"
+
+
+@functools.cache  # once the ranks have met, the folder may be removed
+def _read_secret(folder: Path, variable: str) -> bytes:
+    try:
+        check_own_folder(folder)
+        with open(open_own(folder / SECRET_FILE, os.O_RDONLY), "rb") as file:
+            secret = bytes.fromhex(file.read(_MAX_SECRET).decode("ascii"))
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"there is no secret of this launch in {folder} (environment variable {variable}): {error}; start all "
+            "ranks anew by one megasdc command"
+        ) from error
+    if len(secret) != SECRET_BYTES:
+        raise LaunchError(f"{folder / SECRET_FILE} holds {len(secret)} bytes, a secret has {SECRET_BYTES}")
+    return secret
+
+
+def sign(secret: bytes, name: str, value: bytes) -> bytes:
+    """A value with its signature before it.
+
+    Args:
+        name: what the value is, which the signature covers too.
+    """
+    return _signature(secret, name, value) + value
+
+
+def verify(secret: bytes, name: str, signed: bytes) -> bytes:
+    """The value of ``sign``.
+
+    Args:
+        name: as for ``sign``.
+
+    Raises:
+        LaunchError: it is not signed with this secret for this name.
+    """
+    signature, value = signed[:_SIGNATURE], signed[_SIGNATURE:]
+    if not hmac.compare_digest(signature, _signature(secret, name, value)):
+        raise LaunchError(f"{name}: not signed with the secret of this launch; {REMEDY}")
+    return value
+
+
+def without_signature(signed: bytes) -> bytes:
+    """What somebody claims who may have signed it with another secret; to be shown, not to be believed."""
+    return signed[_SIGNATURE:]
+
+
+def _signature(secret: bytes, name: str, value: bytes) -> bytes:
+    return hmac.new(secret, name.encode() + b"\0" + value, hashlib.sha256).digest()
+
+
+def signed_store(store: dist.Store, secret: bytes) -> dist.Store:
+    """A store whose values are signed; numbers of ``add`` are not, and who changes them or removes keys blocks ranks.
+
+    ``get`` and ``compare_set`` raise LaunchError, with the key, where a value is not. The caller keeps the store as
+    long as torch uses it, which itself keeps only its C++ part: that does nothing without the Python one.
+    """
+    return _signed_store()(store, secret)  # type: ignore[no-any-return]
+
+
+def unsigned_store(store: dist.Store, first: bool) -> dist.Store:
+    """A part of torch's own store below a signed one, under a name that the ranks agree on in that.
+
+    For NCCL, whose threads ask the store at any time: they should wait for no Python code.
+
+    Args:
+        store: of ``signed_store``, maybe with prefixes; any other is returned as it is.
+        first: whether this rank chooses the name; one does.
+    """
+    import torch.distributed as dist
+
+    below = store
+    while isinstance(below, dist.PrefixStore):
+        below = below.underlying_store
+    if not isinstance(below, _signed_store()):
+        return store
+    if first:
+        store.set(_UNSIGNED, secrets.token_hex(16))
+    return dist.PrefixStore(store.get(_UNSIGNED).decode(), below.plain)
+
+
+@functools.cache
+def _signed_store() -> Any:
+    """Class of signed stores; made here, since importing this file brings no torch."""
+    import torch.distributed as dist
+
+    class SignedStore(dist.Store):
+        def __init__(self, store: Any, secret: bytes) -> None:
+            super().__init__()
+            self.plain, self._secret = store, secret
+            self._clones: list[dist.Store] = []  # as for this one, torch does not keep them
+
+        def set(self, key: str, value: str | bytes) -> None:
+            self.plain.set(key, sign(self._secret, key, _bytes(value)))  # type: ignore[arg-type]
+
+        def get(self, key: str) -> bytes:
+            return verify(self._secret, key, self.plain.get(key))
+
+        def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+            before = sign(self._secret, key, _bytes(expected)) if expected else b""
+            found = self.plain.compare_set(key, before, sign(self._secret, key, _bytes(desired)))  # type: ignore[arg-type]
+            return verify(self._secret, key, found) if found else b""
+
+        def add(self, key: str, amount: int) -> int:
+            return self.plain.add(key, amount)
+
+        def check(self, keys: list[str]) -> bool:
+            return self.plain.check(keys)
+
+        def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+            self.plain.wait(keys, *timeout)
+
+        def delete_key(self, key: str) -> bool:
+            return self.plain.delete_key(key)
+
+        def num_keys(self) -> int:
+            return self.plain.num_keys()
+
+        deleteKey, getNumKeys = delete_key, num_keys  # the names by which C++ calls them (torch 2.13)
+
+        def clone(self) -> dist.Store:
+            self._clones.append(signed_store(self.plain.clone(), self._secret))
+            return self._clones[-1]
+
+        def set_timeout(self, timeout: datetime.timedelta) -> None:
+            super().set_timeout(timeout)
+            self.plain.set_timeout(timeout)
+
+    return SignedStore
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

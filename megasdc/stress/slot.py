@@ -82,28 +82,33 @@ class Slot:
     def open(self, task: dict[str, Any]) -> dict[str, Any]:
         """Creates the store of a group of which this process is rank 0.
 
-        It is a folder for processes of this host; with one on the host ``towards``, it listens on the route to that.
+        It is a folder for processes of this host; with one on the host ``towards``, it listens on the route to that,
+        and its values are signed with a secret, which travels as tasks and answers do.
         """
         from megasdc.parallel.local_ranks import LocalMeeting
-        from megasdc.parallel.stores import serve_store
+        from megasdc.parallel.stores import new_secret, serve_store
 
         if task["towards"] is None:
             self._meeting = LocalMeeting()
             return {"folder": str(self._meeting.folder)}
         address = own_address_towards(task["towards"])
         self._store = serve_store(address, 0)
-        return {"host": address, "port": self._store.port}
+        return {"host": address, "port": self._store.port, "secret": new_secret()}
 
     def collectives(self, task: dict[str, Any]) -> dict[str, Any]:
         """A ``round`` of collectives as a ``rank`` of ``ranks`` that meet in ``folder`` or at ``host`` and ``port``."""
+        from megasdc.parallel.stores import signed_store, unsigned_store
         from megasdc.stress.collectives import Group, check_group
 
         # Kept until the end: the others use what rank 0 holds.
         own, self._store = (self._store if task["rank"] == 0 else None), None
         held, self._meeting = self._meeting, None
         try:
-            store = own or self._join(task)
-            group = Group(store, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
+            store, is_first = own or self._join(task), task["rank"] == 0
+            if "secret" in task:
+                store = signed_store(store, bytes.fromhex(task["secret"]))
+            of_group = unsigned_store(store, is_first) if self._device.type == "cuda" else store
+            group = Group(of_group, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
             said = check_group(group, task["round"], self._drill.harm(0))
             group.close()
         except RuntimeError as error:  # of the backend: another rank did not answer

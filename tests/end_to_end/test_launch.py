@@ -194,7 +194,8 @@ def test_arguments_and_environment_arrive_unchanged(launches: Launches) -> None:
     ]
     assert any("PYTHONPATH" in word or "NCCL_DEBUG_FILE" in word for word in words), "the encoded command is there"
     assert not [text for text in (said, *texts, *words) for secret in SECRETS.values() if secret in text]
-    assert not list(Path("/dev/shm").glob(f"megasdc-{os.getuid()}-environment-*"))
+    assert re.fullmatch(r"[0-9a-f]{32}", found["environ"]["MEGASDC_PRIVATE_NAME"])
+    assert not list(Path("/dev/shm").glob(f"megasdc-launch-{found['environ']['MEGASDC_PRIVATE_NAME']}-*"))
     assert not injected.exists()
     assert not (launches.cluster.home("node2") / "injected").exists()
 

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megasdc.config import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
@@ -158,8 +156,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     origin = run.events.origin
     # Copies of a folder share a run's id; and other users, who could make the folder of records first, cannot guess it.
     own = (host, f"{origin.run}.{origin.attempt}.{secrets.token_hex(16)}", front)
-    everyone: list[Any] = [None] * dims.world_size
-    dist.all_gather_object(everyone, own, group=run.host_group)
+    everyone = gather_objects(own, run.host_group)
     _, name, front = everyone[0]
     if front is not None:
         keep_front(front)

@@ -7,12 +7,13 @@ import os
 import re
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megasdc.errors import LaunchError
-from megasdc.launcher.command import backend_problems, parse_launcher_args, runner_command
+from megasdc.launcher.command import RANK_MODULE, backend_problems, parse_launcher_args, runner_command
 from megasdc.launcher.environment import (
     env_file_names,
     env_file_problems,
@@ -22,7 +23,8 @@ from megasdc.launcher.environment import (
     private_environment,
 )
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.on_host import private_environment as on_host
+from megasdc.launcher.node import private_name
+from megasdc.launcher.on_host import private as on_host
 from megasdc.launcher.rank import RankCommand, main, rank_environment
 from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
@@ -111,26 +113,38 @@ def test_wandb_is_forwarded_without_its_secret() -> None:
     assert all(private[name] == environ[name] for name in private)
 
 
-def test_secrets_lie_in_a_file_of_the_host_until_they_are_taken(tmp_path: Path) -> None:
-    """Its user alone can read it; it is taken once; links, and files that are there already, are not used."""
-    launch, text = f"test-{tmp_path.name}-{os.getpid()}", json.dumps({"HF_TOKEN": "a\nb'\"$(x)"})
-    path = on_host.path_of(launch)
+def test_secrets_lie_in_a_folder_of_the_host_until_they_are_taken(tmp_path: Path) -> None:
+    """Its user alone can read it; variables are taken once; links, and folders that are there already, are not used."""
+    name, text = f"{tmp_path.name}-{os.getpid()}", json.dumps({"HF_TOKEN": "a\nb'\"$(x)"})
+    files, folder = {"environment": text, "secret": "s"}, on_host.path_of(name)
+    path = folder / "environment"
     try:
-        assert on_host.answer({"launch_id": launch, "text": text}) == str(path)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert on_host.answer({"name": name, "files": files}) == str(folder)
+        assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
         with pytest.raises(FileExistsError):
-            on_host.answer({"launch_id": launch, "text": text})
-        assert on_host.take(launch) == json.loads(text)
-        assert on_host.take(launch) == {} and not path.exists()
+            on_host.answer({"name": name, "files": files})
+        folder.chmod(0o750)
+        assert on_host.take_environment(name) == {}
+        folder.chmod(0o700)
+        assert on_host.take_environment(name) == json.loads(text)
+        assert on_host.take_environment(name) == {} and not path.exists() and (folder / "secret").read_text() == "s"
         (tmp_path / "other").write_text(text)
         path.symlink_to(tmp_path / "other")
-        assert on_host.take(launch) == {}
-        with pytest.raises(FileExistsError):
-            on_host.answer({"launch_id": launch, "text": "{}"})
-        assert (tmp_path / "other").read_text() == text
+        assert on_host.take_environment(name) == {}
     finally:
-        on_host.answer({"launch_id": launch, "text": None})
-    assert not path.is_symlink()
+        on_host.answer({"name": name, "files": None})
+    assert not folder.exists() and (tmp_path / "other").read_text() == text
+    folder.symlink_to(tmp_path)
+    on_host.answer({"name": name, "files": None})
+    folder.unlink()
+    assert (tmp_path / "other").read_text() == text
+
+
+def test_a_host_finds_the_folder_by_the_ranks_command() -> None:
+    """Its launcher is given that of the ranks; a command without one has no such folder."""
+    command = replace(COMMAND, environment={"MEGASDC_PRIVATE_NAME": "abc"})
+    argv = ["node.py", "--world_info=x", "-m", RANK_MODULE, "id", command.encode()]
+    assert (private_name(argv), private_name([*argv[:-1], COMMAND.encode()]), private_name(argv[:3])) == ("abc", "", "")
 
 
 def test_what_changes_bits_is_forwarded() -> None:

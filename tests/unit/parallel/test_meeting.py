@@ -1,5 +1,6 @@
 """Ranks of one launch meet within a time limit; those of another launch are refused and leave no trace."""
 
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from test_local_ranks import listening
 
 from megasdc.errors import HangError, LaunchError
 from megasdc.parallel import meeting
@@ -49,6 +51,16 @@ def test_a_stranger_is_refused_and_leaves_no_trace(port):
         second = meet(replace(FIRST, rank=1), 20.0)
         first.result().set("a", "1")
         assert second.get("a") == b"1"
+
+
+def test_ranks_without_a_secret_are_told(caplog, port):
+    """Once, by rank 0, with what helps; nobody can reach them from another host, where they are all on one."""
+    with ThreadPoolExecutor() as pool:
+        stores = [one.result() for one in [pool.submit(meet, replace(FIRST, rank=rank), 20.0) for rank in (0, 1)]]
+    (said,) = [one for one in caplog.messages if "not authenticated" in one]
+    assert f"port {port} of 127.0.0.1" in said and "megasdc launch" in said and "security.md" in said
+    assert f"0100007F:{port:04X}" in listening(os.getpid())
+    del stores
 
 
 def test_a_rank_number_is_taken_once():

@@ -1,0 +1,176 @@
+"""Ranks that have a secret neither meet nor unpickle what somebody without it has written; attackers are processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from test_local_ranks import listening
+
+from megasdc.errors import LaunchError
+from megasdc.launcher.on_host import private
+from megasdc.parallel.identity import Identity
+from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.stores import launch_secret, private_folder, sign, signed_store, unsigned_store, verify
+
+RANK = """
+import os, sys, torch.distributed as dist
+from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
+from megasdc.parallel.identity import Identity
+from megasdc.parallel.meeting import meet
+rank = int(sys.argv[1])
+own = Identity(rank, 2, "launch", None, None, "n", "b", "0", (1, 1))
+try:
+    store = meet(own, 30.0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = gather_objects({"rank": rank})
+    pair = dist.new_group([0, 1], backend="gloo")
+    print(found, gather_objects_on(1, "a" * rank, pair), broadcast_object(rank, 1), flush=True)
+    input()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+"""A rank of a launch."""
+STRANGER = """
+import contextlib, os, sys, time, torch.distributed as dist
+from megasdc.parallel import meeting
+from megasdc.parallel.identity import Identity
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[2]}",)
+
+
+def reach():
+    while True:
+        with contextlib.suppress(dist.DistNetworkError):
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+
+own = Identity(1, 2, "launch", None, None, "n", "b", "0", (1, 1))
+if sys.argv[1] == "forger":  # the rank has met, and he is faster than its gloo
+    meeting.meet(own, 30.0)
+    store = reach()
+    while not (keys := [key for key in store.list_keys() if "cpu" in key and key.endswith("/0")]):
+        time.sleep(0.01)
+    store.set(keys[0][:-1] + "1", b"forged")
+    input()
+if sys.argv[1] == "insider":  # it has come into the group, by gloo's sockets
+    store = meeting.meet(own, 30.0)
+else:
+    store = dist.PrefixStore("meeting/0", reach())
+    store.set("rank/1", own.encode())
+dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+dist.all_gather_object([None, None], Code())
+"""
+"""Somebody who knows all of a launch but its secret, and comes as rank 1 with an object that runs code."""
+
+
+@pytest.fixture
+def variables() -> Iterator[dict[str, str]]:
+    """Environment of a rank of a launch over several hosts, whose secret the front has left on this one."""
+    name = secrets.token_hex(16)
+    private.answer({"name": name, "files": {"secret": "ab" * 32}})
+    place = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    yield {**os.environ, **place, "MEGASDC_PRIVATE_NAME": name, "WORLD_SIZE": "2"}
+    private.answer({"name": name, "files": None})
+    assert not private_folder(name).exists()
+
+
+@contextlib.contextmanager
+def started(program: str, environment: dict[str, str], *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A process of a rank, as long as it is needed."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ranks_meet_on_one_address(variables: dict[str, str]) -> None:
+    """And exchange what each has, without a word."""
+    with started(RANK, variables, 0) as first, started(RANK, variables, 1) as second:
+        assert first.stdout and second.stdout
+        assert first.stdout.readline() == "[{'rank': 0}, {'rank': 1}] None 1\n"
+        assert second.stdout.readline() == "[{'rank': 0}, {'rank': 1}] ['', 'a'] 1\n"
+        assert f"0200007F:{int(variables['MASTER_PORT']):04X}" in listening(first.pid)
+        assert {one.partition(":")[0] for one in listening(first.pid)} <= {"0100007F", "0200007F"}
+        said = [one.communicate("\n")[1] for one in (first, second)]
+    assert "not authenticated" not in "".join(said)
+
+
+@pytest.mark.parametrize("who", ["outsider", "insider", "forger"])
+def test_a_stranger_runs_no_code(variables: dict[str, str], tmp_path: Path, who: str) -> None:
+    """Who claims rank 1, or a rank's gloo, without the secret is told as such, and nothing of his is unpickled."""
+    theirs = {**variables, "MEGASDC_PRIVATE_NAME": ""} if who == "outsider" else variables
+    with started(STRANGER, theirs, who, tmp_path / "ran"), started(RANK, variables, 0) as first:
+        assert first.stdout
+        said = first.stdout.readline()
+    key = {"outsider": "meeting/0/rank/1", "insider": "an object that came for rank 1", "forger": "meeting/0/0//cpu"}
+    assert said.startswith(f"LaunchError {key[who]}") and "not signed with the secret of this launch" in said
+    assert "--master_port" in said and "security.md" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_values_of_a_store_are_bound_to_their_names() -> None:
+    """A value is not believed under another key, changed, or cut."""
+    inner = dist.HashStore()
+    store = signed_store(inner, b"secret")
+    store.set("a", "1")
+    assert store.get("a") == b"1" and store.compare_set("b", "", "2") == store.compare_set("b", "", "3") == b"2"
+    for forged in (inner.get("a"), b"", b"\0" * 32 + b"1"):
+        inner.set("c", forged)
+        with pytest.raises(LaunchError, match=r"^c: not signed with the secret of this launch; .*--master_port"):
+            store.get("c")
+    assert verify(b"x", "n", sign(b"x", "n", b"value")) == b"value"
+
+
+def test_nccl_gets_a_part_of_torchs_own_store() -> None:
+    """Under a name that ranks have agreed on by signed values; a store of one host stays as it is."""
+    inner = dist.HashStore()
+    signed = signed_store(inner, b"secret")
+    store = dist.PrefixStore("meeting", dist.PrefixStore("replica/1", signed))
+    first, second = unsigned_store(store, True), unsigned_store(store, False)
+    first.set("0", b"id")
+    assert second.get("0") == b"id" and unsigned_store(inner, True) is inner
+    assert isinstance(first.underlying_store, dist.HashStore)
+    (name,) = [key for key in inner.list_keys() if key.endswith("unsigned")]
+    inner.set(name, "chosen by a stranger")
+    with pytest.raises(LaunchError, match=name):
+        unsigned_store(store, False)
+    del signed
+
+
+def test_the_secret_is_for_this_user_alone(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its folder is open to others, or there is none, ranks do not start."""
+    name = variables["MEGASDC_PRIVATE_NAME"]
+    folder = private_folder(name)
+    assert folder == private.path_of(name), "ranks look where the front has left it"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "secret")] == [0o700, 0o600]
+    with pytest.raises(FileExistsError):
+        private.answer({"name": name, "files": {"secret": "other"}})
+    monkeypatch.setenv("MEGASDC_PRIVATE_NAME", name)
+    folder.chmod(0o750)
+    with pytest.raises(LaunchError, match=r"there is no secret of this launch in .*this user's alone"):
+        launch_secret()
+    folder.chmod(0o700)
+    assert launch_secret() == bytes.fromhex("ab" * 32)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "\x80", '{"rank": 1}', "[" * 10_000, "x" * 100_000])
+def test_what_is_no_identity_is_refused(text: str) -> None:
+    """With what to do about it."""
+    with pytest.raises(LaunchError, match=r"holds no identity for a rank .*--master_port"):
+        Identity.decode(text)
