@@ -34,6 +34,7 @@ def test_a_host_lacks_what_a_rank_would_end_with(config: Path, tmp_path: Path) -
     ]
     (full,) = check_host(request(config, snapshot_bytes=1 << 50))
     assert (full.code, full.snapshots) == (70, True) and "GiB that are free in /dev/shm" in full.text
+    assert "snapshots need 1,048,576.000 GiB" in full.text, "of one rank"
     assert check_host(request(config, "megasdc.checkpoint.memory.interval=0", snapshot_bytes=1 << 50)) == []
     path = tmp_path / "data" / "train.bin"
     raw = bytearray(path.read_bytes())
