@@ -180,8 +180,9 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         pair for pair in run.incidents if run.is_of_last_start(pair[1].attempt, pair[1].launch, pair[1].found_at + 1)
     ]
     recent.sort(key=lambda pair: pair[1].place)
-    if ending.exit_code == CorruptionError.exit_code and recent:
-        path, incident = recent[-1]
+    ends = [pair for pair in recent if pair[1].ends_start]
+    if ending.exit_code == CorruptionError.exit_code and ends:
+        path, incident = ends[-1]
         verdict, page = incident.verdict, str(path)
         suspects = [f"rank {one.rank} on {one.host} ({one.device})" for one in incident.suspects]
         injected = list(incident.injected)

@@ -175,7 +175,7 @@ class Evidence:
         interrupted: how it was ended from outside, in a sentence; empty: it was not.
         asked: who had asked it to stop for good: a signal to the launch, or the configuration; empty: nobody.
         hang: the incident of a standstill in this attempt; None: there was none.
-        corruption: that of silent data corruption; None: there was none.
+        corruption: that of silent data corruption which has ended its last start; None: there was none.
         reached: last step that was reported; 0: none.
         steps: of the whole run.
         trained: what it has reported; None: no step.

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megasdc import room, run_lock
 from megasdc.errors import DataError, LaunchError, PeerError, StorageError
-from megasdc.events import read_events
+from megasdc.events import Event, read_events
 from megasdc.health.alert import alert
 from megasdc.health.hosts import last_step_seen
 from megasdc.health.incident_file import load_hangs
@@ -238,14 +238,14 @@ class FrontEngine:
     def left_out(self, attempt: Attempt) -> Sequence[str]:
         """See ``Engine``; as rank 0 has told."""
         told, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
-        return [] if told is None else list(dict.fromkeys(hosts[rank] for rank in told["wrong"]))
+        return [] if told is None else list(dict.fromkeys(hosts[rank] for rank in told.fields["wrong"]))
 
-    def _isolation(self, attempt: Attempt) -> dict[str, Any] | None:
-        """What was told when a replica was last left out of an attempt; None: none was."""
+    def _isolation(self, attempt: Attempt) -> Event | None:
+        """Told by the start without a replica that was last left out of an attempt; None: none was."""
         if not self._run_dir.is_dir():
             return None
         events = read_events(self._run_dir, kind="isolation", name="begun", rank=0, launch=attempt.launch, broken=[])
-        return next((one.fields for one in reversed(list(events))), None)
+        return next(reversed(list(events)), None)
 
     def evidence(
         self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
@@ -265,13 +265,17 @@ class FrontEngine:
         whole = code == DataError.exit_code
         checked = self._check(attempt, waiting, set(unreachable), whole, stops) if is_asked else Checked()
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
+        left = range(len(hosts)) if isolation is None else isolation.fields["launch_ranks"]
         own = [one for one in incidents if wrote(one.launch, one.found_at + 1.0)]  # their times are whole seconds
+        # An earlier start's has other numbers of ranks, and has ended no more than that start.
+        since = 0 if isolation is None else isolation.attempt or 0
+        ending = [one for one in own if one.ends_start and (one.attempt or 0) >= since]
         return Evidence(
             exit_code=code,
             failed_rank=None if result is None else result.failed_rank,
             failed_host=None if result is None else result.failed_host,
             lines=() if result is None else tuple(result.lines),
-            host_of_rank=hosts if isolation is None else tuple(hosts[rank] for rank in isolation["launch_ranks"]),
+            host_of_rank=tuple(hosts[rank] for rank in left),
             left_out=self.left_out(attempt),
             unreachable=unreachable,
             checked=checked,
@@ -280,7 +284,7 @@ class FrontEngine:
             interrupted=self._interrupted(attempt, result),
             asked=self._asked(attempt, result),
             hang=hangs[-1] if hangs else None,
-            corruption=max(own, key=lambda one: one.place) if own else None,
+            corruption=max(ending, key=lambda one: one.place, default=None),
             reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
             last=self._last(attempt, trained),

@@ -245,6 +245,11 @@ class Incident:
         return self.attempt or 0, self.step, self.found_at
 
     @property
+    def ends_start(self) -> bool:
+        """Whether the start that has found it ends with it."""
+        return self.done in ("halted", "isolated")
+
+    @property
     def found_at(self) -> float:
         """``time`` in whole seconds since the epoch."""
         return datetime.fromisoformat(self.time).timestamp()

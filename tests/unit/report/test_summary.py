@@ -114,7 +114,7 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     page = add_incident(folder, 20)
     (incident,) = (folder / "reports").glob("*.json")
-    content = json.loads(incident.read_text())
+    content = {**json.loads(incident.read_text()), "policy": "halt", "done": "halted"}
     incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00"}))
     _fails(folder, CorruptionError("step 20 is not committed"), monkeypatch)
     failure = summarize(folder).failure
@@ -132,6 +132,10 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     incident.with_name("incident_step_00000008.json").write_text(json.dumps(earlier))
     latest = summarize(folder).failure
     assert latest is not None and latest.verdict == "persistent", "of two in the same second that of the later step"
+    for path in incident.parent.glob("*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "done": "repaired"}))
+    went_on = summarize(folder).failure
+    assert went_on is not None and (went_on.verdict, went_on.suspects) == (None, []), "the run went on after them"
     incident.with_name("incident_step_00000008.json").unlink()
     incident.write_text(json.dumps({**content, "verdict": "inconclusive", "time": "2999-01-01T00:00:00+00:00"}))
     assert "one of            rank 1 on node7 (cpu)" in render(summarize(folder))

@@ -20,6 +20,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.origin import LAUNCH_ID_VARIABLE, Launch, Origin
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
+from megasdc.sdc.incidents.settled import DONE
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
 from megasdc.supervisor.diagnosis import Back, diagnose
@@ -57,7 +58,7 @@ def _log(run: Path, attempt: int, launch: str) -> EventLog:
         return EventLog(run, 0, Origin("r", attempt, None))
 
 
-def finding(run: Path, step: int, rank: int, launch: str | None, attempt: int, at: float) -> None:
+def finding(run: Path, step: int, rank: int, launch: str | None, attempt: int, at: float, policy: str = "halt") -> None:
     """An incident that names a rank."""
     place = RankPlace(rank, f"n{rank}", "cpu", rank, 0, 0)
     first = Address(step, 0, "forward", "x", "output")
@@ -65,7 +66,7 @@ def finding(run: Path, step: int, rank: int, launch: str | None, attempt: int, a
                         wrong_repeats=1, rate_bound=None)  # fmt: skip
     found = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
     incident = Incident(
-        *(found, str(run), step, 0, "audit", "persistent", "relative to the majority", "halt", "halted"),
+        *(found, str(run), step, 0, "audit", "persistent", "relative to the majority", policy, DONE[policy]),
         *((wrong,), (), (place,), Evidence(1, {}), Environment({}, {}, "fp32")),
         launch=launch,
         attempt=attempt,
@@ -140,6 +141,34 @@ def test_own_evidence_is_found(tmp_path: Path, second: Attempt, offset_s: float)
     assert found.back == Back(0, (0, 40))
     assert found.trained is not None and (found.trained.resumed, found.trained.last) == (4, 9)
     assert diagnose(found).hosts == ("n1", "n0")
+
+
+@pytest.mark.parametrize("ends", [[], [(8, 1)]], ids=["at its limit", "by a finding"])
+def test_a_finding_that_left_a_replica_out_names_no_other_host(
+    tmp_path: Path, second: Attempt, ends: list[tuple[int, int]]
+) -> None:
+    """Its ranks are numbered as before: rank 1 was n1 there, and is the healthy n2 in the start without n1."""
+    run = tmp_path / "run"
+    with on_rank_0(run, 2, SECOND, NOW + 10) as log:
+        log.emit("start", "phases", step=5, phases={}, step_s=1.0)
+    finding(run, 6, 1, SECOND, 2, NOW + 20, "isolate")
+    with on_rank_0(run, 3, SECOND, NOW + 25) as log:
+        log.emit("isolation", "begun", step=6, wrong=[1], launch_ranks=[0, 2])
+    for step, rank in ends:
+        finding(run, step, rank, SECOND, 3, NOW + 30)
+    found = engine(tmp_path, second, 73).evidence(second, {})
+    assert found.left_out == ["n1"] and (found.corruption is None) == (not ends)
+    assert (diagnose(found).kind, diagnose(found).hosts) == ("corrupt_again", ("n1", "n2") if ends else ("n1",))
+
+
+@pytest.mark.parametrize("policy", ["repair", "warn"])
+def test_a_finding_after_which_the_attempt_went_on_is_not_what_ended_it(
+    tmp_path: Path, second: Attempt, policy: str
+) -> None:
+    """It was repaired or accepted; then the attempt ends with wrong results of which there is no incident."""
+    finding(tmp_path / "run", 3, 1, SECOND, 2, NOW + 20, policy)
+    found = engine(tmp_path, second, 73).evidence(second, {})
+    assert found.corruption is None and (diagnose(found).kind, diagnose(found).hosts) == ("corrupt", ())
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
