@@ -24,7 +24,11 @@ KILL_S = 10.0
 SRUN = "srun"
 STARTERS = frozenset({SRUN, "pdsh", "ssh", "mpirun"})
 """Programs by which a launcher starts ranks on other hosts."""
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = {
+    **{number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
+    signal.SIGHUP: signal.SIGTERM,  # the terminal has gone, where ranks may not
+}
+"""Signals that are passed on to the launcher, each with what it gets."""
 
 Say = Callable[[str], None]
 
@@ -32,8 +36,8 @@ Say = Callable[[str], None]
 class LauncherProcess:
     """DeepSpeed's launcher as a child process; ``stdout`` None: its output goes to that of this process.
 
-    The first SIGINT, SIGTERM or SIGUSR1 that this process receives is forwarded, so that ranks can save; the second one
-    kills. ``say`` is called with messages about signals.
+    The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (unless that is ignored, as under ``nohup``) that this process receives
+    is forwarded, so that ranks can save; the second one kills. ``say`` is called with messages about signals.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
@@ -51,7 +55,8 @@ class LauncherProcess:
             stdout=stdout,
             start_new_session=True,
         )
-        self._previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
+        heard = [one for one in FORWARDED if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         self._previous[signal.SIGINT] = before
 
     def wait(self, how_to_end: Callable[[], signal.Signals | None], failure_grace_s: float) -> int:
@@ -111,7 +116,7 @@ class LauncherProcess:
         if self.stopped_by is None:
             self.stopped_by = number
             self._say(f"{signal.Signals(number).name}: passed on to the launcher; once more kills it")
-            self._forward(number)
+            self._forward(FORWARDED[signal.Signals(number)])
         else:
             self._say(f"{signal.Signals(number).name} again: killing the launcher")
             self._kill()

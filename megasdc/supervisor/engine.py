@@ -281,8 +281,8 @@ class FrontEngine:
             checked=checked,
             failed_alike=self._failed_alike(attempt, hosts, code) if is_asked else (),
             grows=attempt.grows,
-            interrupted=self._interrupted(attempt, result),
-            asked=self._asked(attempt, result),
+            interrupted=self._interrupted(attempt, result, stops()),
+            asked=self._asked(attempt, result, stops()),
             hang=hangs[-1] if hangs else None,
             corruption=max(ending, key=lambda one: one.place, default=None),
             reached=self._reached(attempt),
@@ -363,8 +363,12 @@ class FrontEngine:
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)
 
-    def _interrupted(self, attempt: Attempt, result: FrontResult | None) -> str:
-        """How it was ended from outside; empty: it was not."""
+    def _interrupted(self, attempt: Attempt, result: FrontResult | None, is_asked: bool) -> str:
+        """How it was ended from outside; empty: it was not.
+
+        Args:
+            is_asked: whether the supervisor was asked to stop.
+        """
         if attempt.job != self._allocation.job:
             return "its job has ended"
         if self._allocation.is_ending:
@@ -375,18 +379,21 @@ class FrontEngine:
         # A front that ends the rest after a failure has the step cancelled, too.
         if {one.exit_code for one in done} <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
             return "its job step was cancelled"
+        if result is not None and result.stopped_by is not None and not is_asked and not attempt.grows:
+            return f"its launch got {signal.Signals(result.stopped_by).name}, which was not the supervisor's"
         if result is None or result.exit_code or result.stopped_by is not None:
             return ""
         by_signal = any(reason.startswith("signal") for reason in self._stop_reasons(attempt))
         by_signal |= {one.end for one in done} == {STOPPED_START}  # which leaves no event
         return "its ranks got a signal to save and end, which was not the supervisor's" if by_signal else ""
 
-    def _asked(self, attempt: Attempt, result: FrontResult | None) -> str:
+    def _asked(self, attempt: Attempt, result: FrontResult | None, is_asked: bool) -> str:
         """Who had asked it to stop for good; empty: nobody, whatever its exit code says.
 
-        A signal to the front is the supervisor's, or one that a person gave: its process has a session of its own.
+        Args:
+            is_asked: whether the supervisor was asked to stop; a signal to the front alone is no such request.
         """
-        if result is not None and result.stopped_by is not None:
+        if result is not None and result.stopped_by is not None and is_asked:
             return f"its launch was asked to stop by {signal.Signals(result.stopped_by).name}"
         reasons = [one for one in self._stop_reasons(attempt) if one.startswith(OF_CONFIGURATION)]
         return f"its configuration asked it to stop: {reasons[-1]}" if reasons else ""

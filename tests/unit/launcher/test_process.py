@@ -65,6 +65,26 @@ def test_a_signal_after_the_end_kills_nothing() -> None:
     process.close()
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_who_loses_its_terminal_lets_ranks_save(before: signal.Handlers) -> None:
+    """They are asked as by SIGTERM, since theirs may not have gone; ``nohup`` ignores it."""
+    said: list[str] = []
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        process = launched(PATIENT, said)
+        os.kill(os.getpid(), signal.SIGHUP)
+        if before is signal.SIG_IGN:
+            assert process.stopped_by is None and not said
+            process._forward(signal.SIGTERM)
+        else:
+            assert process.stopped_by == signal.SIGHUP
+        assert process.wait(lambda: None, failure_grace_s=0.5) == -signal.SIGTERM
+        process.close()
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, own)
+
+
 def test_second_signal_kills(tmp_path: Path) -> None:
     """The first is passed on to a launcher that ignores it, the second ends it; handlers are given back."""
     said: list[str] = []

@@ -26,7 +26,7 @@ from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import Attempt
 from megasdc.supervisor.journal import FOLDER
-from megasdc.supervisor.policy import RULES
+from megasdc.supervisor.policy import RULES, Action, Rule
 from megasdc.train.process.signals import STOPPED_START
 
 
@@ -39,7 +39,7 @@ class Here(Allocation):
 
 
 def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> None:
-    """It is no failure of the launch, and nothing is started again."""
+    """It is no failure of the launch; nothing is started again if the supervisor was asked to stop."""
     (tmp_path / FOLDER).mkdir()
     attempt = Attempt(1, {"localhost": 1}, "20270115-first", time.time())
     request = LaunchRequest(tmp_path / "absent.json")
@@ -49,8 +49,22 @@ def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> 
     engine.stop(process)
     while engine.lives(process):
         time.sleep(0.05)
-    found = engine.evidence(attempt, {})
-    assert (found.exit_code, diagnose(found).kind) == (128 + signal.SIGTERM, "stopped"), found.lines
+    for is_asked, kind in ((True, "stopped"), (False, "preempted")):
+        found = engine.evidence(attempt, {}, lambda is_asked=is_asked: is_asked)
+        assert (found.exit_code, diagnose(found).kind) == (128 + signal.SIGTERM, kind), found.lines
+
+
+@pytest.mark.parametrize("code", [0, 128 + signal.SIGHUP])
+def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int) -> None:
+    """Nobody has asked the supervisor: the run is started again, and it counts as no failure."""
+    attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
+    engine = FrontEngine(tmp_path, 5, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
+    path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path.parent.mkdir()
+    path.write_text(json.dumps(asdict(FrontResult(code, None, None, ["stopped"], stopped_by=signal.SIGHUP))))
+    found = diagnose(engine.evidence(attempt, {}))
+    assert found.kind == "preempted" and "SIGHUP, which was not the supervisor's" in found.text
+    assert RULES[found.kind] == Rule(Action.AGAIN, fails=False)
 
 
 @pytest.mark.parametrize(("ends", "kind"), [([STOPPED_START] * 2, "preempted"), ([STOPPED_START, None], "launch")])
