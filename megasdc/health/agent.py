@@ -104,7 +104,7 @@ class Agent:
         self._ranks = ranks = WatchedRanks(options.folder, options.ranks, _first_steps(options.folder))
         self._board = FolderBoard(self._health, ranks.run, options.node, len(options.nodes))
         self._kept = load_durations(self._health / DURATIONS_FILE)
-        self._journal = Journal(self._health, node_name(options.node), ranks.run)
+        self._journal = Journal(self._health, node_name(options.node), ranks.run, options.launch)
         hello = Hello(ranks.run, options.node, options.nodes[options.node], len(options.nodes))
         self._link = None if front is None else FrontLink(front, hello)
         self._telemetry = Telemetry(options.run_folder)

@@ -19,6 +19,7 @@ from megasdc.health.board import LOST_S
 from megasdc.health.phases import Phase
 from megasdc.health.rank_state import GONE
 
+LOOK_S = 0.1
 LAST_BYTES = 1 << 16
 """Read from the end of a file of lines at first; more where the last line is longer."""
 
@@ -60,6 +61,7 @@ class HostPosition:
         note: what the agent remarked with it; empty: nothing.
         ranks: ascending.
         devices: and the host itself, each with ``name``, ``verdict`` and ``text``, why it is not fit; empty: not known.
+        launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
     """
 
     node: int
@@ -70,6 +72,7 @@ class HostPosition:
     note: str
     ranks: tuple[RankPosition, ...]
     devices: tuple[dict[str, Any], ...]
+    launch: str | None = None
 
 
 class FileClock:
@@ -131,15 +134,22 @@ def read_hosts(
     return tuple(sorted((one for one in hosts if one.run == run), key=lambda one: one.node)), notes
 
 
-def last_step_seen(run_folder: Path, launch_id: str = "") -> int:
+def last_step_seen(run_folder: Path, launch: str | None = None, wait_s: float = 0.0) -> int:
     """Last step that a rank of the run's last start had done, by what its agents have seen; 0: none.
 
+    Of a start that has gone on from an earlier one's save this may be the step of that.
+
     Args:
-        launch_id: of which that start must be; empty: any.
+        launch: id of the launch that this start must be of; None: any.
+        wait_s: agents have so long at most to write where their ranks have ended.
     """
-    hosts, _ = read_hosts(run_folder, FileClock(run_folder), {})
-    hosts = tuple(one for one in hosts if one.run.startswith(launch_id))
-    return max((rank.step - 1 for host in hosts for rank in host.ranks if rank.step), default=0)
+    clock, end = FileClock(run_folder), time.monotonic() + wait_s
+    while True:
+        hosts = [one for one in read_hosts(run_folder, clock, {})[0] if launch is None or one.launch == launch]
+        are_running = any(not rank.ended for host in hosts if host.state != "silent" for rank in host.ranks)
+        if not are_running or time.monotonic() >= end:
+            return max((rank.step - 1 for host in hosts for rank in host.ranks if rank.step), default=0)
+        time.sleep(LOOK_S)
 
 
 def _read_host(folder: Path, name: str, clock: FileClock, rank_hosts: Mapping[int, str]) -> HostPosition | None:
@@ -152,7 +162,7 @@ def _read_host(folder: Path, name: str, clock: FileClock, rank_hosts: Mapping[in
     ranks = [_rank_of(one, more_s) for one in line["ranks"]]
     if ranks and all(one.ended for one in ranks):
         state = "ended"
-    node = int(name.rpartition("_")[2])
+    node, launch = int(name.rpartition("_")[2]), line.get("launch")
     return HostPosition(
         node=node,
         name=next((rank_hosts[one.rank] for one in ranks if one.rank in rank_hosts), f"node {node}"),
@@ -162,6 +172,7 @@ def _read_host(folder: Path, name: str, clock: FileClock, rank_hosts: Mapping[in
         note=str(line.get("note", "")),
         ranks=tuple(sorted(ranks, key=lambda one: one.rank)),
         devices=tuple({"name": "?", "verdict": "?", "text": "", **one} for one in line.get("devices", ())),
+        launch=launch if isinstance(launch, str) else None,
     )
 
 

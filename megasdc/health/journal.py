@@ -28,11 +28,12 @@ class Journal:
         health: folder of the run, which exists.
         name: with which the files of this host begin.
         run: name of this start.
+        launch: id of the launch; None: without ``megasdc launch``.
     """
 
-    def __init__(self, health: Path, name: str, run: str) -> None:
+    def __init__(self, health: Path, name: str, run: str, launch: str | None) -> None:
         self._path, self._now = health / f"{name}.jsonl", health / f"{name}.now"
-        self._run = run
+        self._start = {"run": run, "launch": launch}
         self._line_at = 0.0
         self._latest = ""
         self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
@@ -47,7 +48,7 @@ class Journal:
             note: what has happened; empty: nothing.
             **more: further values for the line.
         """
-        line = {"run": self._run, "time": time.time(), "monotonic": time.monotonic(), "note": note, "ranks": ranks}
+        line = {**self._start, "time": time.time(), "monotonic": time.monotonic(), "note": note, "ranks": ranks}
         line.update(more)
         if self._dropped:
             line["dropped_lines"] = self._dropped

@@ -42,6 +42,8 @@ from megasdc.train.process.signals import STOPPED_START
 FIND_S = 2.0
 LOG_S = 2.0
 """Seconds that the writer of an attempt's log has after the front's end."""
+AGENTS_S = 3.0
+"""Agents have so long to write where the ranks of an attempt that failed have ended."""
 STOPPED_S = 10.0
 """A front may be stopped by a signal for so long."""
 OF_CONFIGURATION = ("time limit", "training.stop_step")
@@ -287,7 +289,7 @@ class FrontEngine:
             corruption=max(ending, key=lambda one: one.place, default=None),
             reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
-            last=self._last(attempt, trained),
+            last=self._last(attempt, trained, 0.0 if code == 0 or unreachable else AGENTS_S),
             steps=self._steps,
             trained=trained,
             back=find_back(self._run_dir, attempt.launch, self._rewind_steps),
@@ -353,12 +355,14 @@ class FrontEngine:
             return max(steps, default=0)
         return last_step_seen(self._run_dir)
 
-    def _last(self, attempt: Attempt, trained: Trained | None) -> int | None:
+    def _last(self, attempt: Attempt, trained: Trained | None, wait_s: float) -> int | None:
         """Last step that an attempt did; of programs None where nothing was seen of one, which they need not tell."""
-        seen = last_step_seen(self._run_dir, attempt.launch_id) if self._run_dir.is_dir() else 0
-        if self._request.program is None:  # metrics may be reported every few steps only
-            return max(seen, 0 if trained is None else trained.last)
-        return seen or None
+        seen = last_step_seen(self._run_dir, attempt.launch_id, wait_s) if self._run_dir.is_dir() else 0
+        if self._request.program is not None:
+            return seen or None
+        if trained is None:  # what was seen is the step that it would have gone on from
+            return 0
+        return max(seen, trained.last)  # metrics may be those of some steps ago
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)

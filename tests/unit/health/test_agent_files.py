@@ -102,7 +102,7 @@ def test_signs_of_another_start_and_damaged_ones_are_not_read(tmp_path: Path, cl
 def test_a_journal_keeps_lines_that_cannot_be_written(tmp_path: Path, clock: SimpleNamespace) -> None:
     """They follow when the disk has room again; of too many the oldest are dropped, and counted."""
     health = tmp_path / "health"
-    found = Journal(health, "node_00000", "r")
+    found = Journal(health, "node_00000", "r", "l")
     for number in range(journal.MAX_WAITING + 7):
         found.write([], note=str(number))
     with pytest.raises(OSError, match="No such file"):
@@ -124,7 +124,7 @@ def test_a_journal_of_a_week_stays_small(
 ) -> None:
     """60,480 lines, one each ten seconds: the file never exceeds its limit by more than a line."""
     monkeypatch.setattr(journal, "MAX_LINES_BYTES", 100_000)
-    found, largest = Journal(tmp_path, "node_00000", "r"), 0
+    found, largest = Journal(tmp_path, "node_00000", "r", "l"), 0
     rank: dict[str, Any] = {"rank": 0, "step": 1, "phase": "forward"}
     for _ in range(60_480):
         clock.now += 10

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megasdc.health.hosts import LAST_BYTES, LOST_S, FileClock, HostPosition, last_line, read_hosts
+from megasdc.health.hosts import LAST_BYTES, LOST_S, FileClock, HostPosition, last_line, last_step_seen, read_hosts
 
 NAMES = {0: "node1", 1: "node1", 2: "node2"}
 
@@ -68,6 +69,23 @@ def test_a_sign_of_life_says_what_a_host_does(
         put(tmp_path / "health" / "node_00000.status", {"run": "abc", **sign}, sign_age_s)
     (host,), _ = read(tmp_path)
     assert host.state == state and host.ranks[0].in_phase_s == pytest.approx(in_phase_s, abs=1)
+
+
+def test_the_last_step_of_a_launch_is_known_once_its_agents_have_written_it(tmp_path: Path) -> None:
+    """They are waited for, but not one that is silent; another launch, or one without a name, has none."""
+    path = tmp_path / "health" / "node_00000.jsonl"
+    put(path, {**line(0), "launch": "l"})
+    assert last_step_seen(tmp_path, "l") == last_step_seen(tmp_path) == 6 and last_step_seen(tmp_path, "k") == 0
+    put(tmp_path / "later", {**line(0, step=9, process="gone"), "launch": "l"})
+    ends = threading.Timer(0.2, os.replace, (tmp_path / "later", path))
+    ends.start()
+    assert last_step_seen(tmp_path, "l", 60.0) == 8
+    ends.join()
+    put(path, {**line(0), "launch": "l"}, LOST_S + 5)
+    assert last_step_seen(tmp_path, "l", 60.0) == 6
+    for other in ({}, {"launch": None}, {"launch": 7}):
+        put(path, {**line(0), **other})
+        assert last_step_seen(tmp_path, "l") == 0 and last_step_seen(tmp_path) == 6
 
 
 def test_hosts_of_an_earlier_start_are_left_out_and_counted(tmp_path: Path) -> None:

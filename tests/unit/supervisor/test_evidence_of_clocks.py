@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +16,11 @@ import pytest
 
 from megasdc.addresses import Address
 from megasdc.events import EventLog
+from megasdc.health import agent, background
+from megasdc.health.agent import Agent, AgentOptions
 from megasdc.health.incident import INCIDENT_FOLDER
+from megasdc.health.phases import Phase
+from megasdc.health.record import Identity, RecordWriter
 from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.origin import LAUNCH_ID_VARIABLE, Launch, Origin
@@ -29,6 +35,7 @@ from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.goodput import goodput_of
 from megasdc.supervisor.history import Attempt, History
 from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.supervisor.policy import Action, Failure, Limits, decide
 from megasdc.supervisor.trained import trained_in
 
 NOW = 1.8e9
@@ -169,6 +176,59 @@ def test_a_finding_after_which_the_attempt_went_on_is_not_what_ended_it(
     finding(tmp_path / "run", 3, 1, SECOND, 2, NOW + 20, policy)
     found = engine(tmp_path, second, 73).evidence(second, {})
     assert found.corruption is None and (diagnose(found).kind, diagnose(found).hosts) == ("corrupt", ())
+
+
+def watched(run: Path, records: Path, attempt: Attempt, step: int, start: str) -> None:
+    """What the agent of the first host writes of a rank that was in a step when its process ended."""
+    records.mkdir()
+    of_rank = Identity(f"{start}.{secrets.token_hex(16)}", 0, 0, 2, 0, 0, 0, "n0", 0, os.getpid(), 0.0)
+    with closing(RecordWriter(records, of_rank)) as record:
+        record.enter(Phase.FORWARD, step, 0)
+    options = AgentOptions(records, run, 0, (0,), attempt.hosts, 60.0, 60.0, 10.0, (), attempt.launch_id)
+    Agent(options, None).run()
+
+
+@pytest.mark.parametrize(("steps", "stops"), [((62, 76, 89), False), ((62, 62, 62), True)])
+def test_the_last_step_of_an_attempt_is_what_its_agents_saw(
+    tmp_path: Path, second: Attempt, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], stops: bool
+) -> None:
+    """No metrics since the resume at step 50: errors in steps apart are not alike, those in the same one are."""
+    for module in (agent, background):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
+    run, failures = tmp_path / "run", list[Failure]()
+    for number, (step, hosts) in enumerate(zip(steps, (("n0", "n1"), ("n0", "n2"), ("n1", "n2")), strict=True), 1):
+        attempt = replace(second, number=number, launch_id=f"launch-{number}", slots=dict.fromkeys(hosts, 1))
+        with on_rank_0(run, number, attempt.launch_id, NOW + 10) as log:
+            log.emit("resume", "checkpoint", step=50)
+            log.emit("start", "phases", step=51, phases={}, step_s=1.0)
+        ended = engine(tmp_path, attempt, 1)
+        assert ended.evidence(attempt, {}).last == 51, "the agent of the launch before is another one's"
+        watched(run, tmp_path / f"records-{number}", attempt, step, f"f00d.{number}")
+        result = FrontResult(1, 0, "n2" if number == 3 else hosts[0], ["boom"])
+        front.file_of(run / FOLDER, number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+        found = ended.evidence(attempt, {})
+        assert found.last == step - 1 and found.trained is not None
+        failures.append(Failure(NOW + 4000 * number, hosts, 1, diagnose(found), found.last, found.trained.resumed))
+    assert (decide(failures, 5, Limits()).action is Action.STOP) == stops
+
+
+def test_an_attempt_that_did_no_step_has_none_though_its_agents_saw_the_save_before(
+    tmp_path: Path, second: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from step 50 and ended in the next one; lines of an earlier version, without a launch, tell none."""
+    for module in (agent, background):
+        monkeypatch.setattr(module, "POLL_S", 0.01)
+    run = tmp_path / "run"
+    with on_rank_0(run, 2, SECOND, NOW + 10) as log:
+        log.emit("resume", "checkpoint", step=50)
+    ended = engine(tmp_path, second, 1)
+    watched(run, tmp_path / "records", second, 51, "f00d.2")
+    assert ended.evidence(second, {}).last == 0
+    with on_rank_0(run, 2, SECOND, NOW + 10) as log:
+        log.emit("start", "phases", step=51, phases={}, step_s=1.0)
+    path = run / "health" / "node_00000.jsonl"
+    path.write_text(path.read_text().replace(f'"launch": "{SECOND}", ', "").replace('"step": 51', '"step": 80'))
+    assert ended.evidence(second, {}).last == 51
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)

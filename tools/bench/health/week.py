@@ -122,7 +122,7 @@ def journal_growth(folder: Path, seconds: int) -> Growth:
     devices = [{"name": f"GPU {one} (GPU-{one:032d})", "verdict": "fit", "text": ""} for one in range(RANKS)]
 
     def make() -> Step:
-        written = Journal(health, "node_00000", "run")
+        written = Journal(health, "node_00000", "run", None)
 
         def second(number: int) -> None:
             clock.now += 1.0
