@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from megasdc.parallel.local_ranks import base_environment
 
 PRELOAD = (
+    "megasdc.imports.lean",
     "numpy",
     "torch",
     "torch.distributed.elastic.rendezvous",
