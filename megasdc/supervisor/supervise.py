@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from threading import Event
+from threading import Event, Thread
 
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.plan import new_launch_id
@@ -60,6 +60,7 @@ class Supervisor:
         self._has_left = False
         self._process = self._asked = ENDED
         self._look_at, self._num_alerted = 0.0, 0
+        self._releasing, self._released = Thread(), frozenset[str]()
         self._room = RoomProbe(journal.path.parent, say)
         self._history = History.of(journal.entries)
 
@@ -207,6 +208,8 @@ class Supervisor:
             fewer = len(attempt.hosts) < self._history.num_hosts
             of_all = f", {len(attempt.hosts)} of {self._history.num_hosts} hosts" if fewer else ""
             self._say(f"attempt {attempt.number} on {', '.join(attempt.hosts)}{of_all}")
+            if self._released & set(attempt.hosts):  # else a late one would take the memory of this attempt
+                self._wait_for_release()
             process = self._engine.start(attempt, self._journal.check_owned)
         self._process = process
         self._write("started", pid=process.pid, ticks=process.ticks)
@@ -274,7 +277,7 @@ class Supervisor:
         history, decision = self._history, self._history.decision
         assert decision is not None, "it is made"
         self._alert()
-        self._engine.release(decision.replaced)  # here, so that also a supervisor does it that was started meanwhile
+        self._release(decision.replaced)  # here, so that also a supervisor does it that was started meanwhile
         if decision.action in (Action.FINISH, Action.STOP):
             self._finish(self._last_code, decision.text)
             return
@@ -284,6 +287,19 @@ class Supervisor:
             self._test_hosts()
             self._stop.wait(min(POLL_S, left_s))
         self._plan()
+
+    def _release(self, hosts: Sequence[str]) -> None:
+        """Release hosts beside what follows: one that cannot be reached is given up after ten seconds."""
+        self._wait_for_release()
+        if hosts:
+            self._released = frozenset(hosts)
+            self._releasing = Thread(target=self._engine.release, args=(hosts,), name="release", daemon=True)
+            self._releasing.start()
+
+    def _wait_for_release(self) -> None:
+        if self._released:
+            self._releasing.join()
+            self._released = frozenset()
 
     def _finish_on_request(self) -> None:
         """Finish before another start: as the attempt before has ended, if there was one, else as a front does."""
@@ -371,6 +387,7 @@ class Supervisor:
         has_trained = last is None or last.last != 0 or last.diagnosis.kind == "done"
         # Else a person may go on from memory, which may have what no disk has; before it is written down, after which
         # nobody does it.
+        self._wait_for_release()
         if code == 0 and has_trained:
             self._engine.release(list(self._history.slots))
         self._write("finished", exit_code=code, text=text)

@@ -770,3 +770,20 @@ def test_a_supervisor_that_is_killed_at_a_decision_has_its_hosts_released_nevert
         supervise(tmp_path, engine, on_write=kill)
     assert supervise(tmp_path, engine) == 0
     assert engine.released == ["b", *SLOTS]
+
+
+def test_a_lost_host_that_is_asked_for_its_memory_holds_up_no_start(tmp_path: Path) -> None:
+    """It gives no answer for seconds: the next attempt is begun meanwhile, and all ends after it has been given up."""
+    seen: list[int] = []
+
+    class Slow(SmallProcesses):
+        def release(self, hosts: Sequence[str]) -> None:
+            end = time.monotonic() + 10
+            while list(hosts) == ["b"] and len(self.started) < 2 and time.monotonic() < end:
+                time.sleep(0.01)
+            seen.append(len(self.started))
+            super().release(hosts)
+
+    engine = Slow(tmp_path, [(78, None, ("b",), 10), (0, None, (), STEPS)])
+    assert supervise(tmp_path, engine) == 0
+    assert (engine.released, seen) == (["b", *SLOTS], [2, 2])
