@@ -30,6 +30,7 @@ import psutil
 if __name__ == "__main__":  # nothing has started during imports: Ctrl-C needs no cleanup
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
+from megasdc.imports import imports_kept
 from megasdc.launcher import host_failed
 from megasdc.launcher.command import NODE_MODULE, RANK_MODULE, node_words
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, private_environment, stop_grace_s
@@ -39,7 +40,7 @@ from megasdc.launcher.process import SRUN, end_launcher
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.versions.private_names import LAUNCHER, check_private_names, ends_at_launch_error
 
-with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv):
+with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv), imports_kept():
     from deepspeed.launcher import runner
     from deepspeed.launcher.multinode_runner import PDSHRunner
 

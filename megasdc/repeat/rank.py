@@ -19,6 +19,7 @@ from typing import Any
 from megasdc.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.config import RunConfig, TraceSection, check_layout, parse_config
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.imports import imports_kept
 from megasdc.parallel.run_ranks import Messages
 from megasdc.sdc.trace import Trace
 from megasdc.train.process.known_errors import as_known_error
@@ -37,16 +38,17 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
 
     Collective: all ranks of the world.
     """
-    from megasdc.data.dataset import build_datasets, verify_data
-    from megasdc.data.loader import MicroBatchLoader, SampleStream
-    from megasdc.data.memory_stream import MemoryStream
-    from megasdc.data.position import Order, Position
-    from megasdc.determinism import set_deterministic
-    from megasdc.parallel import groups
-    from megasdc.sdc.trace_file import TraceWriter, trace_path
-    from megasdc.train.build_engine import build_training_engine
-    from megasdc.train.process.cpu import prepare_cpu
-    from megasdc.train.process.startup import StartClock
+    with imports_kept():
+        from megasdc.data.dataset import build_datasets, verify_data
+        from megasdc.data.loader import MicroBatchLoader, SampleStream
+        from megasdc.data.memory_stream import MemoryStream
+        from megasdc.data.position import Order, Position
+        from megasdc.determinism import set_deterministic
+        from megasdc.parallel import groups
+        from megasdc.sdc.trace_file import TraceWriter, trace_path
+        from megasdc.train.build_engine import build_training_engine
+        from megasdc.train.process.cpu import prepare_cpu
+        from megasdc.train.process.startup import StartClock
 
     sections = config.megasdc
     layout = check_layout(config, int(os.environ["WORLD_SIZE"]))

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from megasdc.config import DeterminismSection
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.health.front.own_address import own_address_towards
+from megasdc.imports import imports_kept
 from megasdc.stress.pair_links import LinkEnd
 
 
@@ -23,11 +24,12 @@ class Slot:
     """The work of one process of a host; the first has number 0."""
 
     def __init__(self, number: int) -> None:
-        import torch
+        with imports_kept():
+            import torch
 
-        from megasdc.determinism import set_deterministic
-        from megasdc.stress.drill import SlotDrill
-        from megasdc.stress.products import Products, device_of_slot
+            from megasdc.determinism import set_deterministic
+            from megasdc.stress.drill import SlotDrill
+            from megasdc.stress.products import Products, device_of_slot
 
         set_deterministic(DeterminismSection(enabled=True))
         torch.set_num_threads(1)
