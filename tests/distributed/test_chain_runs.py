@@ -45,6 +45,11 @@ ADDS_WRONGLY = {"faults": [*PART["faults"], *_fault(1, STEP, "norm", "blocks", e
 """Its part of the norm and its sums of blocks alike, so that both agree."""
 STATE = _fault(2, STEP - 1, "state_at_rest", "weight.exp_avg_sq", submodule="*.linear_fc1")
 COPY = _fault(1, STEP - 1, "copy", "*", submodule="*.linear_fc2")
+HUGE = {
+    "faults": [{"phase": "collective", "kind": "scale", "factor": 1e20, "elements": 10**9, "steps": [STEP, STEP]}],
+    "sdc": {"always_on": {**CHECKED["sdc"]["always_on"], "slice_elements": None}},
+}
+"""Gradients of all ranks alike are finite in one step, and their squares more than fp32 holds."""
 
 
 @pytest.mark.parametrize(
@@ -143,13 +148,15 @@ def _in_fp16(config: str) -> tuple[int, str | None]:
         ((1, 1, 2), {}),
         ((2, 1, 2), {**BF16, "optimizer_hooks": [{"hook": "absolute", "theta": 1e-3}]}),
         ((1, 2, 1), {"deepspeed__fp16": {"enabled": True, "initial_scale_power": 40}}),
+        ((1, 2, 1), HUGE),
+        ((1, 1, 2), {**BF16, **HUGE}),
     ],
-    ids=["fp32", "bf16_tp2_bounds", "fp16_pp2"],
+    ids=["fp32", "bf16_tp2_bounds", "fp16_pp2", "huge_pp2", "huge_bf16"],
 )
 def test_a_healthy_run_is_the_run_without_checks(
     tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
 ) -> None:
-    """Same bits and no verdict; with fp16 the first steps overflow."""
+    """Same bits and no verdict; with fp16 the first steps overflow, and the norm of huge gradients in fp32."""
     for name, more in {"plain": {"sdc": {}}, "checked": {}}.items():
         config = _write(tmp_path, data, name, layout, **{**changes, **more})
         world = math.prod(layout)
@@ -158,6 +165,8 @@ def test_a_healthy_run_is_the_run_without_checks(
         else:
             results = train_run(config, world)
         assert [code for code, _ in results if code] == [], results
+        overflows = "faults" in changes or "deepspeed__fp16" in changes
+        assert bool(events_of(tmp_path / name, "skip", "optimizer_step")) == overflows
     assert saved_at_end(tmp_path / "plain") == saved_at_end(tmp_path / "checked")
     assert metrics_of(tmp_path / "plain") == metrics_of(tmp_path / "checked")
     assert verdicts_of(tmp_path / "checked") == []

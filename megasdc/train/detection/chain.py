@@ -52,8 +52,8 @@ HALF_ULP = 2.0**-24
 """Relative rounding of fp32, in which norms are taken."""
 FACTOR_TOLERANCE = 16 * HALF_ULP
 """Between a clip factor and its formula: a few operations in fp32."""
-LARGEST_NORM = 3.4e38
-"""Largest value of fp32."""
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""Above it the sum of squares is more than fp32 holds, though elements and norm are not."""
 SMALLEST_SQUARES = 1e-24
 """Below this squares of elements may be lost in fp32."""
 GRADIENT = "gradient"
@@ -275,7 +275,9 @@ class Chain(Hook):
             total,
             self._own,
             None if total is None or self._squares is None else self._squares.compare(),
-            norm_is_wrong=total is not None and not used.skip and not self._is_within(norm * self._scale, total),
+            norm_is_wrong=total is not None
+            and not used.skip
+            and not is_norm_of(norm * self._scale, total, self._rounding),
             factor_is_wrong=bool(used.factors) and not self._follow(norm, used),
             state=state,
             copy=copy,
@@ -287,13 +289,6 @@ class Chain(Hook):
             return None
         self._exchange.wait()
         return float(self._sum)
-
-    def _is_within(self, norm: float, squares: float) -> bool:
-        """Whether a norm is what rounding makes of a sum of squares."""
-        right = math.sqrt(squares) if squares >= 0 else math.nan
-        if not (math.isfinite(right) and right <= LARGEST_NORM):
-            return not math.isfinite(norm) or norm < 0  # DeepSpeed says -1 where it is not finite
-        return squares < SMALLEST_SQUARES or abs(norm - right) <= self._rounding * right
 
     def _follow(self, norm: float, used: Used) -> bool:
         """Whether factors follow from the norm; that of fp16 may be taken at another loss scale than its clip."""
@@ -389,7 +384,8 @@ class Chain(Hook):
             values = {rank: parts[rank] for rank in ranks}
             known = all(every[rank].sum is not None and every[rank].parts for rank in ranks)
             right = math.fsum(every[rank].own for rank in ranks)
-            within = {rank for rank in ranks if self._is_within(math.sqrt(sum(every[rank].parts)), right)}
+            norms = {rank: _root(sum(every[rank].parts)) for rank in ranks}
+            within = {rank for rank, norm in norms.items() if is_norm_of(norm, right, self._rounding)}
             if len(set(values.values())) > 1:
                 rulings += self._rule(values, address, earlier, within if known else set())
             elif known and not within:
@@ -494,6 +490,27 @@ class Chain(Hook):
                 fqn, slot = self._names[id(fragment.parameter)]
                 return Address(step, None, phase, fqn, slot if name is None else f"{slot}.{name}")
         return Address(step, None, phase, f"alignment of group {block.group}", name or "values")
+
+
+def is_norm_of(norm: float, squares: float, rounding: float) -> bool:
+    """Whether a norm is what fp32 makes of a sum of squares.
+
+    Where that sum, rounded, may be more than fp32 holds, both are right: a norm that is near, and one that is not
+    finite. Ranks' parts may be finite then and their sum not, and so may groups of parameters and the norm of all.
+
+    Args:
+        norm: of the gradient as it is stored, loss scale included.
+        squares: what its elements' squares add up to, in fp64.
+        rounding: largest relative difference of norms that rounding explains.
+    """
+    right = _root(squares)
+    if not math.isfinite(norm) or norm < 0:  # DeepSpeed says -1 where it is not finite
+        return not right * (1 + rounding) < LARGEST_NORM
+    return math.isfinite(right) and (squares < SMALLEST_SQUARES or abs(norm - right) <= rounding * right)
+
+
+def _root(squares: float) -> float:
+    return math.sqrt(squares) if squares >= 0 else math.nan
 
 
 def _bits(*values: float) -> int:
