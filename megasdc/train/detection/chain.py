@@ -199,16 +199,24 @@ class Chain(Hook):
         turn = self._budget.cadence.turn(step) % turns
         return [block for place, block in enumerate(self._blocks) if place % turns == turn]
 
+    @property
+    def _kept_blocks(self) -> Collection[Block]:
+        return dict.fromkeys(block for block, _ in self._kept)
+
     def before_step(self, run: Run) -> None:
         """Compare due blocks of the parameters, which the last step gathered, with the cast of their masters."""
         self.compare_copy()
 
     def compare_copy(self) -> None:
-        """Compare the blocks that the next or running step looks at; no sync on a GPU."""
+        """Compare the blocks of which digests were kept for the next or running step; no sync on a GPU.
+
+        Others may be due by now, as the cadence changes between steps: of those it cannot be told whether a copy is
+        wrong or its master has changed.
+        """
         with self._budget.looks:
             masters, parameters = master_partitions(self._optimizer), own_parameters(self._optimizer)
             self._unequal = []
-            for block in self._due(self._engine.step_number):
+            for block in self._kept_blocks:
                 held = block.of(parameters[block.group])
                 cast = block.of(masters[block.group]).to(device=held.device, dtype=held.dtype)
                 self._unequal.append((block, (as_bits(cast) != as_bits(held)).any()))
@@ -220,7 +228,7 @@ class Chain(Hook):
 
     def _compare_state(self) -> None:
         with self._budget.looks:
-            self._now = start_digests(self._optimizer, dict.fromkeys(block for block, _ in self._kept), self._algorithm)
+            self._now = start_digests(self._optimizer, self._kept_blocks, self._algorithm)
 
     @torch.no_grad()
     def add_up(self, engine: TrainingEngine) -> None:
@@ -435,9 +443,9 @@ class Chain(Hook):
         """
         step, mine, master = self._engine.step_number, None, False
         if links.copy is not None:
-            mine = self._address(step, PARAMETER, links.copy, None)
-            now = finish_digests(start_digests(self._optimizer, [links.copy], self._algorithm))
-            master = (links.copy, MASTER) in differing(finish_digests(self._kept), now)
+            now = finish_digests(start_digests(self._optimizer, self._kept_blocks, self._algorithm))
+            changed = [block for block, name in differing(finish_digests(self._kept), now) if name == MASTER]
+            mine, master = self._address(step, PARAMETER, next(iter(changed), links.copy), None), bool(changed)
         found = gather_objects((mine, master), self._group)
         wrong = {rank: address for rank, (address, _) in enumerate(found) if address is not None}
         if any(is_master for _, is_master in found):

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megasdc.train.detection.chain import LARGEST_NORM, is_norm_of
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.budget import Cadence
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.chain import LARGEST_NORM, Chain, is_norm_of
+from megasdc.train.detection.coverage import CheckPlan
 
 ROUNDING = 20 * 2.0**-24
 
@@ -43,3 +53,80 @@ def test_both_are_right_only_where_rounding_decides() -> None:
         assert is_norm_of(near * LARGEST_NORM, squares, ROUNDING) and is_norm_of(math.inf, squares, ROUNDING)
     assert not is_norm_of(math.inf, ((1 - 2 * ROUNDING) * LARGEST_NORM) ** 2, ROUNDING)
     assert not is_norm_of(math.inf, 0.0, ROUNDING)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Iterator[Any]:
+    """Of a rank alone with two groups of parameters, one of which each of the next steps looks at."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    masters = [torch.ones(6), torch.ones(4)]
+    parameters = [one.bfloat16() for one in masters]
+    of_groups = [[torch.nn.Parameter(one)] for one in parameters]
+    for (parameter,) in of_groups:
+        parameter._hp_mapping = None  # type: ignore[attr-defined]
+
+    def gather() -> None:
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.copy_(master)
+
+    optimizer = SimpleNamespace(
+        bit16_groups=of_groups,
+        single_partition_of_fp32_groups=masters,
+        parallel_partitioned_bit16_groups=[[one] for one in parameters],
+        real_dp_process_group=[None, None],
+        averaged_gradients={},
+        params_in_partition=[[], []],
+        optimizer=SimpleNamespace(state={}),
+        update_lp_params=gather,
+        cpu_offload=True,
+    )
+    stage = SimpleNamespace(forward_funcs=[], loss_fn=None, _local_start=0, named_parameters=list)
+    engine: Any = SimpleNamespace(
+        optimizer=optimizer,
+        module=stage,
+        dims=ParallelDims(1, 1, 1),
+        device=torch.device("cpu"),
+        step_number=1,
+        most_micro_batches=2,
+        step_control=SimpleNamespace(record=lambda: None),
+    )
+    run: Any = SimpleNamespace(engine=engine, dims=engine.dims, host_group=None)
+    budget = Budget(CheckPlan(Cadence(1), ()), engine)
+    made = Chain(run, default_algorithm(engine.device), lambda *_: False, budget)
+    made.on_start(run)  # step 1 looks at the second group
+    yield SimpleNamespace(chain=made, engine=engine, masters=masters, parameters=parameters)
+    dist.destroy_process_group()
+
+
+def _settle(of: Any) -> Any:
+    """What the running step finds of its parameters, and rules on it."""
+    of.chain.compare_copy()
+    links = of.chain.take()
+    return None if links.copy is None else of.chain.of_copy(links, ())
+
+
+@pytest.mark.parametrize("micro_batches", [2, 1])
+def test_a_changed_master_is_never_gathered_as_a_wrong_copy(chain: Any, micro_batches: int) -> None:
+    """Nor where the cadence changes between two steps, so that blocks are due of which no digest was kept."""
+    chain.engine.most_micro_batches = micro_batches  # 1: both groups are due in each step
+    chain.masters[0][2] += 0.5
+    assert _settle(chain) is None, "not kept: whether copy or master is wrong is not known"
+    chain.masters[1][2] += 0.5
+    found = _settle(chain)
+    assert (found.tier, [one.basis for one in found.rulings]) == ("state", ["own digest"])
+    assert float(chain.parameters[1][2]) == 1.0, "nothing was gathered"
+
+
+def test_a_changed_master_is_found_behind_a_wrong_copy(chain: Any) -> None:
+    """Of two blocks that differ, the second has a changed master: neither is gathered; alone the first is."""
+    chain.engine.most_micro_batches = 1
+    chain.chain.on_start(SimpleNamespace(engine=chain.engine))  # both are kept
+    chain.parameters[0][3] = 7.0
+    found = _settle(chain)
+    assert (found.tier, found.rulings[0].verdict, found.rulings[0].basis) == ("copy", "not_reproduced", "master shard")
+    assert float(chain.parameters[0][3]) == 1.0
+    chain.parameters[0][3] = 7.0
+    chain.masters[1][0] = 9.0
+    found = _settle(chain)
+    assert (found.tier, [one.basis for one in found.rulings]) == ("state", ["own digest"])
+    assert float(chain.parameters[1][0]) == 1.0
