@@ -105,6 +105,7 @@ def coverage(
     loaded = load_config(config, overrides)
     layout = check_layout(loaded, world_size)
     chosen = {"one": 1, "all": layout.accumulation_steps, "auto": None}[loaded.megasdc.sdc.always_on.coverage]
+    whole = loaded.precision == "bf16" and loaded.deepspeed["data_types"]["grad_accum_dtype"] == "fp32"
     shape = Shape(
         replicas=layout.data,
         tensor=layout.tensor,
@@ -113,6 +114,7 @@ def coverage(
         pipeline=layout.pipeline,
         recomputes=bool(loaded.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
         offloads=loaded.offloads_optimizer,
+        equal_norms=whole or layout.tensor * layout.pipeline <= 2,  # as on GPUs: see norms_have_equal_bits
     )
     if as_json:
         rows = coverage_rows(loaded.megasdc, shape)

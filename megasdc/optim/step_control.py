@@ -42,6 +42,18 @@ class Used:
     skip: bool = False
 
 
+def norms_have_equal_bits(optimizer: Any, device: torch.device, ranks: int) -> bool:
+    """Whether the norms of all replicas have equal bits; those of a replica's ranks always have.
+
+    Where more than two ranks of the model add on devices, replicas may add in another order.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        ranks: tensor ranks times stages.
+    """
+    return is_bf16_optimizer(optimizer) or device.type == "cpu" or ranks <= 2
+
+
 class StepControl:
     """Replaces the norm and the skip decision of DeepSpeed's ZeRO-1 optimizer.
 

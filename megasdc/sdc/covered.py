@@ -58,6 +58,7 @@ class Shape:
         products: of linear layers, on the rank that has most; None: not known before a start.
         sets: of blocks of the gradient, of which another rank adds one again in turn, on the rank that has most; None:
             not known before a start.
+        equal_norms: norms of all ranks have equal bits, so that they and the factors are compared.
         offloads: the optimizer's state lies in the host's memory, so that gradients are not added again.
     """
 
@@ -73,6 +74,7 @@ class Shape:
     products: int | None = None
     sets: int | None = None
     offloads: bool = False
+    equal_norms: bool = True
 
     @property
     def cadence(self) -> Cadence:
@@ -235,7 +237,8 @@ def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check
         return [_Check(f"the file, {shape.share}", True, of_micro_batches(cadence, shape.micro_batches))]
     if not section.chain:
         return []
-    others = [_Check(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)] if ranks > 1 else []
+    others = [_Check(f"{'norms' if phase == NORM else 'factors'} of all ranks", True)]
+    others = others if ranks > 1 and shape.equal_norms else []
     sets = 1 if section.coverage == "all" else shape.sets
     which = "all blocks" if sets == 1 else "a set of blocks" if sets is None else f"1 of {sets} sets of blocks"
     whom = "by another rank" if ranks > 1 else "in another order"

@@ -26,7 +26,7 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.clip_factors import clip_factor
 from megasdc.optim.state_blocks import MASTER, Block, blocks_of, differing, finish_digests, start_digests
-from megasdc.optim.step_control import Used
+from megasdc.optim.step_control import Used, norms_have_equal_bits
 from megasdc.optim.zero1 import (
     grouped_parameters,
     is_bf16_optimizer,
@@ -133,6 +133,8 @@ class Chain(Hook):
         self._algorithm, self._act, self._budget = algorithm, act, budget
         self.sums: Hook = Sums(self)
         self._optimizer = run.engine.optimizer
+        ranks = self._dims.pipeline * self._dims.tensor
+        self._compares_bits = norms_have_equal_bits(self._optimizer, self._engine.device, ranks)
         self._names = {
             id(parameter): (submodule.fqn, slot)
             for submodule in list_submodules(run.engine.module)
@@ -153,15 +155,6 @@ class Chain(Hook):
         self._pairs: list[tuple[_Started, _Started]] = []
         """Digests that must be equal."""
         self._unequal: list[tuple[Block, Tensor]] = []
-
-    @property
-    def _compares_bits(self) -> bool:
-        """Whether norms of all ranks have equal bits.
-
-        Where more than two tensor ranks and stages add on devices, replicas may add in another order.
-        """
-        many = self._dims.pipeline * self._dims.tensor > 2
-        return is_bf16_optimizer(self._optimizer) or self._engine.device.type == "cpu" or not many
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -353,11 +346,22 @@ class Chain(Hook):
     def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[Ruling, ...]:
         """Rulings on norms and parts alone."""
         address = Address(step, None, REDUCED_GRAD, GRADIENT, "norm")
-        norms = {rank: _bits(one.norm) for rank, one in enumerate(every)}
         within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
-        if len(set(norms.values())) > 1:
-            return self._rule(norms, address, earlier, within)
-        return self._of_parts(every, address, earlier)
+        rulings: list[Ruling] = []
+        for ranks in self._with_equal_norms():
+            norms = {rank: _bits(every[rank].norm) for rank in ranks}
+            if len(set(norms.values())) > 1:
+                rulings += self._rule(norms, address, earlier, within.intersection(ranks))
+        return tuple(rulings) or self._of_parts(every, address, earlier)
+
+    def _with_equal_norms(self) -> list[list[int]]:
+        """Ranks whose norms have equal bits: all, or those of each replica."""
+        if self._compares_bits:
+            return [list(range(self._dims.world_size))]
+        replicas: dict[int, list[int]] = {}
+        for rank in range(self._dims.world_size):
+            replicas.setdefault(self._dims.at(rank).dp_rank, []).append(rank)
+        return list(replicas.values())
 
     def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[Ruling, ...]:
         """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""

@@ -17,6 +17,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.state_blocks import BLOCK
+from megasdc.optim.step_control import norms_have_equal_bits
 from megasdc.optim.zero1 import owned_fragments
 from megasdc.sdc.budget import Cadence, Shares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
@@ -188,6 +189,7 @@ def coverage_table(
         products=plan.products,
         sets=plan.sets,
         offloads=config.offloads_optimizer,
+        equal_norms=norms_have_equal_bits(engine.optimizer, engine.device, engine.dims.tensor * engine.dims.pipeline),
     )
     return render_coverage(config.megasdc, shape)
 

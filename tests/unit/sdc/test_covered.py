@@ -108,6 +108,16 @@ def test_a_check_that_is_no_longer_exact_is_not_said_to_be() -> None:
     assert row.every_step == "a slice updated again, within rounding since step 5"
 
 
+def test_norms_that_replicas_add_in_another_order_are_not_said_to_be_compared() -> None:
+    """On GPUs with more than two ranks of the model: what is left is within rounding, and the phases count so."""
+    shape = Shape(replicas=2, tensor=4, micro_batches=4, covered=4, recomputes=True)
+    for equal, how in ((True, "sometimes"), (False, "never")):
+        rows = {row.phase: row for row in coverage_rows(sections(sdc=ON), replace(shape, equal_norms=equal))}
+        assert ("norms of all ranks" in rows["norm"].every_step) is equal and rows["norm"].exact == how
+        assert ("factors of all ranks" in rows["clipping"].every_step) is equal and rows["clipping"].exact == how
+        assert rows["state"].exact == "always"
+
+
 def test_what_escapes_between_two_looks_is_told() -> None:
     """Rows whose steps do not all look; a bound that changes gradients in between leaves no slice to compare."""
     for covered, said in ((1, True), (4, False)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.chain import LARGEST_NORM, Chain, is_norm_of
+from megasdc.train.detection.chain import LARGEST_NORM, Chain, Links, is_norm_of
 from megasdc.train.detection.coverage import CheckPlan
 
 ROUNDING = 20 * 2.0**-24
@@ -130,3 +131,30 @@ def test_a_changed_master_is_found_behind_a_wrong_copy(chain: Any) -> None:
     found = _settle(chain)
     assert (found.tier, [one.basis for one in found.rulings]) == ("state", ["own digest"])
     assert float(chain.parameters[1][0]) == 1.0
+
+
+@pytest.mark.parametrize("part", [-4.0, math.nan, math.inf])
+def test_a_part_that_is_no_sum_of_squares_names_its_rank(chain: Any, part: float) -> None:
+    """Whatever its sign: a root of it is none."""
+    links = Links(5, math.inf, parts=(part, 1.0), sum=5.0, own=5.0, norm_is_wrong=True)
+    (ruling,) = chain.chain._of_norm(links, ()).rulings
+    assert (ruling.rank, ruling.basis) == (0, "parts of the norm")
+
+
+@pytest.mark.parametrize(
+    ("replica_alone", "wrong", "named"),
+    [(False, None, [3, 4, 5]), (True, None, []), (True, 1, [1]), (True, 4, [4])],
+    ids=["of_the_world", "another_order", "in_a_replica", "in_another_order"],
+)
+def test_a_replica_that_adds_in_another_order_is_not_wrong(
+    chain: Any, replica_alone: bool, wrong: int | None, named: list[int]
+) -> None:
+    """Where that can be, only ranks of one replica are compared; a part is wrong elsewhere, in this run of 9 ranks."""
+    of = chain.chain
+    of._dims, of._compares_bits = ParallelDims(3, 1, 3), not replica_alone
+    norms = [1.0] * 3 + [1.0 + 2.0**-24] * 3 + [1.0] * 3
+    every = [Links(5, norm, parts=(1 / 3,), sum=3.0, own=1 / 3) for norm in norms]
+    if wrong is not None:
+        every[wrong] = replace(every[wrong], norm=1.5, norm_is_wrong=True)
+    rulings = of._without_blocks(every, 5, ())
+    assert [one.rank for one in rulings if one.rank is not None] == named
