@@ -17,6 +17,8 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -28,6 +30,7 @@ from megasdc.health.rank_watch import record_collectives
 from megasdc.launcher.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone
 from megasdc.launcher.plan import SLOTS_VARIABLE
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE, left_buffers, write_done, write_started
+from megasdc.parallel.stores import on_one_address
 from megasdc.program import INTERRUPTED
 from megasdc.shared_memory import deepspeed_buffer, remove_buffers
 
@@ -72,10 +75,43 @@ def main(argv: Sequence[str]) -> None:
     write_started(run_dir, rank, buffer)
     health = _watch(settings, rank, run_dir, leave_at_once)
     atexit.register(leave)  # the first to be registered is the last to be called
+    _after_import("torch.distributed.rendezvous", _keep_store_on_one_address)
     end["code"], end["error"] = _run(settings, extra)
     end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
         sys.exit(end["code"])
+
+
+def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Do something with a module once the program imports it, which this file does not: it may set variables before."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        def find_spec(
+            self, wanted: str, path: Sequence[str] | None, _target: ModuleType | None = None
+        ) -> ModuleSpec | None:
+            if wanted != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = PathFinder.find_spec(wanted, path)
+            if spec is not None and spec.loader is not None:
+                load = spec.loader.exec_module
+
+                def load_and_change(module: ModuleType) -> None:
+                    load(module)
+                    then(module)
+
+                vars(spec.loader)["exec_module"] = load_and_change
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _keep_store_on_one_address(rendezvous: ModuleType) -> None:
+    """The store of ``env://``, which listens on all addresses else (torch 2.13)."""
+    vars(rendezvous)["TCPStore"] = on_one_address(rendezvous.TCPStore)
 
 
 def _watch(

@@ -17,7 +17,6 @@ import errno
 import ipaddress
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, difference
 from megasdc.parallel.stores import (
     MEETING_VARIABLE,
     REMEDY,
+    address_of_store,
     folder_store,
     launch_secret,
     serve_store,
@@ -191,30 +191,18 @@ _kept: list[dist.Store] = []
 
 
 def _serve(host: str, port: int, end: float) -> dist.TCPStore | None:
-    """The store of rank 0 on the address at which the others look for it; None: it has to be torch's own, on all.
+    """The store of rank 0 on the one address at which the others look for it; None: it has to be torch's own, on all.
 
-    That is where the name of the host leads its own processes elsewhere than others, or where there are no others known
-    to be on hosts that ``megasdc launch`` has checked.
+    That is where there is no such address, which is said where the launch has a secret, and where it has none.
     """
-    try:
-        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return None  # torch says it
-    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    if is_loopback and host not in (address, "localhost"):
-        problem = f"leads its own host to {address}"
-    elif is_loopback or launch_secret() is not None:
-        try:
-            return serve_store(address, port, _until(end))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            problem = f"is {address}, which its own host does not have"
-    else:
-        return None
-    if launch_secret() is not None:
+    address, has_secret = address_of_store(host), launch_secret() is not None
+    if address is not None and (has_secret or ipaddress.ip_address(address.partition("%")[0]).is_loopback):
+        return serve_store(address, port, _until(end))
+    if has_secret:
         logger.warning(
-            "MASTER_ADDR %s %s: rank 0 listens on all addresses; give one of that host by --master_addr", host, problem
+            "MASTER_ADDR %s leads its own host to no address by which others reach it, so that rank 0 listens on all; "
+            "give one of that host by --master_addr",
+            host,
         )
     return None
 

@@ -8,16 +8,19 @@ other are signed likewise (``megasdc.parallel.collectives``), since gloo's own s
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasdc.errors import LaunchError
 from megasdc.shared_memory import open_own, shared_folder
@@ -25,6 +28,8 @@ from megasdc.wire import SECRET_BYTES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 MEETING_VARIABLE = "MEGASDC_MEETING"
@@ -79,13 +84,58 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta = datetime.
     """
     import torch.distributed as dist
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    server = socket.create_server((address, port), family=family, backlog=1024)
-    port = int(server.getsockname()[1])
-    descriptor = server.detach()  # the store's from now on
+    descriptor, port = _listen(address, port)
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
     )
+
+
+def _listen(address: str, port: int) -> tuple[int, int]:
+    """A descriptor of a socket that listens, which is the store's from now on, and its port."""
+    server = socket.create_server((address, port), family=_family(address), backlog=1024)
+    port = int(server.getsockname()[1])
+    return server.detach(), port
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def address_of_store(host: str) -> str | None:
+    """The address of this host on which a store should listen that others look for at a name.
+
+    None: the name leads this host to its loopback, others probably not, or to an address that it does not have.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return None
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return None if is_loopback and host not in (address, "localhost") else address
+
+
+def on_one_address(make: Callable[..., T]) -> Callable[..., T]:
+    """Torch's store as a program makes it itself: a first rank listens on the address at which others look for it.
+
+    Where they look for a name, which other hosts may resolve otherwise, or the address is in use, maybe by an earlier
+    store of this process, all is as torch does it.
+
+    Args:
+        make: ``torch.distributed.TCPStore``, called with names of arguments.
+    """
+
+    def make_store(*args: Any, **options: Any) -> T:
+        if options.get("is_master") and options.get("master_listen_fd") is None:
+            host = options["host_name"]
+            address = address_of_store(host)
+            with contextlib.suppress(OSError):
+                if address is not None and host in (address, "localhost"):
+                    options["master_listen_fd"] = _listen(address, options["port"])[0]
+        return make(*args, **options)
+
+    return make_store
 
 
 def new_secret() -> str:

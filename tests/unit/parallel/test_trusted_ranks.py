@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import stat
@@ -122,6 +123,44 @@ def test_a_stranger_runs_no_code(variables: dict[str, str], tmp_path: Path, who:
     assert said.startswith(f"LaunchError {key[who]}") and "not signed with the secret of this launch" in said
     assert "--master_port" in said and "security.md" in said
     assert not (tmp_path / "ran").exists()
+
+
+PROGRAM = """
+import sys
+assert "torch" not in sys.modules, "a program may set variables that torch reads first"
+import torch, torch.distributed as dist
+for number in range(2):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    second = dist.TCPStore("127.0.0.1", 0, is_master=True)  # its own
+    print("ready", second.port, flush=True)
+    sys.stdin.readline()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_program_that_knows_nothing_listens_on_loopback(tmp_path: Path) -> None:
+    """Under ``megasdc run`` on one host, each time that it starts its group; its own stores are as it wants them."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    settings = {"name": "train.py", "is_module": False, "arguments": [], "run_dir": str(tmp_path)}
+    settings |= {"hang_after_s": 0, "hang_floor_s": 0, "alert_command": [], "wait_for_room_s": 60}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "MEGASDC_LAUNCH_ID": "a"}
+    command = [sys.executable, "-m", "megasdc.launcher.user_program", json.dumps(settings)]
+    environment, pipes = {**os.environ, **place}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, text=True, **pipes) as program:  # type: ignore[call-overload]
+        try:
+            for _ in range(2):
+                own = f":{int(program.stdout.readline().split()[1]):04X}"
+                found = listening(program.pid)
+                assert f"0100007F:{int(place['MASTER_PORT']):04X}" in found
+                others = [one for one in found if not one.endswith(own)]
+                assert {one.partition(":")[0] for one in others} == {"0100007F"} and len(others) < len(found)
+                program.stdin.write("\n")
+                program.stdin.flush()
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
 
 
 def test_values_of_a_store_are_bound_to_their_names() -> None:
