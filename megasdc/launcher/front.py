@@ -148,8 +148,10 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
     if dry_run:
         say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
-    with _holding(plan), _meeting(plan) as plan, listening_for_agents(plan) as agents:
-        verdict, launcher_code = _run(plan, quiet, agents, on_verdict)
+    away: dict[str, str] = {}
+    with _holding(plan), _meeting(plan, away) as plan, listening_for_agents(plan) as agents:
+        verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
+        away.update(unreachable)
     result = _result(plan, verdict, launcher_code)
     _write_result(plan, result)
     for line in verdict.lines:
@@ -203,14 +205,17 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
 
 
 @contextmanager
-def _meeting(plan: LaunchPlan) -> Iterator[LaunchPlan]:
+def _meeting(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[LaunchPlan]:
     """Where ranks meet, as long as they run: those of one host without a port, and with gloo on loopback alone.
+
+    Args:
+        away: see ``_private_on_hosts``.
 
     Raises:
         LaunchError: a host did not take what is secret of the launch.
     """
     if plan.placement.remote:
-        with _private_on_hosts(plan) as name:
+        with _private_on_hosts(plan, away) as name:
             yield _with_variables(plan, {MEETING_VARIABLE: "", PRIVATE_VARIABLE: name})
         return
     meeting = LocalMeeting()
@@ -222,10 +227,13 @@ def _meeting(plan: LaunchPlan) -> Iterator[LaunchPlan]:
 
 
 @contextmanager
-def _private_on_hosts(plan: LaunchPlan) -> Iterator[str]:
+def _private_on_hosts(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[str]:
     """Leave on each host, for this user alone, a secret for the ranks, and the variables with secrets for pdsh.
 
     That passes no environment on. Under SLURM, where hosts often refuse SSH, nothing is left, and the name is empty.
+
+    Args:
+        away: why hosts could not be reached at the end, by host: they are not waited for once more.
 
     Raises:
         LaunchError: a host did not take them.
@@ -239,8 +247,9 @@ def _private_on_hosts(plan: LaunchPlan) -> Iterator[str]:
 
     def leave(files: dict[str, str] | None) -> list[str]:
         request, program = {"name": name, "files": files}, Path(private.__file__)
-        answers = plan.transport.run(plan.placement.hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S)
-        return [answer.problem for answer in answers if answer.problem]
+        hosts = [host for host in plan.placement.hosts if host not in away]
+        answers = plan.transport.run(hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S) if hosts else []
+        return [*away.values(), *(answer.problem for answer in answers if answer.problem)]
 
     try:
         if problems := leave(files):
@@ -278,8 +287,15 @@ def _describe(placement: Placement) -> str:
 
 def _run(
     plan: LaunchPlan, quiet: bool, agents: Standstill | None, on_verdict: Callable[[], None]
-) -> tuple[Verdict, int]:
-    """Start the launcher, wait for it, and judge the records; ``agents``: what they tell; None: nothing listens."""
+) -> tuple[Verdict, int, dict[str, str]]:
+    """Start the launcher, wait for it, and judge the records.
+
+    Args:
+        agents: what they tell; None: nothing listens.
+
+    Returns:
+        The verdict, the launcher's exit code, and why hosts could not be reached at the end, by host.
+    """
     silent = dict if agents is None else agents.silent_s
     # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
     env = {**os.environ, **plan.rank.environment}
@@ -317,7 +333,7 @@ def _run(
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
     if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
         verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])
-    return verdict, code
+    return verdict, code, unreachable
 
 
 def _without_room(folder: Path) -> str:
