@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.addresses import FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate
@@ -274,6 +274,31 @@ def test_long_sums_of_a_layer_norm_are_within_the_bound(kind: torch.dtype, token
         exact = exhibit.compute(torch.zeros(40, dtype=torch.int64), torch.arange(40))
         assert is_explained(parameter.grad, exact)
         assert exact.bounds.isfinite().all() or kind != torch.float32
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_result_is_computed_from_the_call_that_made_it(trained: int) -> None:
+    """Of two calls the first is the forward pass, the last the recomputation; gradients are of the one that has one."""
+    torch.manual_seed(15)
+    module, given = nn.LayerNorm(40), torch.randn(2, 7, 40)
+    with kept_calls(module) as calls:
+        outputs = []
+        for place in (0, 1):
+            with torch.set_grad_enabled(place == trained):
+                outputs.append(module(given[place]))
+        outputs[trained].backward(torch.randn(7, 40))
+    assert module.weight.grad is not None
+    rows, columns = (one.flatten() for one in torch.meshgrid(torch.arange(7), torch.arange(40), indexing="ij"))
+    for place, phase in ((0, FORWARD), (1, RECOMPUTE)):
+        exhibit = make_exhibit(Address(1, 0, phase, "norm", "output"), NORM, calls, outputs[place])
+        assert exhibit is not None
+        exact = exhibit.compute(rows, columns)
+        assert is_explained(outputs[place].detach().flatten(), exact)
+        assert not is_explained(outputs[1 - place].detach().flatten(), exact)
+    exhibit = make_exhibit(Address(1, 0, WEIGHT_GRAD, "norm", "weight"), NORM, calls, module.weight.grad)
+    assert exhibit is not None
+    assert is_explained(module.weight.grad, exhibit.compute(torch.zeros(40, dtype=torch.int64), torch.arange(40)))
+    assert make_exhibit(Address(1, 0, WEIGHT_GRAD, "norm", "weight"), NORM, [], module.weight.grad) is None
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
