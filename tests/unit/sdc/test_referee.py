@@ -541,3 +541,22 @@ def test_losses_and_their_gradients_are_within_the_bound(kind: torch.dtype, size
         wrong = healthy.clone()
         wrong[place] += 2e-4
         assert judge({0: healthy, 1: wrong}, found) == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 20.0])
+def test_losses_by_inaccurate_functions_are_within_the_bound(size: float) -> None:
+    """The formula in fp64, by an exponential and a logarithm that are as wrong as they may be, both to one side.
+
+    Of few logits, so that the allowance for their sum hides nothing; the bound is at most a few times that.
+    """
+    torch.manual_seed(16)
+    logits, labels, off = torch.randn(400, 5).mul(size), torch.randint(0, 5, (400,)), 2.0**-20
+    exact = token_losses(logits, labels)
+    wide, largest = logits.double(), logits.double().amax(-1)
+    own = wide.gather(-1, labels[:, None])[:, 0]
+    for sign in (-1, 1):
+        total = ((wide - largest[:, None]).exp() * (1 + sign * off)).sum(-1).log()
+        got = total + sign * off * (1 + total) + largest - own
+        assert is_explained(got, exact)
+        reach = 2.0**-20 * (largest.abs() + own.abs() + wide.abs().amax(-1))
+        assert (exact.bounds <= 4 * (got - exact.values).abs() + reach).all()
