@@ -7,7 +7,8 @@ and ``or``, ``+`` and ``-``, conditions that hold always or never, numbers one m
 not returned. Each is tried in a copy of the repository, by the tests that import the changed module, those that say its
 name first, for at most ``--limit`` seconds. It is killed where a test fails that passes without it, and undecided where
 time ran out or a test fails either way. Exit code 1 if one survives without a reason in its line of the log why no test
-can tell. What is in the log is not tried again.
+can tell. What is in the log is not tried again, but for what survived without a reason. The log of campaigns so far is
+``tests/mutations.jsonl``; with the seed and on the commit of one, the same command goes on with it.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ class Outcome:
     seconds: float
     commit: str = ""
     reason: str = ""
+
+    @property
+    def is_hole(self) -> bool:
+        """Whether a test is missing."""
+        return self.end == "survived" and not self.reason
 
 
 class _Changer(ast.NodeTransformer):
@@ -289,15 +295,14 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     known = {one.mutation: one for one in read_log(given.log)}
     chosen = drawn(ROOT, given.files, given.mutations, given.seed)
-    revision = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
+    command = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+    revision = subprocess.run(command, capture_output=True, text=True, check=False)  # a copy has no commit
     with tempfile.TemporaryDirectory(prefix="megasdc_mutate_") as folder:
         copy = Path(folder) / "copy"
         left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs")
         shutil.copytree(ROOT, copy, ignore=left_out)
         for number, mutation in enumerate(chosen, 1):
-            if mutation not in known:
+            if mutation not in known or known[mutation].is_hole:
                 outcome = replace(attempt(copy, mutation, given.limit, given.tests), commit=revision.stdout.strip())
                 known[mutation] = outcome
                 if given.log is not None:
@@ -307,9 +312,9 @@ def main(argv: Sequence[str]) -> int:
             place = f"{mutation.file}:{mutation.line} {mutation.what[:120]}"
             print(f"{number}/{len(chosen)} {one.end} {place} [{(one.reason or one.by)[:100]}]", flush=True)
     ends = Counter(known[mutation].end for mutation in chosen)
-    holes = [known[mutation] for mutation in chosen if known[mutation].end == "survived" and not known[mutation].reason]
-    print(f"{', '.join(f'{count} {end}' for end, count in sorted(ends.items()))}; {len(holes)} without a reason")
-    return int(bool(holes))
+    holes = sum(known[mutation].is_hole for mutation in chosen)
+    print(f"{', '.join(f'{count} {end}' for end, count in sorted(ends.items()))}; {holes} without a reason")
+    return int(holes > 0)
 
 
 if __name__ == "__main__":

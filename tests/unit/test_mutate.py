@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import mutate
-from tools.mutate import Mutation, attempt, drawn, mutated, mutations_of
+from tools.mutate import Mutation, Outcome, attempt, drawn, mutated, mutations_of
 
 SOURCE = '''
 def grade(points, most=10):
@@ -59,6 +59,30 @@ def test_they_are_drawn_by_a_seed(root: Path) -> None:
     of_ranks.write_text(RIGHT)
     assert mutate.tests_of(root, "megasdc/small.py", "unit") == ["tests/unit/test_small.py"]
     assert len(mutate.tests_of(root, "megasdc/small.py")) == 2
+
+
+def test_only_holes_are_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is in the log is not; a reason that was written into it is enough, and it is an error until then."""
+    log, tried = tmp_path / "log.jsonl", list[str]()
+
+    def survives(copy: Path, mutation: Mutation, limit_s: float, tier: str) -> Outcome:
+        tried.append(mutation.what)
+        return Outcome(mutation, "killed" if len(tried) == 1 else "survived", "", 1, 0.0)
+
+    monkeypatch.setattr(mutate, "attempt", survives)
+    monkeypatch.setattr(mutate, "ROOT", root)
+    call = ["--mutations", "2", "--files", "megasdc/small.py", "--log", str(log)]
+    assert mutate.main(call) == mutate.main(call) == 1
+    assert len(tried) == 3 and len(set(tried)) == 2
+    log.write_text(log.read_text().replace('"reason": ""', '"reason": "a limit"'))
+    assert mutate.main(call) == 0 and len(tried) == 3
+
+
+def test_what_survived_a_campaign_has_a_reason() -> None:
+    """Or a test, with which it was tried again."""
+    found = {one.mutation: one for one in mutate.read_log(mutate.ROOT / "tests" / "mutations.jsonl")}
+    assert found and [one for one in found.values() if one.is_hole] == []
+    assert all(one.commit for one in found.values())
 
 
 @pytest.mark.slow
