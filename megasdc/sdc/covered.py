@@ -53,7 +53,8 @@ class Shape:
         every: steps from one such look to the next.
         recomputes: whether activations are recomputed.
         pipeline: stages.
-        within: what is said, by phase, of slices that are compared within a tolerance since a step of the run.
+        within: what is said, by phase, of slices that are compared within a tolerance since a step of the run; and of
+            ``AUDIT`` and ``GOLDEN`` what is left of them: ``NOTHING``, or at how many positions replicas are compared.
         slices: of the optimizer, on the rank that has most; None: not known before a start.
         products: of linear layers, on the rank that has most; None: not known before a start.
         sets: of blocks of the gradient, of which another rank adds one again in turn, on the rank that has most; None:
@@ -162,10 +163,12 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
     in_audit = sections.audit.enabled and shape.replicas > 1
     audit = golden = NOTHING
     if phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD):
-        whom = ["replicas"] * in_audit + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
+        where = shape.within.get(AUDIT, "")
+        others = [f"replicas {where}".rstrip()] if in_audit and where != NOTHING else []
+        whom = others + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
         which = "an extra one" if sections.audit.micro_batch == EXTRA else f"1 of {shape.micro_batches}"
         audit = f"{' and '.join(whom)}, {which}" if whom else NOTHING
-        golden = "its own workload" if asks_golden(sections) else NOTHING
+        golden = shape.within.get(GOLDEN, "its own workload") if asks_golden(sections) else NOTHING
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
     whole = phase == PLACE or (shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole)
@@ -258,15 +261,15 @@ def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check
     return checks.get(phase, [])
 
 
-def table_head(sections: MegasdcSection) -> tuple[str, ...]:
-    """Column headings: the check, and when it runs."""
+def table_head(sections: MegasdcSection, within: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Column headings: the check, and when it runs; ``within`` as in ``Shape``."""
     audit, sdc = sections.audit, sections.sdc
     audited = f"audit, every {audit.interval} steps" if audit.enabled else "audit: off"
     golden = "golden trace: off"
     if asks_golden(sections):
         when = ["at each start"] * sdc.golden_at_start
         when += [f"every {sdc.golden_interval} steps"] * (sdc.golden_interval is not None)
-        golden = f"{GOLDEN}, {' and '.join(when)}"
+        golden = f"{GOLDEN}, {' and '.join(when)}" if GOLDEN not in (within or {}) else "golden trace: does not fit"
     return "phase", "every step", audited, golden, "steps until seen", "checkpoints until seen"
 
 
@@ -298,7 +301,7 @@ def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = 
         markdown: as a Markdown table; else as columns for a terminal.
     """
     rows = coverage_rows(sections, shape)
-    table = [table_head(sections), *(row.cells for row in rows)]
+    table = [table_head(sections, shape.within), *(row.cells for row in rows)]
     if markdown:
         lines = [f"| {' | '.join(cells)} |" for cells in table]
         lines.insert(1, "|---" * len(table[0]) + "|")

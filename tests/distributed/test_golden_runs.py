@@ -13,6 +13,7 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state
 from megasdc.config import load_config
 from megasdc.golden.record import record
 from megasdc.sdc.golden.answer import GoldenAnswer
+from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 from megasdc.sdc.incidents.incident import Incident, incident_from_json
 from megasdc.train.detection.golden_check import GoldenCheck
 
@@ -89,15 +90,23 @@ def test_a_fault_that_comes_later_is_seen_at_the_next_check(folder: Path) -> Non
 
 
 def test_a_check_changes_no_bit_of_the_run(folder: Path) -> None:
-    """Checks at the start and before every second step leave losses and states as they are without them."""
+    """Checks at the start and before every second step leave losses and states as they are without them.
+
+    They are off where the trace is of other hardware, which the table of what is covered says then.
+    """
     layout = {"parallel__tensor": 1, "parallel__pipeline": 1}
-    off = _write(folder, "off", 2, {"golden_at_start": False}, **layout)
+    contents = load_golden(folder / "good")
+    save_golden(folder / "other", Golden(**{**vars(contents), "key": {**contents.key, "threads": 7}}))
+    off = _write(folder, "off", 2, {"golden": str(folder / "other")}, **layout)
     on = _write(folder, "on", 2, {"golden_interval": 2}, **layout)
     for config in (off, on):
         results = train_run(config, 2)
         assert [code for code, _ in results] == [0, 0], results
     asked = [(one["step"], one["wrong"]) for one in events_of(folder / "on", "sdc", "golden")]
     assert asked == [(1, []), (2, []), (4, []), (6, [])] and not events_of(folder / "off", "sdc", "golden")
+    assert not events_of(folder / "on", "sdc", "coverage")
+    (told,) = events_of(folder / "off", "sdc", "coverage")
+    assert told["within"] == {"golden trace": "-"} and "golden trace: does not fit" in told["table"][0]
     assert metrics_of(folder / "on") == metrics_of(folder / "off")
     states = [state_of(folder / name / "checkpoints" / "step_00000006") for name in ("on", "off")]
     assert states[0] == states[1]

@@ -127,7 +127,7 @@ class Detection(Hook):
         tokens: the hook that compares micro-batches with the file; None: nothing does.
         place: compares this rank's place in the data with what follows; None: nothing does.
         permuted: computes audited micro-batches with elements in other places; None: nothing does.
-        table: what is covered, as lines, with a cadence and with what is no longer exact, by phase.
+        table: what is covered, as lines, with a cadence and with what is no longer exact, by phase, or left of a check.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Detection(Hook):
         self.slices: SliceChecks | None = None
         if sdc.always_on.enabled and size is not None:
             self.slices = SliceChecks(
-                size, disputes.settle_slice, self._tell_tolerant, budget, disputes.settings, settings.checkable
+                size, disputes.settle_slice, self._tell_weaker, budget, disputes.settings, settings.checkable
             )
         self.chain: Chain | None = None
         if sdc.always_on.enabled and sdc.always_on.chain:
@@ -254,7 +254,7 @@ class Detection(Hook):
         """Find out which positions are comparable, and report what is covered; the first step is audited."""
         if self._audit.enabled and (run.dims.data > 1 or self.permuted is not None):
             self._first_step = run.engine.step_number
-        self._disputes.on_start(run)
+        left = self._disputes.on_start(run)
         if self._always_on.enabled:
             self._disputes.settings.start()
         if self.place is not None:
@@ -263,6 +263,8 @@ class Detection(Hook):
             for line in self.budget.lines:
                 logger.info("%s", line)
             run.events.emit("start", "checks", step=run.step, coverage=self.budget.lines)
+        if left:
+            self._tell_weaker(left)
         if self._golden_at_start:
             self._check_golden(run)
 
@@ -485,8 +487,8 @@ class Detection(Hook):
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 
-    def _tell_tolerant(self, texts: dict[str, str]) -> None:
-        """Print the table of what is covered again, and write its event: a check is no longer exact."""
+    def _tell_weaker(self, texts: Mapping[str, str]) -> None:
+        """Print the table of what is covered again, and write its event: checks compare less than it said."""
         self._within |= texts
         run = self._run
         if run.dims.rank == 0:

@@ -174,7 +174,8 @@ def coverage_table(
     Args:
         plan: of the start, which knows what is looked at in turn.
         cadence: which steps look now.
-        within: what is said, by phase, of exact checks that are within a tolerance now.
+        within: what is said, by phase, of exact checks that are within a tolerance now, and what is left, by name of
+            the check, of audits and golden traces.
     """
     shape = Shape(
         replicas=engine.dims.data,

@@ -23,6 +23,7 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
+from megasdc.sdc.covered import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
@@ -92,14 +93,23 @@ class Disputes:
 
     # --- before the first step ----------------------------------------------------------------------------------
 
-    def on_start(self, run: Run) -> None:
-        """Find out which positions are comparable and whether the golden trace fits."""
+    def on_start(self, run: Run) -> Mapping[str, str]:
+        """Find out which positions are comparable and whether the golden trace fits.
+
+        Returns:
+            By name of the check, what is left of it where it cannot compare all that was asked for.
+
+        Collective: all ranks of the world.
+        """
+        left: dict[str, str] = {}
         self._incidents.on_start()
         self._suspects.on_start(run.engine.device, self._group)
         keys = gather_objects(self._keys, self._group)
         self._comparable = comparable_positions(keys, self._dims)
         everywhere = self._dims.pipeline * self._dims.tensor
         if len(self._comparable) < everywhere:
+            number = len(self._comparable)
+            left[AUDIT] = f"at {number} of {everywhere} positions" if number else NOTHING
             names = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
             self._findings.tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
             logger.warning(
@@ -113,10 +123,12 @@ class Disputes:
             path, keep = Path(self._section.golden), self._section.golden_interval is not None
             golden = GoldenCheck(path, self._dims, self._group, self._before, keep=keep)
             if unfit := golden.unfit():
+                left[GOLDEN] = NOTHING
                 self._findings.tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
                 logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
             else:
                 self._golden = golden
+        return left
 
     def can_compare(self, positions: Iterable[tuple[int, int]]) -> bool:
         """Whether any of some positions has comparable replicas."""

@@ -108,6 +108,22 @@ def test_a_check_that_is_no_longer_exact_is_not_said_to_be() -> None:
     assert row.every_step == "a slice updated again, within rounding since step 5"
 
 
+def test_what_cannot_be_compared_at_a_start_is_not_said_to_be() -> None:
+    """A golden trace that does not fit, and audits of replicas on other hardware: all of them, or some positions."""
+    asked = sections(audit={"enabled": True}, sdc={"golden": "g"})
+    for within, audit, exact_now in (
+        ({"golden trace": "-", "audit": "-"}, "-", "never"),
+        ({"golden trace": "-", "audit": "at 1 of 4 positions"}, "replicas at 1 of 4 positions, 1 of 4", "sometimes"),
+        ({}, "replicas, 1 of 4", "sometimes"),
+    ):
+        shape = replace(SHAPE, tensor=4, within=within)
+        rows = {row.phase: row for row in coverage_rows(asked, shape)}
+        assert all(rows[phase].golden == ("-" if within else "its own workload") for phase in COMPUTED)
+        assert {(rows[phase].audit, rows[phase].exact) for phase in COMPUTED} == {(audit, exact_now)}
+        assert rows["parameter"].audit == "replicas", "bits of parameters depend on no hardware"
+        assert ("golden trace: does not fit" in render_coverage(asked, shape)[0]) == bool(within)
+
+
 def test_norms_that_replicas_add_in_another_order_are_not_said_to_be_compared() -> None:
     """On GPUs with more than two ranks of the model: what is left is within rounding, and the phases count so."""
     shape = Shape(replicas=2, tensor=4, micro_batches=4, covered=4, recomputes=True)

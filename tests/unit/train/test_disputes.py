@@ -90,6 +90,19 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     return disputes, run
 
 
+def test_what_cannot_be_compared_is_told_at_the_start(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas of other hardware leave audits some positions, or none, which the table of what is covered is to say."""
+    disputes, run = started(tmp_path)
+    assert disputes.on_start(run) == {}
+    disputes._dims = ParallelDims(2, 1, 2)
+    for differing, left in (({1}, "at 1 of 2 positions"), ({0, 1}, "-")):
+        keys = [{"gpu": "a" if rank < 2 or rank - 2 not in differing else "b"} for rank in range(4)]
+        monkeypatch.setattr("megasdc.train.detection.disputes.gather_objects", lambda own, group, keys=keys: keys)
+        assert disputes.on_start(run) == {"audit": left}
+
+
 def settle(disputes: Disputes, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
     return disputes.settle_kept(
