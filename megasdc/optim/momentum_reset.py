@@ -33,6 +33,10 @@ class MomentumReset:
         """Whether the moments are reset before this step."""
         return step > 1 and (step - 1) % self.interval == 0
 
+    def restarts_count(self, before: int, step: int) -> bool:
+        """Whether the optimizer's step count has restarted after the step ``before`` and before this one."""
+        return self.restart_bias_correction and (before - 1) // self.interval != (step - 1) // self.interval
+
     def steps_since(self, step: int) -> int:
         """Steps before this one since the start or the last reset, skipped ones included."""
         return (step - 1) % self.interval

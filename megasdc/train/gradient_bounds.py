@@ -53,8 +53,7 @@ class GradientBounds(Hook):
         self._run, self._specs, self._interval, self._writer = run, specs, interval, writer
         self._dims = engine.dims
         self._inner = engine.optimizer.optimizer
-        resets = [spec for spec in specs if spec.hook == MOMENTUM_RESET]
-        self._reset = _reset_of(resets[0]) if resets else None
+        self._reset = momentum_reset_of(specs)
         names = parameter_names(engine)
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims)
@@ -271,8 +270,12 @@ def parameter_names(engine: TrainingEngine) -> dict[Any, str]:
     }
 
 
-def _reset_of(spec: HookSpec) -> MomentumReset:
-    return MomentumReset(spec.interval, spec.warmup_steps, spec.warmup_start, spec.restart_bias_correction)
+def momentum_reset_of(specs: Sequence[HookSpec]) -> MomentumReset | None:
+    """When moments are reset; None: never."""
+    for spec in specs:
+        if spec.hook == MOMENTUM_RESET:
+            return MomentumReset(spec.interval, spec.warmup_steps, spec.warmup_start, spec.restart_bias_correction)
+    return None
 
 
 def _scale(engine: TrainingEngine) -> float:

@@ -28,6 +28,7 @@ from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.referee import build_referee
 from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.toleranced import TolerancedChecks
+from megasdc.train.gradient_bounds import momentum_reset_of
 from megasdc.train.process.signals import StopSignals
 
 
@@ -67,6 +68,7 @@ def build_detection(
         referee,
         () if injector is None else (injector,),
     )
+    disputes.settings.reset = momentum_reset_of(sections.optimizer_hooks)
     settings = CheckSettings(
         sections.audit,
         sections.sdc,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megasdc.addresses import UPDATE, Address
 from megasdc.engine.run import Run
+from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
@@ -28,14 +29,21 @@ SETTINGS = "settings"
 """Tier of findings."""
 HISTORY = "own settings of the step before"
 """Basis of a ruling where there is no majority, besides those of ``megasdc.sdc.replay``."""
+SCHEDULED = "schedule.step"
+"""Setting of how far the schedule of learning rates is."""
 NONE = 0
 """Digest of a step that the optimizer did not take."""
 
 
 class UsedSettings:
-    """Reads what each step of this rank's optimizer uses, from ``start`` on; ``close`` removes its hook."""
+    """Reads what each step of this rank's optimizer uses, from ``start`` on; ``close`` removes its hook.
+
+    Attributes:
+        reset: when the run's moments are reset, which changes learning rates and may restart counts; None: never.
+    """
 
     def __init__(self, run: Run) -> None:
+        self.reset: MomentumReset | None = None
         self._engine, self._group, self._events = run.engine, run.host_group, run.events
         self._numbers: Mapping[int, int] = {}
         self._used: dict[int, tuple[dict[str, Any], float]] = {}
@@ -43,8 +51,8 @@ class UsedSettings:
         self._before: Mapping[str, Any] = {}
         self._scheduled: int | None = None
         """Position in the schedule of learning rates; None: there is no such schedule."""
-        self._step = 0
-        """The last step that the optimizer took."""
+        self._step = self._step_before = 0
+        """The last step that the optimizer took, and the one before."""
         self._compared = True
         self._hook: Any = None
 
@@ -65,11 +73,12 @@ class UsedSettings:
         """DeepSpeed's optimizer for fp32 steps one group after the other."""
         if self._step != self._engine.step_number:
             self._before = self._named() if self._used else {}
+            self._step_before = self._step
             self._used, self._step, self._compared = {}, self._engine.step_number, False
             self._of_clipping = {"clip_grad": self._engine.optimizer.clip_grad}
             self._scheduled = _position_of(self._engine.lr_scheduler)
             if self._scheduled is not None:
-                self._of_clipping["schedule.step"] = self._scheduled
+                self._of_clipping[SCHEDULED] = self._scheduled
             if self._engine.fp16_enabled():
                 self._of_clipping["loss_scale"] = self._engine.optimizer.loss_scale
         for group in inner.param_groups:
@@ -112,12 +121,7 @@ class UsedSettings:
         Collective: all ranks of the world.
         Sync: waits for the device.
         """
-        named, dims = self._named() if self._step == step else {}, self._engine.dims
-        own = Own(
-            {name: _bits(one).hex() for name, one in named.items()},
-            {name: _shown(one) for name, one in named.items()},
-            frozenset(name for name, one in named.items() if self._turned(name, one)),
-        )
+        own, dims = self.own(step), self._engine.dims
         sent = gather_objects(own, self._group)
         places: dict[int, dict[int, Own]] = {}
         for rank, one in enumerate(sent):
@@ -136,7 +140,19 @@ class UsedSettings:
                     address=str(found[0].address),
                     values={rank: one.values.get(name, "not used") for rank, one in by_rank.items()},
                 )
-        return Settled(SETTINGS, None, tuple(rulings), dims.world_size * len(named))
+        return Settled(SETTINGS, None, tuple(rulings), dims.world_size * len(own.bits))
+
+    def own(self, step: int) -> Own:
+        """What this rank used in a step; nothing where that is not the last step that the optimizer took.
+
+        Sync: waits for the device.
+        """
+        named = self._named() if self._step == step else {}
+        return Own(
+            {name: _bits(one).hex() for name, one in named.items()},
+            {name: _shown(one) for name, one in named.items()},
+            frozenset(name for name, one in named.items() if self._turned(name, one)),
+        )
 
     def _turned(self, name: str, now: Any) -> bool:
         """Whether a setting is another than in the step before, one higher if a count, or than its schedule says."""
@@ -144,17 +160,22 @@ class UsedSettings:
             return _bits(float(now)) != _bits(float(rates[name]))
         if name not in self._before:
             return False
-        before = self._before[name]
-        return _bits(now) != _bits(before + 1 if name.endswith(".step") else before)
+        expected = self._before[name]
+        if name.endswith(".step"):
+            reset = None if name == SCHEDULED else self.reset
+            restarted = reset is not None and reset.restarts_count(self._step_before, self._step)
+            expected = 1.0 if restarted else expected + 1
+        return _bits(now) != _bits(expected)
 
     def _rates(self) -> dict[str, float]:
-        """Learning rates that the schedule has at the step's position, by name of the setting."""
+        """Learning rates that the schedule has at the step's position, warming up after a reset, by name."""
         if self._scheduled is None or self._scheduled < 0:
             return {}
         schedule = copy(self._engine.lr_scheduler)  # the one of the run may be a step further
         schedule.last_batch_iteration = self._scheduled
-        numbers = sorted(self._used)
-        return {f"{self._label(number)}.lr": rate for number, rate in zip(numbers, schedule.get_lr(), strict=True)}
+        factor = 1.0 if self.reset is None else self.reset.rate_factor(self._step)
+        rates = zip(sorted(self._used), schedule.get_lr(), strict=True)
+        return {f"{self._label(number)}.lr": rate if factor == 1.0 else rate * factor for number, rate in rates}
 
     def _label(self, number: int) -> str:
         return self._used[number][0].get("name") or f"group {number}"
