@@ -295,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     known = {one.mutation: one for one in read_log(given.log)}
     chosen = drawn(ROOT, given.files, given.mutations, given.seed)
-    command = ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     revision = subprocess.run(command, capture_output=True, text=True, check=False)  # a copy has no commit
     with tempfile.TemporaryDirectory(prefix="megasdc_mutate_") as folder:
         copy = Path(folder) / "copy"
