@@ -55,6 +55,7 @@ def find_wrong_place(state: dict[str, Any]) -> str | None:
 
     Steps count what they take: whole batches, without micro-batches that were dropped, and one that replicas share
     once. So their count, and the samples that were given up, say how far all replicas together are in the stream.
+    What cancels out between replicas is not seen here: checks of every step compare each of them before it is saved.
     Nothing is known of a state that an earlier version saved, which does not say what was given up.
     """
     if state.get("uncounted_samples") is None:
