@@ -31,16 +31,22 @@ fi
 echo "== lint"
 ruff check .
 ruff format --check .
-echo "== types"
-mypy
-if [ $quick = 0 ]; then
-    echo "== documentation"
+if [ $quick = 1 ]; then
+    echo "== types"
+    mypy
+else
+    echo "== types, documentation"
+    mypy & # one process: the other core has the documentation meanwhile
+    types=$!
+    trap 'kill $types 2>/dev/null || true' EXIT
     for page in configuration versions command-line; do
         megasdc config-table --check "docs/reference/$page.md"
     done
     python -m tools.bench reference --check docs/reference/command-line.md
     python -m tools.bench figures --check
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
+    wait $types
+    trap - EXIT
 fi
 echo "== tests"
 # A test that starts ranks leaves two cores idle half of its time, so three files of tests run side by side, in order of

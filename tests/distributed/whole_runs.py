@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import resource
+import shutil
 import socket
 import sys
 import sysconfig
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,22 @@ MODELS: dict[str, dict[str, Any]] = {"gpt": _GPT, "llama": {**_GPT, **LLAMA_STYL
 
 
 def prepare_text(folder: Path) -> Path:
-    """Tokenize a few modules of the standard library into ``folder/data`` and return that folder."""
+    """Put a few modules of the standard library, tokenized, into ``folder/data`` and return that folder.
+
+    Their texts are in ``folder/texts``. All is made once a process, and copied.
+    """
+    shutil.copytree(_prepared_text().name, folder, dirs_exist_ok=True)
+    return folder / "data"
+
+
+@functools.cache
+def _prepared_text() -> tempfile.TemporaryDirectory[str]:
+    """What ``prepare_text`` copies; removed at the end of the process."""
     from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
 
+    made = tempfile.TemporaryDirectory(prefix="megasdc_text_")
+    folder = Path(made.name)
     texts = folder / "texts"
     texts.mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -42,7 +57,7 @@ def prepare_text(folder: Path) -> Path:
         }
     )
     prepare(section, folder / "data", workers=1, progress=False)
-    return folder / "data"
+    return made
 
 
 def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:

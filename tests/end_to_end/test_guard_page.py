@@ -15,6 +15,7 @@ from megasdc.sdc.incidents.incident import load_incidents
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "attach.md"
+PYTORCHS = ', "torch_adam": True'
 FAULT = r"\n    if engine.global_rank == 1.*\n.*register_forward_hook.*"
 
 
@@ -30,9 +31,13 @@ def _run(folder: Path, script: str, command: str) -> subprocess.CompletedProcess
     return subprocess.run(shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_wrong_rank_is_named(tmp_path: Path) -> None:
-    """Started by DeepSpeed's own launcher."""
+@pytest.mark.parametrize("adam", ["PyTorch's", pytest.param("DeepSpeed's", marks=pytest.mark.full)])
+def test_the_wrong_rank_is_named(tmp_path: Path, adam: str) -> None:
+    """Started by DeepSpeed's own launcher; also with its own optimizer, which it compiles for longer than a minute."""
     (script,) = re.findall(r"```python\n(import deepspeed\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert script.count(PYTORCHS) == 1
+    if adam == "DeepSpeed's":
+        script = script.replace(PYTORCHS, "")
     command = "deepspeed --num_gpus 3 train.py"
     done = _run(tmp_path / "wrong", script, command)
     said = " ".join((done.stdout + done.stderr).split())

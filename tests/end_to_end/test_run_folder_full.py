@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,16 @@ from typing import Any
 
 import pytest
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
-from test_supervise import STEPS, TOOLS, have_the_same_end, history_of, supervise, wait_until, write
+from test_supervise import (
+    STEPS,
+    ended_as_without_faults,
+    have_equal_checkpoints,
+    history_of,
+    supervise,
+    train_without_faults,
+    wait_until,
+    write,
+)
 
 from megasdc.events import read_events
 from tools.hosts import Cluster, unavailable_reason
@@ -84,9 +92,7 @@ def test_a_run_goes_on_while_its_folder_has_no_room(tmp_path: Path, folder: Path
         assert [name for name, _ in told] == ["no_room", "has_room"], told
         assert told[1][1]["waited_s"] > full_s - 5 and told[1][1]["lost_lines"] == 0
         assert "has no room" in log.read_text()
-        plain = supervise(hosts, write(folder, "plain"))
-        assert plain.wait(timeout=200) == 0, (folder / "plain.log").read_text()
-        have_the_same_end(folder)
+        ended_as_without_faults(folder)
         assert [one.step for one in read_events(folder / "run", kind="save", name="checkpoint")][-1] == STEPS
 
 
@@ -107,9 +113,6 @@ def test_a_run_whose_folder_stays_full_ends_with_77_and_goes_on_from_memory(tmp_
         assert kinds == ["folder_full", "done"], log.read_text()
         begun = list(read_events(folder / "run", kind="resume", name="memory", rank=0))
         assert begun and (begun[-1].step or 0) > 15, log.read_text()
-        plain = supervise(hosts, write(folder, "plain"))
-        assert plain.wait(timeout=200) == 0, (folder / "plain.log").read_text()
-        ends = [str(folder / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("run", "plain")]
-        compare = [sys.executable, str(TOOLS / "compare_checkpoints.py"), *ends]
-        assert subprocess.run(compare, capture_output=True, check=False).returncode == 0
+        train_without_faults(folder)
+        have_equal_checkpoints(folder)
         assert "lines could not be written and are lost" in log.read_text()

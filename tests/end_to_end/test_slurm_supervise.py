@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_launch import ROOT
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
-from test_supervise import STEPS, have_the_same_end, history_of, write
+from test_supervise import STEPS, ended_as_without_faults, history_of, write
 
 from tools.hosts import unavailable_reason
 from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
@@ -83,15 +81,6 @@ def wait_for_end(slurm: SlurmCluster, config: Path, job: str, timeout_s: float =
 def has_come_to(folder: Path, step: int) -> Callable[[], bool]:  # noqa: F811
     """Whether a step was reported."""
     return lambda: max(steps_done(folder), default=0) >= step
-
-
-def ended_as_without_faults(folder: Path, ranks: int = 2, **sections: Any) -> None:  # noqa: F811
-    """Losses and the last checkpoint of ``run`` are those of a plain launch on this host, bit for bit."""
-    config = write(folder, "plain", **sections)
-    launch = [sys.executable, "-m", "megasdc", "launch", "--num-ranks", str(ranks), "--config", str(config)]
-    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    have_the_same_end(folder)
 
 
 def attempts(folder: Path) -> list[tuple[str, tuple[str, ...]]]:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +58,34 @@ def digest_of(text: str) -> str:
     return str(found)
 
 
-def without_megasdc(folder: Path, ranks: int) -> str:
-    """The end of the same training by DeepSpeed's own launcher, without a fault."""
-    plain = folder / "plain"
-    plain.mkdir()
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    shutil.copy(SCRIPT, plain / "train.py")
-    done = subprocess.run(
-        [*launcher, "train.py"], cwd=plain, capture_output=True, text=True, check=True, env={**os.environ}, timeout=300
-    )
-    left = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_{rank}" for rank in range(ranks)]
-    assert all((SHARED_MEMORY / name).exists() for name in left), "DeepSpeed leaves buffers"
-    for name in left:
-        (SHARED_MEMORY / name).unlink()
-    return digest_of(done.stdout)
+@pytest.fixture(scope="module")
+def without_megasdc(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """How the same training of so many ranks ends by DeepSpeed's own launcher, without a fault."""
+
+    @functools.cache
+    def train(ranks: int) -> str:
+        plain = tmp_path_factory.mktemp("plain")
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+        shutil.copy(SCRIPT, plain / "train.py")
+        done = subprocess.run(
+            [*launcher, "train.py"], cwd=plain, capture_output=True, text=True, check=True, timeout=300
+        )
+        left = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_{rank}" for rank in range(ranks)]
+        assert all((SHARED_MEMORY / name).exists() for name in left), "DeepSpeed leaves buffers"
+        for name in left:
+            (SHARED_MEMORY / name).unlink()
+        return digest_of(done.stdout)
+
+    return train
 
 
-def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(folder: Path) -> None:
+def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(
+    folder: Path, without_megasdc: Callable[[int], str]
+) -> None:
     """Bits and arguments as with ``deepspeed``; a rank that raises, and one that hangs, is named, with a true code."""
     done = run(folder)
     assert done.returncode == 0 and "all 2 ranks are done" in done.stderr, done.stderr
-    assert digest_of(done.stdout) == without_megasdc(folder, 2)
+    assert digest_of(done.stdout) == without_megasdc(2)
     shutil.rmtree(folder / "checkpoints")
     (folder / "fault_fail_1_3").touch()
     failed = run(folder, "--json")
@@ -166,7 +174,9 @@ def kinds_of(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.cluster
-def test_a_training_goes_on_by_itself_after_a_lost_host(hosts: Cluster, folder: Path) -> None:
+def test_a_training_goes_on_by_itself_after_a_lost_host(
+    hosts: Cluster, folder: Path, without_megasdc: Callable[[int], str]
+) -> None:
     """A host is powered off: a spare takes its place, the script goes on from its checkpoint, to the same bits."""
     process, log = supervise(hosts, folder, 2)
     end = time.monotonic() + 120
@@ -176,12 +186,14 @@ def test_a_training_goes_on_by_itself_after_a_lost_host(hosts: Cluster, folder: 
     hosts.power_off("node2")
     assert process.wait(timeout=300) == 0, log.read_text()
     assert kinds_of(folder) == [("host_lost", ("node2",)), ("done", ())]
-    assert digest_of(log.read_text()) == without_megasdc(folder, 2)
+    assert digest_of(log.read_text()) == without_megasdc(2)
 
 
 @pytest.mark.full
 @pytest.mark.cluster
-def test_a_training_goes_on_by_itself_after_faults_of_each_kind(hosts: Cluster, folder: Path) -> None:
+def test_a_training_goes_on_by_itself_after_faults_of_each_kind(
+    hosts: Cluster, folder: Path, without_megasdc: Callable[[int], str]
+) -> None:
     """A rank is killed, one hangs, one computes wrong results, which the guard finds; the end has the same bits."""
     for name in ("fault_kill_1_7", "fault_hang_2_12"):
         (folder / name).touch()
@@ -191,4 +203,4 @@ def test_a_training_goes_on_by_itself_after_faults_of_each_kind(hosts: Cluster, 
     found = kinds_of(folder)
     assert found[0] == ("corrupt_again", ("node2",)), log.read_text()
     assert sorted(kind for kind, _ in found[1:]) == ["done", "hang", "rank_lost"]
-    assert digest_of(log.read_text()) == without_megasdc(folder, 3)
+    assert digest_of(log.read_text()) == without_megasdc(3)
