@@ -268,7 +268,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if code == StorageError.exit_code and evidence.without_room:
         return found("folder_full")
     if code in OF_HOSTS and (lacking := _of_one_host(evidence)):
-        kind = "no_room" if all(one.snapshots for one in lacking) else "unfit"
+        more = [one for one in lacking if not one.snapshots]  # the run cannot do without what these lack
+        kind, lacking = ("unfit", more) if more else ("no_room", lacking)
         return found(kind, [one.host for one in lacking], "; ".join(dict.fromkeys(one.text for one in lacking)))
     if code in MENDED and (host := _mended(evidence)):
         return found("mended", [host], f"{evidence.lines[0]}; the check of all hosts finds nothing now")

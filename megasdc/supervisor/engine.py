@@ -71,6 +71,9 @@ class Engine(Protocol):
     def stop(self, process: Process) -> None:
         """Ask it to save and end."""
 
+    def overrides(self, attempt: Attempt) -> tuple[str, ...]:
+        """Settings of an attempt beside those of the launch, as of ``--set``."""
+
     def left_out(self, attempt: Attempt) -> Sequence[str]:
         """Hosts of ranks that were found wrong, and without whose replicas an attempt goes on."""
 
@@ -175,8 +178,7 @@ class FrontEngine:
         hostfile = self._file(attempt, "hosts")
         text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
         room.need_room(lambda: room.write_whole(hostfile, text), hostfile)
-        of_size = self._sizes.get(len(attempt.hosts), ())
-        overrides = (*self._request.overrides, *of_size, *overrides_of(attempt, self._skip))
+        overrides = (*self._request.overrides, *self.overrides(attempt))
         request = replace(self._request, hostfile=hostfile, overrides=overrides)
         request = replace(request, launch_id=attempt.launch_id, ended=attempt.ended)
         launch = asdict(self._allocation.request(request, attempt))
@@ -236,6 +238,10 @@ class FrontEngine:
         """See ``Engine``."""
         if self.lives(process):
             os.kill(process.pid, signal.SIGTERM)
+
+    def overrides(self, attempt: Attempt) -> tuple[str, ...]:
+        """See ``Engine``."""
+        return (*self._sizes.get(len(attempt.hosts), ()), *overrides_of(attempt, self._skip))
 
     def left_out(self, attempt: Attempt) -> Sequence[str]:
         """See ``Engine``; as rank 0 has told."""
@@ -312,11 +318,10 @@ class FrontEngine:
             stops: see ``evidence``.
         """
         slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
-        overrides = (*self._sizes.get(len(attempt.hosts), ()), *overrides_of(attempt, self._skip))
         how = "every byte of the data is read there" if whole else "what a start needs"
         _say(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
         watch = Watch(stops, tell_every(_say))
-        return self.checks.check(slots, attempt.slots, overrides=overrides, whole=whole, watch=watch)
+        return self.checks.check(slots, attempt.slots, overrides=self.overrides(attempt), whole=whole, watch=watch)
 
     def _failed_alike(self, attempt: Attempt, host_of_rank: Sequence[str], code: int | None) -> tuple[str, ...]:
         """Hosts whose ranks have recorded that they ended with a code themselves."""

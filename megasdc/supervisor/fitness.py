@@ -2,9 +2,9 @@
 
     python -m megasdc.supervisor.fitness REQUEST
 
-``REQUEST`` is JSON: ``checks``, the fields of ``HostChecks``, ``host``, ``slots`` of it, ``run`` and ``beside`` as of
-``HostChecks.check``, and ``result``, a file that gets what makes the host unfit (``unfit``), or why it gave no answer
-(``silent``).
+``REQUEST`` is JSON: ``checks``, the fields of ``HostChecks``, ``host``, ``slots`` of it, ``run``, ``beside`` and
+``overrides`` as of ``HostChecks.check``, and ``result``, a file that gets what makes the host unfit (``unfit``), or why
+it gave no answer (``silent``).
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def main() -> int:
     said = json.loads(sys.argv[1])
     host, checks = said["host"], checks_of(said["checks"])
     watch = Watch(tell=tell_every(lambda line: print(line, file=sys.stderr, flush=True)))
-    checked = checks.check({host: said["slots"]}, said["run"], beside=said["beside"], whole=True, watch=watch)
+    beside, overrides = said["beside"], tuple(said["overrides"])
+    slots = {host: said["slots"]}
+    checked = checks.check(slots, said["run"], beside=beside, overrides=overrides, whole=True, watch=watch)
     found = [asdict(one) for one in checked.unfit]
     write_durably(Path(said["result"]), json.dumps({"unfit": found, "silent": checked.silent}) + "\n")
     return 0

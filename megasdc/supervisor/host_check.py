@@ -107,7 +107,8 @@ def check_host(request: HostRequest) -> list[Lack]:
     size = config.megasdc.parallel.tensor * sum(stage.weights + stage.state for stage in stages)
     found += _lacks(lambda: _check_memory(config, layout, vocab_size, request.slots))
     found += _lacks(lambda: _check_disk(config, _CAUTION * size, request.hosts))
-    if config.megasdc.checkpoint.memory.interval:
+    memory = config.megasdc.checkpoint.memory
+    if memory.interval and memory.without_room == "refuse":
         least = request.snapshot_bytes or _CAUTION * size / request.ranks
         found += _lacks(lambda: _check_snapshots(request, round(request.slots * least)), snapshots=True)
     return found

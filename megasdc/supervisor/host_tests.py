@@ -66,11 +66,12 @@ class Tests(Protocol):
     def runs(self, host: str) -> bool:
         """Whether a test of a host is under way."""
 
-    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+    def start(self, host: str, slots: int, run: Mapping[str, int], overrides: Sequence[str]) -> None:
         """Start a test of a host with so many ranks.
 
         Args:
             run: ranks of the hosts of the run, which it is compared with.
+            overrides: settings of the run beside those of its launch, as of ``--set``.
         """
 
     def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
@@ -110,9 +111,9 @@ class StressTests:
         """See ``Tests``."""
         return host in self._running or host in self._checking
 
-    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+    def start(self, host: str, slots: int, run: Mapping[str, int], overrides: Sequence[str]) -> None:
         """See ``Tests``; it ends with the supervisor, which does not wait for it when it is started again."""
-        self._go_on(host, partial(self._check, host, slots, run))
+        self._go_on(host, partial(self._check, host, slots, run, overrides))
 
     def _go_on(self, host: str, turn: Callable[[], None]) -> None:
         """Go on with a test; without room the next call does, and any other error of the disk ends the test."""
@@ -124,11 +125,15 @@ class StressTests:
                 self._checking.pop(host, None)
                 self._ended.append(HostTest(host, StorageError.exit_code, f"it could not be tested: {error}"))
 
-    def _check(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+    def _check(self, host: str, slots: int, run: Mapping[str, int], overrides: Sequence[str]) -> None:
         """Start to check whether a host is fit."""
         self._file(host, "fit.json").unlink(missing_ok=True)
         asked = {"checks": asdict(self._checks), "host": host, "slots": slots, "run": dict(run)}
-        asked |= {"beside": _beside(run, [host]), "result": str(self._file(host, "fit.json"))}
+        asked |= {
+            "overrides": list(overrides),
+            "beside": _beside(run, [host]),
+            "result": str(self._file(host, "fit.json")),
+        }
         command = [sys.executable, "-m", fitness.MODULE, json.dumps(asked, default=str)]
         self._checking[host] = self._process(host, command), slots
 

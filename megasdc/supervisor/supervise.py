@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from threading import Event, Thread
 
 from megasdc.errors import LaunchError, StorageError
@@ -347,6 +347,8 @@ class Supervisor:
         """
         history, limits = self._history, self._limits
         run = history.chosen if history.attempt is None else history.attempt.slots
+        now = None if history.attempt is None else replace(history.attempt, skips_snapshots=history.skips_snapshots)
+        overrides = () if now is None else self._engine.overrides(now)
         ended, to_come = self._tests.take(), False
         for test in ended:
             self._note(test)
@@ -355,11 +357,11 @@ class Supervisor:
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)
             to_come |= worth and (one.test is None or not one.test.is_conclusive)
             if is_due and worth and not self._tests.runs(host):
-                self._tests.start(host, history.slots[host], run)
+                self._tests.start(host, history.slots[host], run, overrides)
         for host in history.waiting if limits.spare_test_s else ():
             is_due = history.now - history.passed_at.get(host, 0.0) >= limits.spare_test_s
             if is_due and not self._tests.runs(host):
-                self._tests.start(host, history.slots[host], run)
+                self._tests.start(host, history.slots[host], run, overrides)
         return bool(ended) or to_come
 
     def _add_use(self, use: Use) -> None:

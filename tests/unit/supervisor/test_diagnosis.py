@@ -155,6 +155,8 @@ def test_a_host_whose_memory_has_no_room_for_snapshots_is_told_from_others() -> 
     assert diagnose(replace(ENDED, exit_code=70, checked=Checked((full,), ("a",)))).kind == "no_room"
     both = Checked((full, Unfit("b", 77, "b: read-only")), ("a",))
     assert diagnose(replace(ENDED, exit_code=70, checked=both)).kind == "unfit"
+    other = diagnose(replace(ENDED, exit_code=77, checked=Checked((full, Unfit("a", 77, "a: read-only")), ("c",))))
+    assert (other.kind, other.hosts, other.text) == ("unfit", ("a",), "a: read-only"), "b is named where it is needed"
     everywhere = Checked((full, replace(full, host="a")), ())
     assert diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=1)).kind == "input"
     later = diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=20))

@@ -36,6 +36,8 @@ def test_a_host_lacks_what_a_rank_would_end_with(config: Path, tmp_path: Path) -
     assert (full.code, full.snapshots) == (70, True) and "GiB that are free in /dev/shm" in full.text
     assert "snapshots need 1,048,576.000 GiB" in full.text, "of one rank"
     assert check_host(request(config, "megasdc.checkpoint.memory.interval=0", snapshot_bytes=1 << 50)) == []
+    goes_on = "megasdc.checkpoint.memory.without_room=go_on"
+    assert check_host(request(config, goes_on, snapshot_bytes=1 << 50)) == [], "the run does without them there"
     path = tmp_path / "data" / "train.bin"
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 4

@@ -28,13 +28,13 @@ exec "$@"
 """
 
 
-def checks_of(config: Path, pids: Path) -> HostChecks:
+def checks_of(config: Path, pids: Path, *overrides: str) -> HostChecks:
     """Checks of host a, whose checks never end, and of host b, whose stress test never ends and ignores SIGINT."""
     script = pids.with_suffix(".sh")
     script.write_text(PREFIX.format(slow="a", pids=pids))
     script.chmod(0o755)
     prefixes = {host: (str(script), host) for host in ("a", "b")}
-    return HostChecks(LaunchRequest(config, launcher_args=PORT), config.parent / "run", prefixes)
+    return HostChecks(LaunchRequest(config, overrides=overrides, launcher_args=PORT), config.parent / "run", prefixes)
 
 
 def pids_in(path: Path, least: int) -> list[int]:
@@ -62,12 +62,14 @@ def test_tests_of_hosts_end_together_and_leave_nothing(
     """A check that hangs, by itself; a stress test that ignores its interrupt is killed, with what it has started."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(host_tests, "CLOSE_S", 4.0)
-    tests = StressTests(tmp_path, 1, None, checks_of(config, tmp_path / "pids"))
-    tests.start("b", 1, {"b": 1})
+    unfit = "megasdc.parallel.pipeline=2"  # of the launch, whose ranks are more; the attempt has its own
+    tests = StressTests(tmp_path, 1, None, checks_of(config, tmp_path / "pids", unfit))
+    fits = ["megasdc.parallel.pipeline=1"]
+    tests.start("b", 1, {"b": 1}, fits)
     while not (tmp_path / "pids").exists():
         assert not tests.take(), "it is fit, and its test goes on"
         time.sleep(0.1)
-    tests.start("a", 1, {"a": 1})
+    tests.start("a", 1, {"a": 1}, fits)
     pids = pids_in(tmp_path / "pids", 4)
     began = [Path(f"/proc/{pid}").exists() for pid in pids]
     tests.close()
@@ -80,7 +82,7 @@ def test_an_error_of_the_disk_ends_a_test_and_no_supervisor(config: Path, tmp_pa
     tests = StressTests(tmp_path, 1, None, HostChecks(LaunchRequest(config), config.parent / "run"))
     checked = tmp_path / "test_a.fit.json"
     checked.mkdir()  # it cannot be removed as a file
-    tests.start("a", 1, {"b": 1})
+    tests.start("a", 1, {"b": 1}, [])
     (ended,) = tests.take()
     assert (ended.host, ended.exit_code, ended.is_conclusive) == ("a", 77, False) and "Is a directory" in ended.text
     assert not tests.runs("a") and tests.take() == []

@@ -120,6 +120,10 @@ class SmallProcesses:
         self.stopped = True
         os.kill(process.pid, signal.SIGTERM)
 
+    def overrides(self, attempt: Attempt) -> tuple[str, ...]:
+        """See ``Engine``."""
+        return tuple(overrides_of(attempt, []))
+
     def left_out(self, attempt: Attempt) -> tuple[str, ...]:
         """See ``Engine``."""
         return tuple(host for host in attempt.hosts if host == self.wrong)
@@ -192,6 +196,7 @@ class SmallTests:
         self.codes = {} if codes is None else codes
         self.unfit = {} if unfit is None else unfit
         self.started: list[str] = []
+        self.overrides: dict[str, list[str]] = {}
         self.looked: list[str] = []
         self._running: list[str] = []
 
@@ -199,9 +204,10 @@ class SmallTests:
         """See ``Tests``."""
         return host in self._running
 
-    def start(self, host: str, slots: int, run: Mapping[str, int]) -> None:
+    def start(self, host: str, slots: int, run: Mapping[str, int], overrides: Sequence[str]) -> None:
         """See ``Tests``."""
         self.started.append(host)
+        self.overrides[host] = list(overrides)
         self._running.append(host)
 
     def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
@@ -719,22 +725,26 @@ def test_a_run_whose_folder_is_full_again_and_again_ends(tmp_path: Path) -> None
 def test_without_another_host_the_run_goes_on_without_snapshots(tmp_path: Path, num_hosts: int, skips: bool) -> None:
     """From the attempt on that follows; with a spare all is as it was."""
     engine = SmallProcesses(tmp_path, [(1, None, (), 0), (1, None, (), 4), (0, None, (), STEPS)])
-    hosts = {"b": 1, "z": 1}
+    hosts, tests = {"b": 1, "z": 1, "s": 1}, SmallTests()
     with Journal(tmp_path, lambda line: None) as journal:
         journal.write("hosts", slots=hosts, num_hosts=num_hosts)
         journal.write("opened", config="c.json")
+        journal.write("tested", host="s", exit_code=70, text="no room")
         said = {"kind": "no_room", "hosts": ["b"], "step": 3, "text": "no room", "incident": None}
         journal.write("planned", attempt=1, slots=dict.fromkeys(list(hosts)[:num_hosts], 1), launch_id="launch1")
         journal.write("started", pid=0, ticks=0)
         journal.write("ended", exit_code=70, diagnosis=said)
-    assert supervise(tmp_path, engine, allocation=Allocation("hosts", hosts)) == 0
+    limits = replace(LIMITS, returns=1, retest_s=0.0)
+    assert supervise(tmp_path, engine, allocation=Allocation("hosts", hosts), tests=tests, limits=limits) == 0
     with Journal(tmp_path, lambda line: None) as journal:
         planned = [one.fields for one in journal.entries if one.kind == "planned"][1:]
+    go_on = ["megasdc.checkpoint.memory.without_room=go_on"] if skips else []
+    assert tests.overrides["s"] == go_on, "a spare without room is tested again, and can be used then"
     assert [one["skips_snapshots"] for one in planned] == [skips] * 2
     assert list(planned[0]["slots"]) == (["b", "z"] if skips else ["z"])
     attempt = _history_in(tmp_path).attempt
     assert attempt is not None
-    assert overrides_of(attempt, []) == (["megasdc.checkpoint.memory.without_room=go_on"] if skips else [])
+    assert overrides_of(attempt, []) == go_on
 
 
 @pytest.mark.parametrize("last", [0, 5])
