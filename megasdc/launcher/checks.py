@@ -229,7 +229,14 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
             "end the other run, or choose another with `-- --master_port N`"
         )
     if needs.cpu_only or not found["has_gpu"]:
-        problems += _cpu_problems(host, found, needs, several)
+        problems += _missing_compilers(host, found, needs)
+    own = found["own_address"]
+    if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):  # with a GPU too
+        leads = f"resolves to {own}" if own else "does not resolve"
+        problems.append(
+            f"{host}: its own name {found['hostname']} {leads}, where other hosts cannot reach gloo; "
+            "correct /etc/hosts there or set GLOO_SOCKET_IFNAME"
+        )
     unwritable = [
         HostProblem((host,), f"{host}: {path} cannot be written to there{why}; mount or create it", STORAGE)
         for path, why in found["unwritable"].items()
@@ -237,21 +244,13 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
     return [*(HostProblem((host,), text) for text in problems), *unwritable]
 
 
-def _cpu_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[str]:
-    """Problems that keep ranks without an accelerator from starting."""
-    problems = [
+def _missing_compilers(host: str, found: Mapping[str, Any], needs: HostNeeds) -> list[str]:
+    """What ranks without an accelerator compile with, and do not find."""
+    return [
         f"{host}: {name} is not on PATH, and for {needs.compilers[name]} code is compiled with it; {remedy}"
         for name, remedy in (("g++", "install g++"), ("ninja", f"pip install ninja into {sys.prefix}"))
         if name in needs.compilers and not found["programs"][name]
     ]
-    own = found["own_address"]
-    if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):
-        leads = f"resolves to {own}" if own else "does not resolve"
-        problems.append(
-            f"{host}: its own name {found['hostname']} {leads}, where other hosts cannot reach gloo; "
-            "correct /etc/hosts there or set GLOO_SOCKET_IFNAME"
-        )
-    return problems
 
 
 def master_address(first_host: str, addresses: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.checks import (
     DISTRIBUTIONS,
+    HostNeeds,
+    _host_problems,
     address_from_here,
     code_problems,
     data_problems,
@@ -24,6 +27,7 @@ from megasdc.launcher.front import launch_run
 from megasdc.launcher.on_host import files, module, probe
 from megasdc.launcher.remote import Transport, Watch, patience_s
 from megasdc.launcher.request import LaunchRequest
+from megasdc.versions.installed import component_versions
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
@@ -179,6 +183,25 @@ def test_master_address_must_be_on_a_card_of_that_host() -> None:
     assert master_address("127.0.0.1", ["127.0.0.1"]) == "127.0.0.1"
     assert master_address("127.0.0.1", ["10.0.0.1"]) is None
     assert master_address("no-such-host.invalid", ["10.0.0.1"]) is None
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_host_whose_own_name_leads_nowhere_is_refused(has_gpu: bool) -> None:
+    """Ranks on GPUs have groups of gloo too; not where the launch is of one host, or the interface is given."""
+    own = component_versions()
+    found = {"missing_cwd": False, "python": own.pop("python"), "versions": own, "unreadable": [], "port_problem": None}
+    found |= {"has_gpu": has_gpu, "unwritable": {}, "own_address": "127.0.1.1", "hostname": "h", "programs": {}}
+    needs = HostNeeds(
+        cwd="/", python_path=[], path=[], readable={}, data=[], code=[], writable=[], master_port=None, compilers={},
+        cpu_only=False, gloo_interface=False,
+    )  # fmt: skip
+    (problem,) = _host_problems("h", found, needs, True)
+    assert problem.hosts == ("h",) and "its own name h resolves to 127.0.1.1" in problem.text
+    (problem,) = _host_problems("h", {**found, "own_address": None}, needs, True)
+    assert "its own name h does not resolve" in problem.text
+    assert _host_problems("h", found, needs, False) == []
+    assert _host_problems("h", found, replace(needs, gloo_interface=True), True) == []
+    assert _host_problems("h", {**found, "own_address": "10.0.0.7"}, needs, True) == []
 
 
 def test_an_address_for_other_hosts_is_none_of_the_loopback() -> None:
