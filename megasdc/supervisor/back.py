@@ -18,6 +18,8 @@ from megasdc.supervisor.history import Attempt
 
 _END = "data/stream_end"
 _RESOLVED = "resolved.json"
+_RESUMED = ("checkpoint", "memory", "other_layout")
+"""Events of a run that has gone on from a save of its own."""
 
 
 def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
@@ -48,7 +50,7 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
         return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0, broken=[]))
     if not rewind_steps:
-        return _to_finite(run_dir, [one.step for one in resumes if one.name in ("checkpoint", "memory")])
+        return _to_finite(run_dir, [one.step for one in resumes if one.name in _RESUMED])
     if not skipped or skipped[-1].step is None:
         return None
     if not launch.wrote(skipped[-1].launch, skipped[-1].time):

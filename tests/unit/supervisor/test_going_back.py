@@ -62,6 +62,10 @@ def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> 
         )
         log.emit("resume", "checkpoint", step=16)
         assert find_back(run_dir, Launch("x", 0.0), 0) == Back(8)
+        log.emit("resume", "other_layout", step=12)
+        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(8)
+        log.emit("resume", "other_layout", step=8)
+        assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried with fewer hosts"
         log.emit("resume", "memory", step=8)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried"
         log.emit("resume", "checkpoint", step=12)
