@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc import room
 from megasdc.health.alert import LIMIT_S, alert
 from megasdc.health.board import LOST_S
 from megasdc.health.front.address import ANSWER_S, FrontAddress, Hello
@@ -28,8 +29,8 @@ from megasdc.wire import SECRET_BYTES, Door, Messages, WireError
 
 LOOK_S = 0.5
 """Seconds between two looks at the hosts."""
-PUBLISH_S = 10.0 + LIMIT_S
-"""Seconds for the file of an incident, and for the user's command."""
+PUBLISH_S = 10.0 + room.END_S + LIMIT_S
+"""Seconds for the file of an incident, also where it waits for room, and for the user's command."""
 Say = Callable[[str], None]
 
 
@@ -180,7 +181,7 @@ class Standstill:
 
     def _publish(self, conclusion: Conclusion) -> None:
         try:
-            conclusion.write()
+            room.wait_for_room(conclusion.write, conclusion.path, self._say, at_most_s=room.END_S)
         except OSError as error:
             self._say(f"health: the incident could not be written: {error}")
         if problem := alert(self._alert_command, conclusion.path, conclusion.text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,10 @@ import psutil
 import pytest
 
 from megasdc.health import alert as alert_module
+from megasdc.health import incident as incident_module
 from megasdc.health.alert import alert
+from megasdc.health.front.server import Standstill
+from megasdc.health.incident import Conclusion
 
 
 @pytest.fixture
@@ -88,3 +92,18 @@ def test_an_incident_that_could_not_be_written_is_alerted_of(tmp_path: Path) -> 
     command = ["tee", str(tmp_path / "alerted")]
     assert alert(command, tmp_path / "nowhere" / "incident.json", "{}") == ""
     assert (tmp_path / "alerted").read_text() == "{}"
+
+
+def test_the_incident_of_the_front_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a full folder it is written once there is room: without it a supervisor cannot name the host."""
+    write, full, said = incident_module.write_durably, [OSError(errno.ENOSPC, "No space left on device")], list[str]()
+
+    def write_durably(path: Path, text: str) -> None:
+        if full:
+            raise full.pop()
+        write(path, text)
+
+    monkeypatch.setattr(incident_module, "write_durably", write_durably)
+    path = tmp_path / "incidents" / "hang.json"
+    Standstill(tmp_path, said.append)._publish(Conclusion({}, path, {"kind": "hang/behind"}))
+    assert "hang/behind" in path.read_text() and not full and not any("could not be written" in line for line in said)
