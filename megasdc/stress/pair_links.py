@@ -37,11 +37,18 @@ class LinkEnd:
 
         Returns ``failed``, or ``address`` and ``port``.
         """
+        self.close()
         try:
             self._door = Door(own_address_towards(task["towards"]), bytes.fromhex(task["token"]))
         except OSError as error:
             return {"failed": f"it cannot listen on the route to {task['towards']}: {error}"}
         return {"failed": None, "address": self._door.address, "port": self._door.port}
+
+    def close(self) -> None:
+        """Listen no more, where the other end could not and no measurement followed."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
 
     def measure(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Measure with the other end as ``task`` says; returns ``failed``, and the ``figures`` where this end leads."""

@@ -123,3 +123,9 @@ def test_a_host_without_a_route_fails_its_pair_alone(monkeypatch: pytest.MonkeyP
     found = measure_pairs([("a", "b"), ("c", "d")], ask, secrets.token_hex)
     assert found["c", "d"] == {"failed": None, "figures": {}}
     assert found["a", "b"]["figures"] is None and "no route to a" in found["a", "b"]["failed"]
+    listening = next(end for end in ends.values() if end._door is not None)
+    before = listening._door
+    listening.open({"towards": "b", "token": secrets.token_hex()})
+    assert before is not None and not before._thread.is_alive(), "who listens again has left the port before"
+    for end in ends.values():
+        end.close()
