@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from checkpoint_model import Run
 from harness import run_distributed
-from whole_runs import prepare_text
+from whole_runs import tokenize_text
 
 from megasdc.checkpoint.aside import move_aside
 from megasdc.durable import commit_folder, write_durably
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
 def test_prepared_data_are_on_the_disk_before_they_have_their_name(tmp_path: Path) -> None:
     """Token files, tokenizer, manifest and their folders are synced before the rename, the folder above after it."""
     with disk_log() as log:
-        folder = prepare_text(tmp_path)
+        folder = tokenize_text(tmp_path)
     assert at_risk(log, folder) == []
 
 

@@ -36,11 +36,16 @@ def prepare_text(folder: Path) -> Path:
 @functools.cache
 def _prepared_text() -> tempfile.TemporaryDirectory[str]:
     """What ``prepare_text`` copies; removed at the end of the process."""
+    made = tempfile.TemporaryDirectory(prefix="megasdc_text_")
+    tokenize_text(Path(made.name))
+    return made
+
+
+def tokenize_text(folder: Path) -> Path:
+    """Make what ``prepare_text`` gives, by itself."""
     from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
 
-    made = tempfile.TemporaryDirectory(prefix="megasdc_text_")
-    folder = Path(made.name)
     texts = folder / "texts"
     texts.mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -57,7 +62,7 @@ def _prepared_text() -> tempfile.TemporaryDirectory[str]:
         }
     )
     prepare(section, folder / "data", workers=1, progress=False)
-    return made
+    return folder / "data"
 
 
 def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:
