@@ -126,9 +126,11 @@ def launch(
     """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
     from megasdc.launcher.front import launch_run
     from megasdc.launcher.request import LaunchRequest
+    from megasdc.train.process.signals import exiting_on_signals
 
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
-    result = launch_run(request, dry_run=dry_run, quiet=as_json)
+    with exiting_on_signals() as signals:
+        result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)
@@ -162,6 +164,7 @@ def run(
     from megasdc.launcher.deepspeed_command import read_command
     from megasdc.launcher.front import launch_run
     from megasdc.supervisor.command import supervise_program
+    from megasdc.train.process.signals import exiting_on_signals
 
     if supervise and (dry_run or as_json):
         raise typer.BadParameter("it has neither --dry-run nor --json", param_hint="--supervise")
@@ -169,7 +172,9 @@ def run(
     found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
     if supervise:
         raise typer.Exit(supervise_program(read, found))
-    result = launch_run(read.request(found.logging.run_dir, found), dry_run=dry_run, quiet=as_json)
+    with exiting_on_signals() as signals:
+        request = read.request(found.logging.run_dir, found)
+        result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         echo(json.dumps(asdict(result), indent=2))
     raise typer.Exit(result.exit_code)
@@ -233,10 +238,12 @@ def _check_script(
     from megasdc.guard.settings import load_settings
     from megasdc.launcher.deepspeed_command import read_command
     from megasdc.repeat.program import check_program
+    from megasdc.train.process.signals import exiting_on_signals
 
     read = read_command(command)
     found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
-    return check_program(read, found, steps, progress)
+    with exiting_on_signals():
+        return check_program(read, found, steps, progress)
 
 
 @app.command("summary", epilog="Example: megasdc summary runs/smoke")

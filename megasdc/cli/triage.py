@@ -85,9 +85,11 @@ def triage(
     """
     with stdout_kept_clean():
         from megasdc.report.result.terminal import print_pages
+        from megasdc.train.process.signals import exiting_on_signals
         from megasdc.triage.triage import triage_step
         from megasdc.triage.triage_page import triage_page
 
-        result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)
+        with exiting_on_signals():
+            result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)
     print_result(result, lambda found, _: print_pages([triage_page(found, limit)]), out=out, as_json=as_json)
     raise typer.Exit({"hardware": CorruptionError.exit_code, "inconclusive": 1}.get(result.conclusion.verdict, 0))

@@ -39,7 +39,8 @@ from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_F
 from megasdc.shared_memory import NAME_VARIABLE
 from megasdc.wire import raise_descriptor_limit
 
-PRIVATE_TIMEOUT_S = 60.0
+PRIVATE_TIMEOUT_S, REMOVAL_TIMEOUT_S = 60.0, 10.0
+"""For a host to take what is secret of a launch, longer where it is only busy; to remove it, once all has ended."""
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,14 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
         say(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
     away: dict[str, str] = {}
-    with _holding(plan), _meeting(plan, away) as plan, listening_for_agents(plan) as agents:
-        verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
+    with _holding(plan), _meeting(plan, away) as plan:
+        with listening_for_agents(plan) as agents:
+            verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
         away.update(unreachable)
-    result = _result(plan, verdict, launcher_code)
-    _write_result(plan, result)
-    for line in verdict.lines:
-        say(line)
-    for line in lines_of(result.met):
-        say(line)
+        result = _result(plan, verdict, launcher_code)
+        _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
+        for line in (*verdict.lines, *lines_of(result.met)):
+            say(line)
     return result
 
 
@@ -245,18 +245,20 @@ def _private_on_hosts(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[str
     if (variables := environment.private_environment(os.environ)) and plan.request.backend == "pdsh":
         files[private.ENVIRONMENT] = json.dumps(variables)
 
-    def leave(files: dict[str, str] | None) -> list[str]:
+    def ask(files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: Watch) -> dict[str, str]:
         request, program = {"name": name, "files": files}, Path(private.__file__)
-        hosts = [host for host in plan.placement.hosts if host not in away]
-        answers = plan.transport.run(hosts, program, request, timeout_s=PRIVATE_TIMEOUT_S) if hosts else []
-        return [*away.values(), *(answer.problem for answer in answers if answer.problem)]
+        answers = plan.transport.run(hosts, program, request, timeout_s=timeout_s, watch=watch) if hosts else []
+        return {answer.host: answer.problem for answer in answers if answer.problem}
 
+    hosts = plan.placement.hosts
     try:
-        if problems := leave(files):
-            raise LaunchError("\n".join(f"the secret of the launch was not taken: {problem}" for problem in problems))
+        if refused := ask(files, hosts, PRIVATE_TIMEOUT_S, Watch(say=say)):
+            hosts = [host for host in hosts if host not in refused]
+            raise LaunchError("\n".join(f"the secret of the launch was not taken: {text}" for text in refused.values()))
         yield name
     finally:
-        for problem in leave(None):
+        problems = ask(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, Watch())
+        for problem in (*away.values(), *problems.values()):
             say(f"the secret of the launch, which has ended, may not have been removed: {problem}")
 
 

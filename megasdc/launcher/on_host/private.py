@@ -9,10 +9,14 @@ import pathlib
 import socket
 import stat
 import tempfile
+import time
 from typing import Any
 
 ENVIRONMENT = "environment"
 LARGEST_BYTES = 1 << 20
+FORGOTTEN_S = 3600.0
+"""A launcher of a host takes the variables at its start: where none has in that time, the front was killed before."""
+_PREFIX = "megasdc-launch-"
 
 
 def answer(request: dict[str, Any]) -> str:
@@ -20,12 +24,22 @@ def answer(request: dict[str, Any]) -> str:
 
     Args:
         request: ``name`` of ``path_of``, and ``files``, texts by name; None: remove all.
+
+    Raises:
+        SystemExit: the folder is there: another host of the launch is this machine.
     """
     folder = path_of(request["name"])
     if request["files"] is None:
         remove(request["name"])
         return str(folder)
-    folder.mkdir(0o700)
+    _remove_forgotten(folder.parent)
+    try:
+        folder.mkdir(0o700)
+    except FileExistsError:
+        raise SystemExit(
+            f"{socket.gethostname()} is this machine's name and that of another host of the launch, which shares its "
+            "memory: list each machine once, with all its slots"
+        ) from None
     for name, text in request["files"].items():
         number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(number, "w", encoding="utf-8") as file:
@@ -41,7 +55,7 @@ def path_of(name: str) -> pathlib.Path:
     """
     shared = pathlib.Path("/dev/shm")
     parent = shared if shared.is_dir() else pathlib.Path(tempfile.gettempdir())
-    return parent / f"megasdc-launch-{name}-{socket.gethostname()}"
+    return parent / f"{_PREFIX}{name}-{socket.gethostname()}"
 
 
 def take_environment(name: str) -> dict[str, str]:
@@ -64,7 +78,18 @@ def take_environment(name: str) -> dict[str, str]:
 
 def remove(name: str) -> None:
     """Remove the folder with its files, where it is this user's."""
-    folder = path_of(name)
+    _remove(path_of(name))
+
+
+def _remove_forgotten(parent: pathlib.Path) -> None:
+    """Remove folders of this host with variables that nobody will take; a secret alone opens nothing any more."""
+    for folder in parent.glob(f"{_PREFIX}*-{socket.gethostname()}"):
+        with contextlib.suppress(OSError):
+            if (folder / ENVIRONMENT).lstat().st_mtime < time.time() - FORGOTTEN_S:
+                _remove(folder)
+
+
+def _remove(folder: pathlib.Path) -> None:
     if _is_own(folder):
         with contextlib.suppress(OSError):  # the front and the launcher of the host may both do so
             for path in folder.iterdir():

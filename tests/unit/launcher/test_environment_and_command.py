@@ -121,7 +121,7 @@ def test_secrets_lie_in_a_folder_of_the_host_until_they_are_taken(tmp_path: Path
     try:
         assert on_host.answer({"name": name, "files": files}) == str(folder)
         assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, path)] == [0o700, 0o600]
-        with pytest.raises(FileExistsError):
+        with pytest.raises(SystemExit, match="list each machine once"):
             on_host.answer({"name": name, "files": files})
         folder.chmod(0o750)
         assert on_host.take_environment(name) == {}

@@ -198,7 +198,7 @@ def test_the_secret_is_for_this_user_alone(variables: dict[str, str], monkeypatc
     folder = private_folder(name)
     assert folder == private.path_of(name), "ranks look where the front has left it"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "secret")] == [0o700, 0o600]
-    with pytest.raises(FileExistsError):
+    with pytest.raises(SystemExit, match="list each machine once"):
         private.answer({"name": name, "files": {"secret": "other"}})
     monkeypatch.setenv("MEGASDC_PRIVATE_NAME", name)
     folder.chmod(0o750)
