@@ -106,12 +106,13 @@ class FileClock:
 
 
 def read_hosts(
-    run_folder: Path, clock: FileClock, rank_hosts: Mapping[int, str]
+    run_folder: Path, clock: FileClock, rank_hosts: Mapping[int, str], launch: str | None = None
 ) -> tuple[tuple[HostPosition, ...], list[str]]:
     """The hosts of a run's last start, by index; empty where no agent has written.
 
     Args:
         rank_hosts: names of the hosts by rank, as far as they are known.
+        launch: id of the launch that the start must be of; None: any.
 
     Returns:
         The hosts, and a sentence for each thing that was left out.
@@ -125,7 +126,7 @@ def read_hosts(
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             notes.append(f"health/{name} is left out: {error!r}")
             continue
-        hosts += [found] if found else []
+        hosts += [found] if found and launch in (None, found.launch) else []
     if not hosts:
         return (), notes
     run = min(hosts, key=lambda one: one.age_s).run
@@ -145,7 +146,7 @@ def last_step_seen(run_folder: Path, launch: str | None = None, wait_s: float = 
     """
     clock, end = FileClock(run_folder), time.monotonic() + wait_s
     while True:
-        hosts = [one for one in read_hosts(run_folder, clock, {})[0] if launch is None or one.launch == launch]
+        hosts = read_hosts(run_folder, clock, {}, launch)[0]
         are_running = any(not rank.ended for host in hosts if host.state != "silent" for rank in host.ranks)
         if not are_running or time.monotonic() >= end:
             return max((rank.step - 1 for host in hosts for rank in host.ranks if rank.step), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import sys
@@ -33,7 +34,7 @@ class HostNeeds:
     where it cannot be read; ``data``: folders of prepared data, and ``code``: files, the same on all; ``master_port``
     None: the launch reserves a free one; ``compilers``: needed on hosts without an accelerator, each with the setting
     that needs it; ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set
-    for the ranks.
+    for the ranks; ``always_gloo``: they have groups of gloo with an accelerator too, as a program of others may not.
     """
 
     cwd: str
@@ -47,6 +48,7 @@ class HostNeeds:
     compilers: Mapping[str, str]
     cpu_only: bool
     gloo_interface: bool
+    always_gloo: bool
 
 
 @dataclass(frozen=True)
@@ -228,10 +230,12 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
             f"{host}: rank 0 cannot listen on port {needs.master_port} ({found['port_problem']}); "
             "end the other run, or choose another with `-- --master_port N`"
         )
-    if needs.cpu_only or not found["has_gpu"]:
+    has_none = needs.cpu_only or not found["has_gpu"]
+    if has_none:
         problems += _missing_compilers(host, found, needs)
     own = found["own_address"]
-    if several and not needs.gloo_interface and (own is None or own.startswith(LOOPBACK)):  # with a GPU too
+    binds_to_name = several and not needs.gloo_interface and (has_none or needs.always_gloo)
+    if binds_to_name and (own is None or ipaddress.ip_address(own).is_loopback):
         leads = f"resolves to {own}" if own else "does not resolve"
         problems.append(
             f"{host}: its own name {found['hostname']} {leads}, where other hosts cannot reach gloo; "

@@ -234,4 +234,5 @@ def _needs(program: RankProgram, rank: RankCommand, master_port: int | None) -> 
         compilers=program.compilers,
         cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
         gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
+        always_gloo=not program.is_users,
     )

@@ -26,7 +26,7 @@ STARTERS = frozenset({SRUN, "pdsh", "ssh", "mpirun"})
 """Programs by which a launcher starts ranks on other hosts."""
 FORWARDED = {
     **{number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
-    signal.SIGHUP: signal.SIGTERM,  # the terminal has gone, where ranks may not
+    signal.SIGHUP: signal.SIGTERM,
 }
 """Signals that are passed on to the launcher, each with what it gets."""
 
@@ -36,8 +36,10 @@ Say = Callable[[str], None]
 class LauncherProcess:
     """DeepSpeed's launcher as a child process; ``stdout`` None: its output goes to that of this process.
 
-    The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (unless that is ignored, as under ``nohup``) that this process receives
-    is forwarded, so that ranks can save; the second one kills. ``say`` is called with messages about signals.
+    The first SIGINT, SIGTERM or SIGUSR1 that this process receives is forwarded, so that ranks can save; the second one
+    kills. So is SIGHUP, where this process has a handler for it, and never kills: a terminal that goes sends several.
+    Without one this process ends, of which the launcher learns by itself. ``say`` is called with messages about
+    signals.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
@@ -55,7 +57,7 @@ class LauncherProcess:
             stdout=stdout,
             start_new_session=True,
         )
-        heard = [one for one in FORWARDED if one is not signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+        heard = [one for one in FORWARDED if one is not signal.SIGHUP or callable(signal.getsignal(one))]
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         self._previous[signal.SIGINT] = before
 
@@ -113,13 +115,14 @@ class LauncherProcess:
                 self._say(f"the launcher was killed and does not end: process {self._process.pid}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.stopped_by is None:
+        name = signal.Signals(number).name
+        if self.stopped_by is None:  # told last, since nobody may take it any more
             self.stopped_by = number
-            self._say(f"{signal.Signals(number).name}: passed on to the launcher; once more kills it")
             self._forward(FORWARDED[signal.Signals(number)])
-        else:
-            self._say(f"{signal.Signals(number).name} again: killing the launcher")
+            self._say(f"{name}: passed on to the launcher; once more kills it")
+        elif number != signal.SIGHUP:
             self._kill()
+            self._say(f"{name} again: killing the launcher")
 
     def _forward(self, number: int) -> None:
         if self._process.poll() is None:

@@ -261,7 +261,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(kind, named, evidence.reached, said, incident, back)
 
     code = evidence.exit_code
-    if code == 0 and evidence.reached >= evidence.steps:
+    is_told_apart = evidence.steps or not evidence.interrupted  # a program's last step is not known
+    if code == 0 and evidence.reached >= evidence.steps and is_told_apart:
         return found("done")
     if evidence.grows and (code is None or code == 0 or code > SIGNALS):  # None: before it had anything to end
         return found("grown", text="more hosts can be used")

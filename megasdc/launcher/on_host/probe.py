@@ -106,11 +106,12 @@ def _why_unwritable(folder: str) -> str | None:
 
 
 def _own_address() -> str | None:
-    """The address that this host's own name resolves to; gloo binds to it."""
+    """The first address that this host's own name resolves to; gloo binds to it."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
     except OSError:
         return None
+    return str(first[4][0]).partition("%")[0]  # without the zone of an IPv6 address
 
 
 def _addresses() -> list[str]:

@@ -193,7 +193,7 @@ def test_a_host_whose_own_name_leads_nowhere_is_refused(has_gpu: bool) -> None:
     found |= {"has_gpu": has_gpu, "unwritable": {}, "own_address": "127.0.1.1", "hostname": "h", "programs": {}}
     needs = HostNeeds(
         cwd="/", python_path=[], path=[], readable={}, data=[], code=[], writable=[], master_port=None, compilers={},
-        cpu_only=False, gloo_interface=False,
+        cpu_only=False, gloo_interface=False, always_gloo=True,
     )  # fmt: skip
     (problem,) = _host_problems("h", found, needs, True)
     assert problem.hosts == ("h",) and "its own name h resolves to 127.0.1.1" in problem.text
@@ -201,7 +201,10 @@ def test_a_host_whose_own_name_leads_nowhere_is_refused(has_gpu: bool) -> None:
     assert "its own name h does not resolve" in problem.text
     assert _host_problems("h", found, needs, False) == []
     assert _host_problems("h", found, replace(needs, gloo_interface=True), True) == []
-    assert _host_problems("h", {**found, "own_address": "10.0.0.7"}, needs, True) == []
+    for address, is_reached in (("10.0.0.7", True), ("fd00::7", True), ("::1", False)):
+        assert (_host_problems("h", {**found, "own_address": address}, needs, True) == []) is is_reached
+    users = _host_problems("h", found, replace(needs, always_gloo=False), True)
+    assert (users == []) is has_gpu, "a program of others may use NCCL alone"
 
 
 def test_an_address_for_other_hosts_is_none_of_the_loopback() -> None:

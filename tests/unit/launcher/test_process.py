@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -65,22 +67,33 @@ def test_a_signal_after_the_end_kills_nothing() -> None:
     process.close()
 
 
-@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_who_loses_its_terminal_lets_ranks_save(before: signal.Handlers) -> None:
-    """They are asked as by SIGTERM, since theirs may not have gone; ``nohup`` ignores it."""
-    said: list[str] = []
-    own = signal.signal(signal.SIGHUP, before)
+def test_a_front_that_hears_of_a_hangup_lets_ranks_save() -> None:
+    """They are asked as by SIGTERM, however often it comes, and whether anybody can be told or not."""
+
+    def say(_: str) -> None:
+        raise OSError(errno.EIO, "the terminal has gone")
+
+    own = signal.signal(signal.SIGHUP, lambda *_: None)
     try:
-        process = launched(PATIENT, said)
-        os.kill(os.getpid(), signal.SIGHUP)
-        if before is signal.SIG_IGN:
-            assert process.stopped_by is None and not said
-            process._forward(signal.SIGTERM)
-        else:
-            assert process.stopped_by == signal.SIGHUP
+        process = LauncherProcess([sys.executable, "-c", PATIENT], os.environ, stdout=None, say=say)
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                os.kill(os.getpid(), signal.SIGHUP)
+        assert process.stopped_by == signal.SIGHUP
         assert process.wait(lambda: None, failure_grace_s=0.5) == -signal.SIGTERM
         process.close()
+    finally:
+        signal.signal(signal.SIGHUP, own)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_hangup_that_the_front_does_not_hear_of_stays_as_it_is(before: signal.Handlers) -> None:
+    """It ends the front, and by that lets ranks save; or nothing, under ``nohup``."""
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        process = launched("", [])
         assert signal.getsignal(signal.SIGHUP) == before
+        process.close()
     finally:
         signal.signal(signal.SIGHUP, own)
 

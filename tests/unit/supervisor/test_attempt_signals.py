@@ -54,11 +54,11 @@ def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> 
         assert (found.exit_code, diagnose(found).kind) == (128 + signal.SIGTERM, kind), found.lines
 
 
-@pytest.mark.parametrize("code", [0, 128 + signal.SIGHUP])
-def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int) -> None:
-    """Nobody has asked the supervisor: the run is started again, and it counts as no failure."""
+@pytest.mark.parametrize(("code", "steps"), [(0, 5), (128 + signal.SIGHUP, 5), (0, 0)])
+def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int, steps: int) -> None:
+    """Nobody has asked the supervisor: the run is started again, and it counts as no failure; also a program's."""
     attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
-    engine = FrontEngine(tmp_path, 5, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
+    engine = FrontEngine(tmp_path, steps, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
     path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(code, None, None, ["stopped"], stopped_by=signal.SIGHUP))))
