@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,8 +35,9 @@ TELL_S = 10.0
 
 
 def say(line: str) -> None:
-    """Print a message of the front to standard error."""
-    print(f"megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
+    """Print a message of the front to standard error; where its terminal has gone, nobody can be told."""
+    with suppress(OSError):
+        print(f"megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
 
 
 @dataclass
