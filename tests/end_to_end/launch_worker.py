@@ -1,10 +1,11 @@
 """A stand-in for the training script: meets the other ranks, behaves as told, and leaves its records.
 
-``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo, after a meeting of ranks with a secret), ``sums`` (one
-after the other until a peer is lost, which is a PeerError), ``fail:RANK`` (that rank ends with a DataError, the others
-as PeerError), ``alone:RANK`` (that rank ends so, the others hear nothing of it and sleep), ``sleep`` (until a signal),
-``save:S`` (the same, then for S seconds more), ``meet:RANK`` (wait for the others as training does, but that rank never
-comes), ``deaf`` (to every signal that asks), or ``environment`` (write the environment to the run folder).
+``MEGASDC_TEST_BEHAVIOUR`` is ``sum`` (one all-reduce over gloo), ``signed`` (after ranks with a secret have met),
+``sums`` (one after the other until a peer is lost, which is a PeerError), ``fail:RANK`` (that rank ends with a
+DataError, the others as PeerError), ``alone:RANK`` (that rank ends so, the others hear nothing of it and sleep),
+``sleep`` (until a signal), ``save:S`` (the same, then for S seconds more), ``meet:RANK`` (wait for the others as
+training does, but that rank never comes), ``deaf`` (to every signal that asks), or ``environment`` (write the
+environment to the run folder).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ FAILURE_S = 1.0
 def main(run_dir: Path) -> None:
     """Do what the environment asks for."""
     behaviour, _, argument = os.environ["MEGASDC_TEST_BEHAVIOUR"].partition(":")
-    if behaviour == "sum":
-        check_sum()
+    if behaviour in ("sum", "signed"):
+        check_sum(is_signed=behaviour == "signed")
     elif behaviour == "sums":
         sum_until_peer_lost(run_dir)
     elif behaviour in ("fail", "alone"):
@@ -56,27 +57,35 @@ def main(run_dir: Path) -> None:
         (run_dir / f"environment_{RANK}.json").write_text(json.dumps(found))
 
 
-def check_sum() -> None:
-    """Meet as training does, with a secret and on one address; sum the ranks and compare with the formula."""
+def check_sum(*, is_signed: bool) -> None:
+    """Meet as training does, sum the ranks and compare with the formula; ``is_signed``: by a secret, at one address."""
     import torch
     import torch.distributed as dist
 
-    from megasdc.parallel.collectives import gather_objects
     from megasdc.parallel.identity import Identity
     from megasdc.parallel.meeting import meet
-    from megasdc.parallel.stores import launch_secret
 
     size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=meet(Identity.own(RANK, size, None), 60.0), rank=RANK, world_size=size)
+    store = meet(Identity.own(RANK, size, None), 60.0)  # kept: torch keeps only a part of it
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=size)
     total = torch.tensor([float(RANK)])
     dist.all_reduce(total)
     assert total.item() == size * (size - 1) / 2, total
+    if is_signed:
+        check_secret()
+    dist.destroy_process_group()
+
+
+def check_secret() -> None:
+    """All ranks have the same, which their environment has not, and the store listens at the master's address alone."""
+    from megasdc.parallel.collectives import gather_objects
+    from megasdc.parallel.stores import launch_secret
+
     secrets, port = gather_objects(launch_secret()), f":{int(os.environ['MASTER_PORT']):04X}"
     assert len(set(secrets)) == 1 and secrets[0] and secrets[0].hex() not in str(os.environ)
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     found = [line.split()[1] for table in tables for line in table if " 0A " in line and f"{port} " in line]
     assert found == ([address_in_proc(os.environ["MASTER_ADDR"]) + port] if RANK == 0 else []), found
-    dist.destroy_process_group()
 
 
 def address_in_proc(address: str) -> str:
