@@ -37,7 +37,8 @@ def init_process_group(
 
     Args:
         timeout_s: timeout in seconds, of collectives and of the rendezvous.
-        store: rendezvous store that the ranks have joined; None: they join one at the launcher's port.
+        store: rendezvous store that the ranks have joined; None: they join one at the launcher's port. It is kept until
+            ``shutdown``.
         run_dir: run folder as configured, which distinguishes launches; None where there is none.
         on_met: called when all ranks have joined; a rank that exits alone after that may leave the others waiting.
         share_devices: ranks of a host may share its GPUs.
@@ -59,6 +60,7 @@ def init_process_group(
     backend = choose_backend(share_devices)  # before Megatron-core asks for the current device
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store or meet(Identity.own(rank, world_size, run_dir), timeout_s)
+    _stores[:] = [store]
     dist.init_process_group(
         backend,
         store=unsigned_store(store, rank == 0) if backend == "nccl" else store,
@@ -99,9 +101,13 @@ def without_inference_operator() -> Iterator[None]:
 
 
 def default_store() -> dist.Store:
-    """The rendezvous store of the world."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+    """The store in which the ranks of the world have met; signed, where they have a secret, with NCCL too."""
+    assert _stores, "the process group is not initialised"
+    return _stores[-1]
+
+
+_stores: list[dist.Store] = []
+"""That one: torch keeps only a part of it, and under NCCL another one."""
 
 
 def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> ParallelDims:
@@ -198,6 +204,7 @@ def shutdown() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    _stores.clear()
 
 
 def place_collectives_on_host() -> None:

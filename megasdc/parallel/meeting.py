@@ -33,6 +33,7 @@ from megasdc.parallel.stores import (
     address_of_store,
     folder_store,
     launch_secret,
+    prefix_store,
     serve_store,
     signed_store,
     without_signature,
@@ -105,15 +106,20 @@ def _in_thread(call: Callable[[], T], limit_s: float) -> T:
     """Call with a time limit; on TimeoutError the daemon thread keeps running."""
     # torch 2.13 waits for ever for a peer that accepts a connection and does not reply.
     result: Future[T] = Future()
+    threading.Thread(target=_run, args=(call, result), daemon=True).start()
+    try:
+        return result.result(limit_s)
+    finally:
+        del result  # as below
 
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except Exception as error:  # raised again in the caller's thread
-            result.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return result.result(limit_s)
+def _run(call: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(call())
+    except Exception as error:  # raised again in the caller's thread
+        result.set_exception(error)
+    finally:
+        del result  # an error has this frame, and would keep itself with the store that it is of
 
 
 def _join(own: Identity, end: float) -> dist.Store:
@@ -180,14 +186,7 @@ def _open(first: bool, end: float) -> dist.Store:
             f"port {port} on {host} is in use by {_listener(host, port)}, so the ranks cannot connect there; end it, "
             f"or choose another with --master_port: {str(error).splitlines()[0]}"
         ) from error
-    if secret is not None:
-        store = signed_store(store, secret)
-        _kept.append(store)
-    return _ours(store)
-
-
-_kept: list[dist.Store] = []
-"""Signed stores of this process, which torch does not keep."""
+    return _ours(store if secret is None else signed_store(store, secret))
 
 
 def _serve(host: str, port: int, end: float) -> dist.TCPStore | None:
@@ -209,10 +208,8 @@ def _serve(host: str, port: int, end: float) -> dist.TCPStore | None:
 
 def _ours(store: dist.Store) -> dist.Store:
     """A prefix for each restart and each meeting of remaining ranks, since a store may outlive those before."""
-    import torch.distributed as dist
-
     again = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{os.environ.get(MEETING_NAME_VARIABLE, '')}"
-    return dist.PrefixStore(f"meeting/{again}", store)
+    return prefix_store(f"meeting/{again}", store)
 
 
 class AskedRanks:
@@ -220,6 +217,7 @@ class AskedRanks:
 
     Over a connection of its own, since the main thread may wait at the store meanwhile, which lets nobody else ask it.
     Each rank has a key of its own, and the first to decide decides for all, so that repeating any of it is harmless.
+    Every method raises LaunchError where a decision is not signed with the secret of the launch.
 
     Args:
         rank: of this process in the launch.
@@ -266,16 +264,23 @@ class AskedRanks:
         return [f"{name}/{rank}" for rank in range(self._world_size)]
 
     def _call(self, action: Callable[[dist.Store], T]) -> T | None:
-        """Result of an action with the store; None: that does not answer in ``LOOK_S``."""
+        """Result of an action with the store; None: that does not answer in ``LOOK_S``.
+
+        Raises:
+            LaunchError: what the store holds is not signed with the secret of the launch.
+        """
 
         def call() -> T:
-            store = self._store or _open(False, time.monotonic() + LOOK_S)
+            try:
+                store = self._store or _open(False, time.monotonic() + LOOK_S)
+            except LaunchError as error:
+                raise TimeoutError("nothing of this launch is there any more") from error
             self._store = store
             return action(store)
 
         try:
             return _in_thread(call, LOOK_S)  # torch 2.13 has no limit for most of it
-        except (RuntimeError, TimeoutError, LaunchError):  # the rank that holds it has gone, or is stuck
+        except (RuntimeError, TimeoutError):  # the rank that holds it has gone, or is stuck
             self._store = None  # a late answer would be taken for that of the next question
             return None
 

@@ -213,10 +213,32 @@ def _signature(secret: bytes, name: str, value: bytes) -> bytes:
 def signed_store(store: dist.Store, secret: bytes) -> dist.Store:
     """A store whose values are signed; numbers of ``add`` are not, and who changes them or removes keys blocks ranks.
 
-    ``get`` and ``compare_set`` raise LaunchError, with the key, where a value is not. The caller keeps the store as
-    long as torch uses it, which itself keeps only its C++ part: that does nothing without the Python one.
+    ``get`` and ``compare_set`` raise LaunchError, with the key, where a value is not. The caller keeps the store, or
+    one of ``prefix_store``, as long as torch uses it, which itself keeps only its C++ part: that does nothing without
+    the Python one.
     """
     return _signed_store()(store, secret)  # type: ignore[no-any-return]
+
+
+def prefix_store(prefix: str, store: dist.Store) -> dist.Store:
+    """A part of a store, as torch's own makes it, which keeps all of that, and sets its timeout."""
+    return _prefix_store()(prefix, store)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _prefix_store() -> Any:
+    """Class of such parts; made here, since importing this file brings no torch."""
+    import torch.distributed as dist
+
+    class PrefixStore(dist.PrefixStore):
+        def __init__(self, prefix: str, store: Any) -> None:
+            super().__init__(prefix, store)
+            self._store = store
+
+        def set_timeout(self, timeout: datetime.timedelta) -> None:
+            self._store.set_timeout(timeout)  # torch's calls only the C++ part of that
+
+    return PrefixStore
 
 
 def unsigned_store(store: dist.Store, first: bool) -> dist.Store:

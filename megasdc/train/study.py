@@ -25,6 +25,7 @@ from megasdc.parallel import groups, meeting
 from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.cut import Cut
 from megasdc.parallel.identity import Identity
+from megasdc.parallel.stores import prefix_store
 from megasdc.study.log import STUDY_FOLDER, StudyLog
 from megasdc.study.norms import NormDifference, ShardNorms
 from megasdc.study.predictions import top_predictions
@@ -54,7 +55,7 @@ def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) 
     """
     cut = part.cut
     store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
-    own = dist.PrefixStore(f"replica/{cut.replica}", store)
+    own = prefix_store(f"replica/{cut.replica}", store)
     groups.init_process_group(section.timeout_s, own, on_met=on_met, share_devices=section.share_devices)
     return Bridge(cut, part.section.trusted, store, section.timeout_s)
 

@@ -196,7 +196,7 @@ OWNERS = (
     Owner(
         "torch.distributed.distributed_c10d",
         "timeouts of process groups",
-        names=("_set_pg_timeout", "_get_default_store", "_world"),
+        names=("_set_pg_timeout", "_world"),
     ),
     Owner(
         "torch.distributed.distributed_c10d:ProcessGroup",

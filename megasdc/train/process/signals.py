@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megasdc.errors import PeerError
+from megasdc.errors import LaunchError, PeerError
 
 if TYPE_CHECKING:
     from megasdc.parallel.meeting import AskedRanks
@@ -97,7 +97,11 @@ class StartGuard:
     def _watch(self) -> None:
         while number := os.read(self._reading, 1):
             if number[0] in STOP_SIGNALS:
-                self._stop(signal.Signals(number[0]))
+                try:
+                    self._stop(signal.Signals(number[0]))
+                except LaunchError as error:  # somebody who does not belong to the launch has written to its store
+                    logger.error("%s", error)
+                    self._leave(error.exit_code, error)
         os.close(self._reading)
 
     def _stop(self, number: signal.Signals) -> None:

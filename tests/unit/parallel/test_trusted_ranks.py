@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megasdc.errors import LaunchError
 from megasdc.launcher.on_host import private
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.meeting import AskedRanks, join_store
 from megasdc.parallel.stores import launch_secret, private_folder, sign, signed_store, unsigned_store, verify
 
 RANK = """
@@ -75,6 +77,8 @@ dist.init_process_group("gloo", store=store, rank=1, world_size=2)
 dist.all_gather_object([None, None], Code())
 """
 """Somebody who knows all of a launch but its secret, and comes as rank 1 with an object that runs code."""
+
+FIRST = Identity(0, 2, "launch", None, None, "n", "b", "0", (1, 1))
 
 
 @pytest.fixture
@@ -174,6 +178,47 @@ def test_values_of_a_store_are_bound_to_their_names() -> None:
         with pytest.raises(LaunchError, match=r"^c: not signed with the secret of this launch; .*--master_port"):
             store.get("c")
     assert verify(b"x", "n", sign(b"x", "n", b"value")) == b"value"
+
+
+def test_a_store_that_nobody_uses_any_more_is_closed(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 listens no longer, and may again; a connection over which there was no answer does not stay."""
+    for name in ("MEGASDC_PRIVATE_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, variables[name])
+
+    def fail(store: dist.Store) -> None:
+        store.check(["a"])
+        raise RuntimeError("no answer")
+
+    for _ in range(2):
+        store = join_store(FIRST, 20.0)
+        asked, before = AskedRanks(1, 2), len(os.listdir("/proc/self/fd"))
+        assert [asked._call(fail) for _ in range(3)] == [None] * 3
+        assert len(os.listdir("/proc/self/fd")) <= before + 1, (
+            "what rank 0 has accepted last, which it may not have read"
+        )
+        below, limit = store, timedelta(seconds=7)
+        store.set_timeout(limit)
+        while isinstance(below, dist.PrefixStore):
+            below = below.underlying_store
+        assert below.plain.timeout == limit  # type: ignore[attr-defined]
+        assert f"0200007F:{int(variables['MASTER_PORT']):04X}" in listening(os.getpid())
+        del store, below
+        assert not listening(os.getpid())
+
+
+def test_a_forged_decision_ends_the_rank_that_asks(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no answer that was lost, as where rank 0 has gone."""
+    for name in ("MEGASDC_PRIVATE_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, variables[name])
+    store = join_store(FIRST, 20.0)
+    stranger = dist.TCPStore("127.0.0.2", int(variables["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    dist.PrefixStore("meeting/0", stranger).set("start", "leave")
+    for ask in (AskedRanks(1, 2).go_on, lambda: [AskedRanks(rank, 2).ask() for rank in (0, 1)]):
+        with pytest.raises(LaunchError, match="meeting/0/start: not signed with the secret of this launch"):
+            ask()
+    del store
 
 
 def test_nccl_gets_a_part_of_torchs_own_store() -> None:
