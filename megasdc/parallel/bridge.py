@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.parallel.cut import Cut
-from megasdc.parallel.stores import launch_secret, sign, verify
+from megasdc.parallel.stores import check_size, launch_secret, sign, verify
 
 T = TypeVar("T")
 _HEADER_BYTES = 8
@@ -108,6 +108,8 @@ class Bridge:
             content = bytearray(sign(secret, name, bytes(content)))
         size = torch.tensor([len(content)])
         self._broadcast(size)
+        if secret is not None:
+            check_size(name, int(size))
         message = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(message)
         found = message.numpy().tobytes()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.parallel.stores import launch_secret, sign, verify
+from megasdc.parallel.stores import check_size, launch_secret, sign, verify
 
 T = TypeVar("T")
 
@@ -22,10 +22,12 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, anything that can be pickled, in rank order, on every rank.
 
     Raises:
-        LaunchError: what came for a rank is not signed with the secret of the launch.
+        LaunchError: what came for a rank is not signed with the secret of the launch, or too large.
 
     Collective: the group, default the world.
     """
+    if dist.get_world_size(group) == 1:
+        return [_copy(value)]
     if launch_secret() is None:
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
@@ -48,6 +50,8 @@ def gather_objects_on(first: int, value: T, group: dist.ProcessGroup | None = No
     Collective: the group, default the world.
     """
     is_first = dist.get_rank() == first
+    if dist.get_world_size(group) == 1:
+        return [_copy(value)] if is_first else None
     if launch_secret() is None:
         values: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
         dist.gather_object(value, values, dst=first, group=group)
@@ -70,6 +74,8 @@ def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup | No
 
     Collective: the group, default the world.
     """
+    if dist.get_world_size(group) == 1:
+        return _copy(value)  # type: ignore[return-value]
     if launch_secret() is None:
         held: list[Any] = [value]
         dist.broadcast_object_list(held, src=source, group=group)
@@ -78,9 +84,16 @@ def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup | No
     content = _dump(value, source) if dist.get_rank() == source else b""
     size = torch.tensor([len(content)], device=_device(group))
     dist.broadcast(size, src=source, group=group)
+    check_size(_name(source), int(size))
     message = _as_tensor(content.ljust(int(size), b"\0"), group)
     dist.broadcast(message, src=source, group=group)
     return _load(message, source)  # type: ignore[no-any-return]
+
+
+def _copy(value: T) -> T:
+    """What one rank alone has of its own value, which needs no secret: as if it had been sent."""
+    copied: T = pickle.loads(pickle.dumps(value))
+    return copied
 
 
 def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
@@ -89,6 +102,8 @@ def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, li
     found = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, size, group=group)
     sizes = [int(one) for one in found]
+    for rank, one in zip(dist.get_process_group_ranks(group), sizes, strict=True):
+        check_size(_name(rank), one)
     return _as_tensor(content.ljust(max(sizes), b"\0"), group), sizes
 
 

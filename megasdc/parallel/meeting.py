@@ -130,7 +130,7 @@ def _join(own: Identity, end: float) -> dist.Store:
             logger.warning("%s", NOT_AUTHENTICATED.format(place=_address()))
         store.set(_key(0), own.encode())
         return store
-    first = Identity.decode(store.get(_key(0)))
+    first = _identity_of_first(own, store)
     if found := differences(own, first):
         raise LaunchError(
             f"another launch uses {_address()}: {first}; {own} does not join it (different: {', '.join(found)}); "
@@ -141,6 +141,20 @@ def _join(own: Identity, end: float) -> dist.Store:
     if holder != own:
         raise LaunchError(f"rank {own.rank} has connected to {_address()} twice: {own} is refused after {holder}")
     return store
+
+
+def _identity_of_first(own: Identity, store: dist.Store) -> Identity:
+    try:
+        return Identity.decode(store.get(_key(0)))
+    except LaunchError as error:
+        if os.environ.get(MEETING_VARIABLE):
+            raise
+        which = "another secret than this one" if launch_secret() else "a secret, this one none"
+        claimed = _listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        raise LaunchError(
+            f"{_address()} is in use by what says it is {claimed}; {own} does not join it, that launch has {which}, or "
+            f"somebody forges it: {error}"
+        ) from error
 
 
 def _gather(own: Identity, store: dist.Store, end: float) -> dist.Store:
@@ -171,7 +185,8 @@ def _open(first: bool, end: float) -> dist.Store:
             return _ours(folder_store(Path(folder)))
         except OSError as error:
             raise LaunchError(
-                f"ranks cannot meet in {folder} (environment variable {MEETING_VARIABLE}): {error}"
+                f"ranks cannot meet in {folder} (environment variable {MEETING_VARIABLE}): {error}; start all anew by "
+                "one megasdc command, or unset that variable for what is no rank of a launch"
             ) from error
     host, port, secret = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), launch_secret()
     hosts_it = first and os.environ.get(AGENT_STORE_VARIABLE) != "True"

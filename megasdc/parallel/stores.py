@@ -42,6 +42,12 @@ REMEDY = (
     "another launch uses the same port, or somebody who does not belong to this run reaches its hosts: choose another "
     "port with --master_port, and let nobody else reach that network (docs/guides/security.md)"
 )
+REMEDY_OF_LOGOUT = (
+    "; systemd may have removed it when this user's last session on this host ended: have `loginctl enable-linger` "
+    "run for the user there, or set RemoveIPC=no in its logind.conf (docs/guides/security.md)"
+)
+LARGEST_OBJECT = 1 << 32
+"""Bytes of an object that ranks send each other, with its signature."""
 _MAX_SECRET = 1 << 10
 _SIGNATURE = hashlib.sha256().digest_size
 _UNSIGNED = "unsigned"
@@ -168,9 +174,11 @@ def _read_secret(folder: Path, variable: str) -> bytes:
         with open(open_own(folder / SECRET_FILE, os.O_RDONLY), "rb") as file:
             secret = bytes.fromhex(file.read(_MAX_SECRET).decode("ascii"))
     except (OSError, ValueError) as error:
+        is_private = variable == PRIVATE_VARIABLE
         raise LaunchError(
             f"there is no secret of this launch in {folder} (environment variable {variable}): {error}; start all "
-            "ranks anew by one megasdc command"
+            "ranks anew by one megasdc command, or unset that variable for what is no rank of a launch"
+            f"{REMEDY_OF_LOGOUT if is_private else ''}"
         ) from error
     if len(secret) != SECRET_BYTES:
         raise LaunchError(f"{folder / SECRET_FILE} holds {len(secret)} bytes, a secret has {SECRET_BYTES}")
@@ -199,6 +207,20 @@ def verify(secret: bytes, name: str, signed: bytes) -> bytes:
     if not hmac.compare_digest(signature, _signature(secret, name, value)):
         raise LaunchError(f"{name}: not signed with the secret of this launch; {REMEDY}")
     return value
+
+
+def check_size(name: str, size: int) -> None:
+    """Refuse a size that no signed object has, before there is memory for it: it is not signed itself.
+
+    Args:
+        name: what has it, as for ``sign``.
+        size: in bytes.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    if not _SIGNATURE <= size <= LARGEST_OBJECT:
+        raise LaunchError(f"{name}: of {size} bytes, a signed one has {_SIGNATURE} to {LARGEST_OBJECT}; {REMEDY}")
 
 
 def without_signature(signed: bytes) -> bytes:

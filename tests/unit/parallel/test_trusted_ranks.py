@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,10 +20,19 @@ from test_local_ranks import listening
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.on_host import private
+from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.meeting import AskedRanks, join_store
-from megasdc.parallel.stores import launch_secret, private_folder, sign, signed_store, unsigned_store, verify
+from megasdc.parallel.stores import (
+    check_size,
+    launch_secret,
+    private_folder,
+    sign,
+    signed_store,
+    unsigned_store,
+    verify,
+)
 
 RANK = """
 import os, sys, torch.distributed as dist
@@ -219,6 +229,45 @@ def test_a_forged_decision_ends_the_rank_that_asks(variables: dict[str, str], mo
         with pytest.raises(LaunchError, match="meeting/0/start: not signed with the secret of this launch"):
             ask()
     del store
+
+
+def test_a_launch_with_another_secret_is_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it says who it is; also by ranks that have none."""
+    for name in ("MEGASDC_PRIVATE_NAME", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, variables[name])
+    store, second = join_store(FIRST, 20.0), replace(FIRST, rank=1, launch="second")
+    name = secrets.token_hex(16)
+    private.answer({"name": name, "files": {"secret": "cd" * 32}})
+    try:
+        for own, why in ((name, "another secret than this one"), ("", "a secret, this one none")):
+            monkeypatch.setenv("MEGASDC_PRIVATE_NAME", own)
+            with pytest.raises(LaunchError, match=f"says it is launch launch .*launch second .*{why}.*--master_port"):
+                join_store(second, 20.0)
+    finally:
+        private.answer({"name": name, "files": None})
+    del store
+
+
+def test_one_rank_alone_needs_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a launch that has ended has left its variables in a shell; several ranks are told what to do."""
+    monkeypatch.setenv("MEGASDC_PRIVATE_NAME", "of-a-launch-that-has-ended")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        value = {"a": [1]}
+        (found,) = gather_objects(value)
+        assert found == value and found["a"] is not value["a"], "as if it had been sent"
+        assert gather_objects_on(0, 1) == [1] and broadcast_object(2, 0) == 2
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(LaunchError, match=r"or unset that variable .*enable-linger.*RemoveIPC=no"):
+        launch_secret()
+
+
+@pytest.mark.parametrize("size", [-1, 0, 31, 1 << 40])
+def test_a_size_that_no_signed_object_has_is_refused(size: int) -> None:
+    """Before there is memory for it."""
+    with pytest.raises(LaunchError, match=rf"^rank 1: of {size} bytes, a signed one has 32 to .*--master_port"):
+        check_size("rank 1", size)
 
 
 def test_nccl_gets_a_part_of_torchs_own_store() -> None:
