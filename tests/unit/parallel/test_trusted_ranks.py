@@ -201,6 +201,7 @@ def test_a_store_that_nobody_uses_any_more_is_closed(
         store.check(["a"])
         raise RuntimeError("no answer")
 
+    others = listening(os.getpid())  # what earlier tests of this process have left open
     for _ in range(2):
         store = join_store(FIRST, 20.0)
         asked, before = AskedRanks(1, 2), len(os.listdir("/proc/self/fd"))
@@ -215,7 +216,7 @@ def test_a_store_that_nobody_uses_any_more_is_closed(
         assert below.plain.timeout == limit  # type: ignore[attr-defined]
         assert f"0200007F:{int(variables['MASTER_PORT']):04X}" in listening(os.getpid())
         del store, below
-        assert not listening(os.getpid())
+        assert listening(os.getpid()) <= others
 
 
 def test_a_forged_decision_ends_the_rank_that_asks(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
