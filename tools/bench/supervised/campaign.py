@@ -215,13 +215,13 @@ def _truthful_end(target: Target, kinds: Sequence[str], code: int | None) -> str
 
 
 def _wait_for_moment(target: Target, until: float) -> bool:
-    """Wait for the moment of the next fault; whether it may come: the run still goes on."""
+    """Wait for the moment of the next fault; whether it may come."""
     chance = target.chance
     steps, attempts = _last_step(target.run), len(target.entries("started"))
     in_recovery = attempts > 0 and chance.random() < IN_RECOVERY
     if in_recovery:
         time.sleep(chance.uniform(0.0, 10.0))
-        return target.exit_code() is None
+        return _is_under_way(target)
     wanted = max(steps, 4) + chance.randint(*PROGRESS)
     while _last_step(target.run) < min(wanted, STEPS - 5):
         if target.exit_code() is not None or time.monotonic() > until:
@@ -229,7 +229,16 @@ def _wait_for_moment(target: Target, until: float) -> bool:
         target.undo()
         time.sleep(_POLL_S)
     time.sleep(chance.uniform(0.0, 3 * STEP_S))
-    return target.exit_code() is None
+    return _is_under_way(target)
+
+
+def _is_under_way(target: Target) -> bool:
+    """Whether a run has neither ended nor done its last step.
+
+    After that one, which may be seen late where the run folder was full, a fault would prove nothing: with a host would
+    go the last checkpoint that it alone has, and no run would be left that could miss it.
+    """
+    return target.exit_code() is None and _last_step(target.run) < STEPS
 
 
 def _last_step(run: Path) -> int:
