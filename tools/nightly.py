@@ -1,6 +1,6 @@
 """Run the tests that are marked ``full`` in slices, the oldest first, and note which slice ran on which commit.
 
-    python -m tools.nightly [--minutes 80] [--list]
+    python -m tools.nightly [--minutes 80] [--workers 2] [--only TEXT] [--list]
 
 ``tests/nightly.sh`` installs what they need and calls it. A slice is a file of tests, or ``MOST`` of a longer one's
 tests. ``tests/nightly.json`` keeps for each slice when it last ran, on which commit, how long, and what failed. A slice
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ UNKNOWN_S = 600.0
 """Seconds that a slice is expected to take that never ran."""
 AT_LEAST_S = 60.0
 """Seconds that a slice has at least, since importing takes some."""
+_ENDED = re.compile(r"(?:(\S+::.*) )?(PASSED|FAILED|ERROR|SKIPPED)(?: +\[ *\d+%\]| (\S+::.*)| |$)")
+"""What pytest prints of a test that has ended: its id before the word, or behind it where there are workers."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,8 @@ def write_record(path: Path, record: Mapping[str, Ran]) -> None:
     aside.replace(path)
 
 
-def run_slice(tests: Sequence[str], limit_s: float) -> Ran:
-    """Run tests until they have ended or the time is over; what they print is printed."""
+def run_slice(tests: Sequence[str], limit_s: float, workers: int = 1) -> Ran:
+    """Run tests, so many at a time, until they have ended or the time is over; what they print is printed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.xml", Path(folder) / "log"
@@ -122,6 +125,7 @@ def run_slice(tests: Sequence[str], limit_s: float) -> Ran:
             f"--junitxml={report}",
             "-o",
             "junit_family=xunit1",
+            *(("-n", str(workers)) if workers > 1 else ()),
         ]
         with open(log, "w+b") as out:
             process = subprocess.Popen(
@@ -166,15 +170,11 @@ def _told(text: str) -> dict[str, tuple[str, str]]:
     """The same from what pytest printed, of tests that had ended before it was ended itself."""
     found = {}
     for line in text.splitlines():
-        for word, outcome in (
-            (" PASSED", "passed"),
-            (" FAILED", "failed"),
-            (" ERROR", "failed"),
-            (" SKIPPED", "skipped"),
-        ):
-            name, told, _ = line.partition(word)
-            if told and "::" in name:
-                found[name.strip()] = (outcome, "")
+        if ended := _ENDED.search(line):
+            before, word, behind = ended.groups()
+            if name := before or behind:
+                outcome = {"PASSED": "passed", "SKIPPED": "skipped"}.get(word, "failed")
+                found[name.strip().partition(" - ")[0]] = (outcome, "")
     return found
 
 
@@ -219,6 +219,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=80.0, help="time for all; default 80")
     parser.add_argument("--list", action="store_true", help="run nothing; say when each slice ran, and how it ended")
     parser.add_argument("--only", default="", help="slices whose name has this text alone")
+    parser.add_argument("--workers", type=int, default=2, help="tests at a time; default 2, since one waits a lot")
     given = parser.parse_args(argv)
     slices = {name: tests for name, tests in slices_of(collect()).items() if given.only in name}
     if not slices:
@@ -235,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
             left.append(name)
             continue
         print(f"== {name}: {len(slices[name])} tests", flush=True)
-        ran = run_slice(slices[name], left_s)
+        ran = run_slice(slices[name], left_s, given.workers)
         record[name] = ran
         write_record(RECORD, record)
         wrong |= bool(ran.failed)

@@ -48,15 +48,27 @@ def test_the_oldest_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 60])
-def test_every_outcome_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+@pytest.mark.parametrize(("seconds", "workers"), [(0, 2), (60, 1)])
+def test_every_outcome_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int, workers: int) -> None:
     """Also where the time is over before the last test."""
     (tmp_path / "test_small.py").write_text(SOURCE.format(seconds=seconds))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: x\n")
     monkeypatch.setattr(nightly, "ROOT", tmp_path)
     monkeypatch.setattr(nightly, "commit", lambda: "abc")
-    found = run_slice([f"test_small.py::{one}" for one in IDS], 60.0 if not seconds else 15.0)
+    found = run_slice([f"test_small.py::{one}" for one in IDS], 60.0 if not seconds else 15.0, workers)
     assert found.failed == ("test_small.py::TestSome::test_wrong",)
     assert list(found.skipped) == ["test_small.py::test_elsewhere"]
     assert found.passed == (2 if seconds else 3)
     assert found.unfinished == (("test_small.py::test_slow",) if seconds else ())
+
+
+def test_what_was_printed_is_read_too() -> None:
+    """Where pytest was ended before it wrote its report, with and without workers."""
+    printed = (
+        "a.py::test[x y] PASSED    [ 50%]\nb.py::test FAILED\nc.py::test SKIPPED (needs a GPU)   [ 70%]\n"
+        "[gw1] [ 80%] PASSED d.py::test[1] \n[gw0] [ 90%] FAILED e.py::T::test \nFAILED e.py::T::test - assert 0\n"
+        "[gw1] [100%] PASSED \n"
+    )
+    found = {name: outcome for name, (outcome, _) in nightly._told(printed).items()}
+    right = {"a.py::test[x y]": "passed", "b.py::test": "failed", "c.py::test": "skipped", "d.py::test[1]": "passed"}
+    assert found == {**right, "e.py::T::test": "failed"}
