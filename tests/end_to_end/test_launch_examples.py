@@ -73,7 +73,7 @@ def test_no_ssh_gives_each_host_its_code(
 @on_cluster
 @pytest.mark.cluster
 @pytest.mark.skipif(shutil.which("ompi_info") is None, reason="missing Debian package: openmpi-bin")
-@pytest.mark.parametrize(("behaviour", "verdict"), [("sum", 0), ("fail:1", 71)])
+@pytest.mark.parametrize(("behaviour", "verdict"), [("signed", 0), ("fail:1", 71)])
 def test_openmpi_needs_no_mpi4py(cluster: Cluster, config: Path, behaviour: str, verdict: int) -> None:
     """Mpirun starts the ranks, the environment reaches them, and the verdict is that of pdsh."""
     argv = ["bash", str(ROOT / "launch" / "openmpi.sh"), str(cluster.hostfile()), str(config), "--script", str(WORKER)]
