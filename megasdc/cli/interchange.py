@@ -80,6 +80,7 @@ def import_hf(
         echo(json.dumps(asdict(result), indent=2))
         return
     echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
+    echo(result.logits.render(), err=True)
     if result.note is not None:
         echo(f"megasdc: warning: {result.note}", err=True)
     echo("put this into the configuration, under megasdc.model:", err=True)

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
+from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
+from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_tokenizer import PROBES, export_tokenizer
-from megasdc.model.hf import hf_class, hf_config, num_pipeline_layers, to_hf
+from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
 from megasdc.progress import parts_bar
 from megasdc.tensors.bits import dtype_name
 
@@ -39,7 +41,7 @@ class ExportResult:
     """Result of an export; ``num_parameters`` is without padding, and counts tied ones once.
 
     ``step`` is None for initial weights. ``tokenizer`` is ``auto`` if AutoTokenizer loads it with the same ids; else
-    see ``note``, which is about it.
+    see ``note``, which is about it. ``logits``: comparison with ``transformers``.
     """
 
     source: str
@@ -52,6 +54,7 @@ class ExportResult:
     size_bytes: int
     tokenizer: Literal["auto", "model file"]
     note: str | None
+    logits: LogitsComparison
 
     def render(self) -> str:
         """The result as text."""
@@ -61,6 +64,7 @@ class ExportResult:
             f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {self.size_bytes / 1e6:.1f} MB, "
             f"from {self.source} ({of})"
         ]
+        lines.append(self.logits.render())
         return "\n".join(lines if self.note is None else [*lines, f"tokenizer: {self.note}"])
 
 
@@ -178,7 +182,8 @@ def export_hf(
         progress: draw bars on standard error where it is a terminal.
 
     Raises:
-        ConfigError: no class of ``transformers`` can express the model, a bad argument, or ``out`` exists.
+        ConfigError: no class of ``transformers`` can express the model, a bad argument, ``out`` exists, or
+            ``transformers`` computes other logits.
         CheckpointError: no usable checkpoint; names the damaged files.
         DataError: the tokenizer is missing or a different one.
         StorageError: ``out`` cannot be written.
@@ -191,6 +196,7 @@ def export_hf(
     if target.resolve().is_relative_to(weights.path.resolve()):
         raise ConfigError(f"OUT: {out} lies in {weights.path}, which is to be read; give another folder")
     words = find_tokenizer(weights, tokenizer)
+    end = words.end_of_document
     plan = [_plan_layer(weights, index, dtype) for index in range(num_pipeline_layers(weights.model))]
     shards = divide({name: tensor for layer in plan for name, tensor in layer.items()}, limit)
     saved = next(iter(plan[0].values())).dtype
@@ -202,6 +208,9 @@ def export_hf(
         if own:  # what came with the weights goes with them, byte for byte
             for file in sorted((weights.path / TOKENIZER_FOLDER).iterdir()):
                 shutil.copyfile(file, folder / file.name)
+        _write_json(folder / "config.json", hf_config(weights.model, weights.vocab_size, end, dtype_name(saved)))
+        exported = HfShards(folder)
+        exported.check(weights.model, hf_shapes(weights.model, weights.vocab_size))
         result = ExportResult(
             source=str(weights.path),
             step=weights.step,
@@ -213,8 +222,9 @@ def export_hf(
             size_bytes=sum((folder / name).stat().st_size for name in shards),
             tokenizer="auto" if note is None else "model file",
             note=note,
+            logits=compare_logits(weights, exported, rounded_to=_DTYPES.get(dtype), progress=progress),
         )
-        _write_texts(folder, weights, words.end_of_document, result)
+        _write_texts(folder, weights, end, result)
     return result
 
 
@@ -292,7 +302,6 @@ def _write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], stream: It
 
 
 def _write_texts(folder: Path, weights: WeightSource, end_of_document: int, result: ExportResult) -> None:
-    _write_json(folder / "config.json", hf_config(weights.model, weights.vocab_size, end_of_document, result.dtype))
     _write_json(folder / "generation_config.json", {"bos_token_id": end_of_document, "eos_token_id": end_of_document})
     of = f"imported from {weights.manifest.source}" if isinstance(weights, InitialWeights) else f"step {result.step}"
     tokenizer = result.note or "`AutoTokenizer` gives the ids that the model was trained with; no token is added."

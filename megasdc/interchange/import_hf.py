@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
 from megasdc.checkpoint.formats.tensor_files import write_tensors
 from megasdc.checkpoint.initial import (
@@ -18,6 +21,7 @@ from megasdc.checkpoint.initial import (
     MODEL_FILE,
     TOKENIZER_FOLDER,
     FileRecord,
+    InitialWeights,
     WeightsManifest,
     weights_file,
 )
@@ -25,10 +29,12 @@ from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
 from megasdc.data.tokenizer import kind_of_files, load_tokenizer
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError, ConfigError, DataError
+from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_hf import check_out, writing_folder
 from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
 from megasdc.program import why_unreadable
 from megasdc.progress import parts_bar
+from megasdc.tensors.finite import are_finite
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
@@ -41,7 +47,7 @@ class ImportResult:
     """Result of an import; ``num_parameters`` counts tied ones once, ``vocab_size`` the rows of the word embedding.
 
     ``tokenizer_vocab_size``: None: it has no usable tokenizer, about which ``note`` tells more; ``model``: the
-    ``model`` section to put into a configuration.
+    ``model`` section to put into a configuration; ``logits``: comparison with ``transformers``.
     """
 
     source: str
@@ -52,6 +58,7 @@ class ImportResult:
     tokenizer_vocab_size: int | None
     model: dict[str, Any]
     note: str | None
+    logits: LogitsComparison
 
 
 def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progress: bool = False) -> ImportResult:
@@ -63,8 +70,8 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         progress: draw a bar on standard error where it is a terminal.
 
     Raises:
-        ConfigError: the architecture is not supported, or ``out`` exists.
-        CheckpointError: files are missing or damaged.
+        ConfigError: the architecture is not supported, ``out`` exists, or ``transformers`` computes other logits.
+        CheckpointError: files are missing or damaged, or weights are not finite.
         StorageError: ``out`` cannot be written.
     """
     target = Path(out).absolute()
@@ -74,7 +81,8 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     config = read_json(folder / "config.json")
     model = section_of({**model_fields(config), "initial_weights": str(out)})
     shards = HfShards(folder)
-    todo = {index: found for index in range(num_pipeline_layers(model)) if (found := rules(model, index))}
+    count = num_pipeline_layers(model)
+    todo = {index: found for index in range(count) if (found := rules(model, index))}
     shards.check(model, hf_shapes(model, vocabulary(config)))
     section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
     files: dict[str, FileRecord] = {}
@@ -82,7 +90,9 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     with writing_folder(target) as work:
         with parts_bar("importing", len(todo), quiet=not progress) as advance:
             for index, found in todo.items():
-                layer = from_hf(model, index, shards.read([name for rule in found for name in rule.theirs]))
+                theirs = shards.read([name for rule in found for name in rule.theirs])
+                _refuse_not_finite(folder, theirs)
+                layer = from_hf(model, index, theirs)
                 name = weights_file(index)
                 write_tensors(work / name, layer, layer.items())
                 if index == 0:
@@ -104,7 +114,19 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         )
         write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
         write_durably(work / WEIGHTS_FILE, manifest.model_dump_json(indent=1) + "\n")
-    return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note)
+        logits = compare_logits(InitialWeights(work), shards, progress=progress)
+    return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note, logits)
+
+
+def _refuse_not_finite(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """CheckpointError for weights with NaN or Inf: no run can train from them."""
+    if not are_finite(tensors.values()):
+        name = next(name for name, tensor in tensors.items() if not are_finite([tensor]))
+        count = int((~torch.isfinite(tensors[name])).sum())
+        raise CheckpointError(
+            f"{name} of {folder} has {count} of {tensors[name].numel()} elements that are not finite: the model is "
+            "damaged, or diverged when it was trained; nothing was imported"
+        )
 
 
 def _local(source: Path | str) -> Path:

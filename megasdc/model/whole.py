@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -32,21 +32,9 @@ class WholeModel(nn.Module):
 
     def __init__(self, model: ModelSection, *, vocab_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        config = build_transformer_config(model, ParallelSection.model_validate({}), dtype)
-        config.perform_initialization = False  # the weights are loaded
         self.max_positions = model.max_positions
         self.vocab_size = vocab_size
-        context = LayerContext(
-            config=config,
-            dims=ParallelDims(1, 1, 1),
-            streams=DropoutStreams(0),
-            seed=0,
-            vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
-            max_positions=model.max_positions,
-            learned_positions=model.position_embedding == "learned",
-            rotary_base=model.rotary_base,
-            backend=model.backend,
-        )
+        context = _context(model, vocab_size, dtype)
         self.tied = model.tie_embeddings
         specs = layer_specs(context, tied=self.tied)
         built = [None if isinstance(spec, TiedLayerSpec) and spec.forward_fn else spec.build() for spec in specs]
@@ -70,3 +58,58 @@ class WholeModel(nn.Module):
         embedding = self.layers[0]
         assert isinstance(embedding, WordEmbedding), "the first layer of the pipeline"
         return embedding.logits(hidden)
+
+
+def streamed_outputs(
+    model: ModelSection,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    load: Callable[[list[tuple[str, nn.Parameter]]], None],
+) -> Iterator[Tensor]:
+    """The output of each layer of the pipeline in turn, computed as by ``WholeModel``, with one layer in memory.
+
+    Args:
+        model: the resolved section.
+        tokens: ids [b, s].
+        vocab_size: real entries of the vocabulary.
+        dtype: type of the parameters.
+        load: called with the parameters of a layer, by their names in the pipeline, to fill them.
+
+    Yields:
+        Hidden states [s, b, h], the embeddings' first; the last are the logits [s, b, v], the padded vocabulary.
+
+    Raises:
+        ConfigError: Megatron-core refuses the sizes.
+
+    Collective: none; needs a process group of this process only (``groups.single_process``).
+    """
+    hidden = tokens
+    specs = layer_specs(_context(model, vocab_size, dtype), tied=model.tie_embeddings)
+    for index, spec in enumerate(specs):
+        layer = spec.build().to(dtype).eval()
+        tied = isinstance(spec, TiedLayerSpec)
+        place = f"tied_modules.{TIED_KEY}" if tied else str(index)
+        load([(f"{place}.{name}", parameter) for name, parameter in layer.named_parameters()])
+        with torch.no_grad():
+            hidden = layer.logits(hidden) if tied and spec.forward_fn else layer(hidden)
+        del layer  # before the next one is built
+        yield hidden
+
+
+def _context(model: ModelSection, vocab_size: int, dtype: torch.dtype) -> LayerContext:
+    """What the layers of a whole model need; their weights are not initialised, since they are loaded."""
+    config = build_transformer_config(model, ParallelSection.model_validate({}), dtype)
+    config.perform_initialization = False
+    return LayerContext(
+        config=config,
+        dims=ParallelDims(1, 1, 1),
+        streams=DropoutStreams(0),
+        seed=0,
+        vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple),
+        max_positions=model.max_positions,
+        learned_positions=model.position_embedding == "learned",
+        rotary_base=model.rotary_base,
+        backend=model.backend,
+    )

@@ -308,7 +308,8 @@ import sys
 from pathlib import Path
 from megasdc.interchange.export_hf import export_hf
 from megasdc.interchange.import_hf import import_hf
-import deepspeed, transformers
+import deepspeed, transformers, megasdc.model.whole
+import megatron.core.models.gpt.gpt_layer_specs, transformers.models.llama.modeling_llama
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from megasdc.checkpoint.formats.allowlist import check_regular
-from megasdc.checkpoint.formats.extents import Extent
+from megasdc.checkpoint.formats.extents import Extent, read_whole
 from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open_tensors
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.config import ModelSection
@@ -19,6 +20,10 @@ from megasdc.errors import CheckpointError, ConfigError
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors in older files that are not parameters."""
 
+HEAD = "lm_head.weight"
+_WORD_EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
+_ELEMENTS = 1 << 22
+"""Of a matrix, that are compared at once."""
 MAX_JSON_BYTES = 256 << 20
 """Of a file of a model that is read at once; the index of a trillion parameters has some 20 MB."""
 
@@ -27,7 +32,8 @@ class HfShards:
     """The safetensors files of a model, with an index by tensor name.
 
     Raises:
-        CheckpointError: there are none, or one in the index is missing.
+        CheckpointError: there are none, or one in the index is missing; a tensor is in two files, or it is not known
+            which files count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,6 +44,11 @@ class HfShards:
             if not named or not isinstance(named, dict) or not all(map(_is_text, named.values())):
                 raise CheckpointError(f"{index} does not name the file of each tensor in weight_map")
             files = sorted(set(named.values()))
+            if single.is_file() and single.name not in files:
+                raise CheckpointError(
+                    f"{folder} holds {single.name}, which transformers reads, and {index.name}, which names other "
+                    "files: remove the one that is not of this model"
+                )
         elif single.is_file():
             files = [single.name]
         else:
@@ -54,6 +65,10 @@ class HfShards:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
             located = locate_tensors(folder / name)
+            if twice := sorted(located.keys() & self.file_of.keys()):
+                raise CheckpointError(
+                    f"{twice[0]} is in {folder / self.file_of[twice[0]]} and in {folder / name}: remove one of the two"
+                )
             self.extents |= located
             self.file_of |= dict.fromkeys(located, name)
             self.shape_of |= {key: list(extent.shape) for key, extent in located.items()}
@@ -66,13 +81,14 @@ class HfShards:
             wanted: shape of each tensor that such a model has.
 
         Raises:
-            ConfigError: unknown tensors, such as norms of queries; missing tensors; other shapes.
+            ConfigError: unknown tensors, such as norms of queries; missing tensors; other shapes; an output that is
+                another matrix than the word embedding, though config.json ties both.
         """
         first = "transformer." if model.position_embedding == "learned" else "model."
         if not any(name.startswith(first) for name in self.file_of):
             self.prefix = first
         missing = sorted(name for name in wanted if self.name_in_file(name) not in self.file_of)
-        tied = {"lm_head.weight"} if model.tie_embeddings else set()
+        tied = {HEAD} if model.tie_embeddings else set()
         known = {self.name_in_file(name) for name in wanted} | tied
         extra = sorted(name for name in self.file_of if name not in known and not name.endswith(_BUFFERS))
         problems = [f"{name}: is missing in {self.folder}" for name in missing[:5]]
@@ -84,6 +100,24 @@ class HfShards:
         ]
         if problems:
             raise ConfigError([f"{problem}." for problem in problems], f"the tensors of {self.folder}")
+        if model.tie_embeddings and HEAD in self.file_of:
+            self._check_tied(next(name for name in wanted if name.endswith(_WORD_EMBEDDINGS)))
+
+    def _check_tied(self, embedding: str) -> None:
+        """Compare the output with the word embedding, some elements at a time; both may have a gigabyte."""
+        ours, head = self.extents[self.name_in_file(embedding)], self.extents[HEAD]
+
+        def read(extent: Extent, start: int) -> Tensor:
+            return read_whole(extent.run(start, min(_ELEMENTS, extent.numel() - start))).float()
+
+        starts = range(0, head.numel(), _ELEMENTS)
+        if head.shape == ours.shape and all(torch.equal(read(ours, start), read(head, start)) for start in starts):
+            return
+        raise ConfigError(
+            f"tie_word_embeddings: is true in {self.folder / 'config.json'}, where {HEAD} is another matrix than "
+            f"{embedding}. Set it to false if the output has weights of its own, or remove {HEAD}.",
+            f"the tensors of {self.folder}",
+        )
 
     def name_in_file(self, name: str) -> str:
         """The name of a tensor in the files, from its full name."""

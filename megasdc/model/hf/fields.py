@@ -165,19 +165,38 @@ def _llama_fields(read: _Reader) -> dict[str, Any]:
     }
 
 
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+"""Of transformers 5, and of those before; a file may have both, and which of them counts depends on the version."""
+_NEUTRAL = {"partial_rotary_factor": 1.0, "factor": 1.0, "attention_factor": 1.0}
+"""Values of further keys of these with which the angles are those of type ``default``."""
+
+
 def _rotary_base(read: _Reader) -> int:
-    """The base of the rotary angles, from the key of transformers 5 or the older ones."""
-    key = "rope_parameters" if read.config.get("rope_parameters") else "rope_scaling"
-    rope = read.config.get(key) or {}
-    if not isinstance(rope, dict):
-        read.problems.append(f"{key}: got {rope!r}; needed is an object with rope_type and rope_theta.")
-        return 1
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        read.problems.append(f"{key}.rope_type: got {kind!r}; supported is 'default'.")
-    inner = _Reader({"rope_theta": rope.get("rope_theta", read.config.get("rope_theta", 10000.0))})
-    base = inner.number("rope_theta", 10000.0)
+    """The base of the rotary angles, from the keys of transformers 5 and the older ones, which must agree."""
+    bases = {"rope_theta": read.config["rope_theta"]} if "rope_theta" in read.config else {}
+    for key in _ROPE_KEYS:
+        rope = read.config.get(key) or {}
+        if not isinstance(rope, dict):
+            read.problems.append(f"{key}: got {rope!r}; needed is an object with rope_type and rope_theta.")
+            return 1
+        for name, value in rope.items():
+            if name in ("rope_type", "type") and value != "default":
+                read.problems.append(f"{key}.{name}: got {value!r}; supported is 'default'.")
+            elif isinstance(value, dict) or value != _NEUTRAL.get(name, value):
+                read.problems.append(f"{key}.{name}: got {value!r}; supported is one rotation of all of each head.")
+        if "rope_theta" in rope:
+            bases[f"{key}.rope_theta"] = rope["rope_theta"]
+    found = {key: _base(read, key, value) for key, value in (bases or {"rope_theta": 10000.0}).items()}
+    if len(set(found.values())) > 1:
+        values = ", ".join(f"{key} {value}" for key, value in found.items())
+        read.problems.append(f"rope_theta: got {values}; needed is one value: remove those that do not count.")
+    return next(iter(found.values()))
+
+
+def _base(read: _Reader, key: str, value: Any) -> int:
+    inner = _Reader({key: value})
+    base = inner.number(key, 10000.0)
     read.problems += inner.problems
     if base < 1 or base != int(base):
-        read.problems.append(f"rope_theta: got {base}; supported are whole numbers above 0.")
+        read.problems.append(f"{key}: got {base}; supported are whole numbers above 0.")
     return int(base)
