@@ -17,9 +17,9 @@ for _message in (
 
 
 def __getattr__(name: str) -> Any:
-    """``megasdc.attach``, which needs PyTorch and DeepSpeed, and is imported where it is used."""
-    if name == "attach":
-        from megasdc.guard.attach import attach
+    """``megasdc.attach`` and ``check_settings``, which need PyTorch and DeepSpeed: imported where they are used."""
+    if name in ("attach", "check_settings"):
+        from megasdc.guard import attach
 
-        return attach
+        return getattr(attach, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,9 @@ def check_config(
             "--device-memory-gib", min=0.001, help="Predict for a GPU's buffers; warn where a step needs more."
         ),
     ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="The file is that of megasdc.attach or of megasdc run, not of a run.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check a configuration and report the result; exit code 70 and all problems if it is wrong.
@@ -53,13 +57,14 @@ def check_config(
     from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
     from megasdc.train.memory_step import predict_step_memory, unpredicted_because
 
-    try:
+    if guard:
+        given = {"--world-size": world_size, "--vocab-size": vocab_size, "--device-memory-gib": device_memory_gib}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter("not with --guard, whose model is not known", param_hint=", ".join(names))
+        _check_guard(file, overrides, show, as_json)
+        return
+    with _problems_as_json(file, as_json):
         config, layout = _load(file, overrides, world_size)
-    except ConfigError as error:
-        if not as_json:
-            raise
-        echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
-        raise typer.Exit(error.exit_code) from error
     data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
     too_large = memory_warning(config, memory_of_stages(config, 1, data, micro_batch), host_memory_bytes())
     memory: list[StepMemory] = []
@@ -81,18 +86,52 @@ def check_config(
         }
         echo(json.dumps(result, indent=2))
         return
-    # With --show standard output holds the file alone.
+    _tell_verdict(file, warnings, notes, show)
+    if layout is not None:
+        echo(_describe(layout), err=show)
+        echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
+    if show:
+        echo(json.dumps(config.resolved(), indent=2))
+
+
+def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:
+    """`check-config --guard`."""
+    from megasdc.config.problems.without_effect import idle_warnings
+    from megasdc.guard.settings import golden_problems, load_settings
+
+    with _problems_as_json(file, as_json):
+        settings = load_settings(file, overrides)
+    warnings, notes = list(idle_warnings(settings, "")), golden_problems(settings)
+    resolved = settings.model_dump(mode="json")
+    if as_json:
+        result = {"ok": True, "source": str(file), "warnings": warnings, "notes": notes, "resolved": resolved}
+        echo(json.dumps(result, indent=2))
+        return
+    _tell_verdict(file, warnings, [*notes, "names of submodules and parameters not checked: they need the model"], show)
+    if show:
+        echo(json.dumps(resolved, indent=2))
+
+
+@contextmanager
+def _problems_as_json(file: Path, as_json: bool) -> Iterator[None]:
+    """Problems of a file that is read in a ``with`` block are the command's result."""
+    try:
+        yield
+    except ConfigError as error:
+        if not as_json:
+            raise
+        echo(json.dumps({"ok": False, "source": str(file), "problems": error.problems}, indent=2))
+        raise typer.Exit(error.exit_code) from error
+
+
+def _tell_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], show: bool) -> None:
+    """With ``show`` standard output holds the file alone."""
     verdict = f"OK, with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "OK"
     echo(f"{file}: {verdict}", err=show)
     for warning in warnings:
         echo(f"megasdc: warning: {warning}", err=True)
     for note in notes:
         echo(note, err=show)
-    if layout is not None:
-        echo(_describe(layout), err=show)
-        echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
-    if show:
-        echo(json.dumps(config.resolved(), indent=2))
 
 
 def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, Layout | None]:

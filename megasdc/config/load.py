@@ -24,6 +24,7 @@ from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json, shown
 from megasdc.config.schema import Path_, homes_of, locate, nearest, remove, type_problems, unusable_problems
 from megasdc.config.sections.deepspeed import DeepSpeedPart
+from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, model_in
 from megasdc.errors import ConfigError
@@ -86,6 +87,9 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
         ConfigError: with every problem; each states dotted path, value got, values allowed, remedy.
     """
     raw, problems = read_json(path)
+    if raw and set(raw) <= set(GuardSettings.model_fields):
+        told = f"{', '.join(raw)}: it is the file of a guard; check it by: megasdc check-config --guard {path}"
+        raise ConfigError([told], str(path))
     problems += _allowance_problems(allow_changed)
     return replace(_build(raw, overrides, str(path), problems), allow_changed=tuple(allow_changed))
 

@@ -29,7 +29,7 @@ from megasdc.guard.health import GuardPhases, GuardStragglers
 from megasdc.guard.nonfinite import GuardNonFinite
 from megasdc.guard.record import check_patterns, choose_watched
 from megasdc.guard.saves import SaveMarks
-from megasdc.guard.settings import Trial, load_settings
+from megasdc.guard.settings import Trial, golden_problems, load_settings
 from megasdc.guard.trace import GuardTrace
 from megasdc.guard.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.guard.training import Part, Training
@@ -51,13 +51,39 @@ _starts: dict[Path, Origin] = {}
 P = TypeVar("P", bound=Part)
 
 
-def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | TrainerGuard:
+def check_settings(settings: Path | str | Mapping[str, Any]) -> GuardSettings:
+    """Check what a guard needs and does not depend on the engine: call it first, before data and model are there.
+
+    Args:
+        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``.
+
+    Returns:
+        The complete settings, which ``attach`` takes.
+
+    Raises:
+        ConfigError: with every problem of the settings, or of a GPU's environment.
+        LaunchError: a library lacks a private name that is needed.
+
+    Collective: none.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    check_private_names(GUARD)
+    found = load_settings(settings)
+    if problems := golden_problems(found):
+        raise ConfigError(problems, None if isinstance(settings, Mapping) else str(settings))
+    _check_environment(get_accelerator().device_name(), found)
+    return found
+
+
+def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings) -> Guard | TrainerGuard:
     """Protect a training: call after ``deepspeed.initialize``, on all ranks.
 
     Args:
         engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``; or Hugging Face's ``Trainer`` with
             such a configuration, whose engine is guarded once training begins.
-        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``.
+        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``. Or what
+            ``check_settings`` has returned.
 
     Returns:
         The guard; its ``close`` undoes everything.
@@ -70,7 +96,8 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
     Collective: all ranks of the world; with a ``Trainer`` none before training begins.
     """
     check_private_names(GUARD)
-    found, trial = load_settings(settings), Trial.of(os.environ)
+    trial = Trial.of(os.environ)
+    found = settings if isinstance(settings, GuardSettings) else load_settings(settings)
     found = found if trial is None else trial.applied(found)
     if is_trainer(engine):
         check_trainer(engine)
@@ -81,13 +108,17 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any]) -> Guard | Tra
 def _guard(engine: Any, settings: GuardSettings, trial: Trial | None) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
-    if settings.audit.enabled or settings.golden.path is not None or settings.determinism.enabled:
-        check_environment(engine.device.type, settings.determinism.enabled, os.environ)
+    _check_environment(engine.device.type, settings)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
     guard = Guard(engine, settings, trial)
     _guarded.add(engine)
     return guard
+
+
+def _check_environment(device: str, settings: GuardSettings) -> None:
+    if settings.audit.enabled or settings.golden.path is not None or settings.determinism.enabled:
+        check_environment(device, settings.determinism.enabled, os.environ)
 
 
 class Guard:

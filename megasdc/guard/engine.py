@@ -6,10 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from megasdc.config.environment import VARIABLES
 from megasdc.errors import ConfigError
 from megasdc.parallel.dims import ParallelDims
+
+UNGUARDED = (
+    "A model of plain PyTorch, also in DistributedDataParallel or FSDP, cannot be guarded yet: a guard acts before "
+    "DeepSpeed's optimizer step. What can: the same model in deepspeed.initialize with ZeRO 0, whose replicas are "
+    "those of DistributedDataParallel, 1 or 2; Trainer with TrainingArguments(deepspeed=...). Without a guard "
+    "`megasdc run` names ranks that are stuck or fail, and `megasdc stress` tests hosts: docs/guides/attach.md."
+)
+
+ZERO3 = "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
+COMPILED = (
+    "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, and train "
+    "without it."
+)
 
 
 def check_engine(engine: Any) -> None:
@@ -22,19 +36,15 @@ def check_engine(engine: Any) -> None:
 
     if not isinstance(engine, DeepSpeedEngine):
         what = f"{type(engine).__module__}.{type(engine).__qualname__}"
-        raise ConfigError(f"engine: got {what}; needed: what deepspeed.initialize returns first, a DeepSpeedEngine.")
+        needed = f"engine: got {what}; needed: what deepspeed.initialize returns first, a DeepSpeedEngine."
+        raise ConfigError(f"{needed} {UNGUARDED}" if isinstance(engine, nn.Module) else needed)
     problems = []
     if engine.zero_optimization_stage() > 2:
-        problems.append(
-            "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
-        )
+        problems.append(ZERO3)
     if engine.optimizer is None:
         problems.append("engine: it has no optimizer; a guard acts before optimizer steps.")
     if engine.is_compiled or any(map(_is_compiled, engine.module.modules())):
-        problems.append(
-            "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, "
-            "and train without it."
-        )
+        problems.append(COMPILED)
     if engine.has_moe_layers:
         problems.append("engine: its model has experts on different ranks, whose parameters are no copies.")
     if getattr(engine, "sequence_parallel_size", 1) > 1:

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from megasdc.errors import ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.guard.engine import precision_of
-from megasdc.guard.golden_file import Packed, Part, evaluated, existing, key_of, load_part, pack, save_parts
+from megasdc.guard.golden_file import Packed, Part, evaluated, key_of, load_part, pack, save_parts
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder
 from megasdc.guard.seeded import seed_problems, seeded_parameters
+from megasdc.guard.settings import existing
 from megasdc.guard.training import Part as Protection
 from megasdc.guard.training import Training
 from megasdc.parallel.collectives import gather_objects, gather_objects_on

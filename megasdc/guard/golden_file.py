@@ -26,6 +26,7 @@ from megasdc.checkpoint.formats.allowlist import refuse_compressed
 from megasdc.errors import CheckpointError, ConfigError, StorageError, TraceError
 from megasdc.guard.probe import Batch, Sent
 from megasdc.guard.record import ROOT, Watched, map_in
+from megasdc.guard.settings import existing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.golden.machine import machine_key
@@ -168,11 +169,6 @@ def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packe
         write_sealed(path, header, members)
     except OSError as error:
         raise StorageError(f"golden.path: {path} cannot be written: {error.strerror}; choose another one") from error
-
-
-def existing(path: Path) -> str:
-    """What is said where a file is there already."""
-    return f'golden.record: got true, and golden.path "{path}" exists; remove it, or set golden.record to false.'
 
 
 def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:

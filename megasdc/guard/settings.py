@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 """Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
 saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
+FOREIGN = ("megasdc", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
+"""Keys that only files of runs have."""
 FOLDER = "trace"
 """Of traces, in the folder of the run."""
 
@@ -70,6 +72,10 @@ def load_settings(
     else:
         raw, problems = read_json(given)
         source = str(given)
+    if foreign := [key for key in FOREIGN if key in raw]:
+        needed = 'such as {"logging": {"run_dir": "runs/guarded"}}, see docs/guides/attach.md.'
+        told = f"{', '.join(foreign)}: of files of runs or of DeepSpeed alone; needed: the file of a guard, {needed}"
+        raise ConfigError([told], source)
     before = copy.deepcopy(raw)
     problems += apply_overrides(raw, overrides, lambda _: None)
     if run_dir is not None and isinstance(raw.get("logging", {}), dict):
@@ -91,6 +97,21 @@ def load_settings(
         if not (problems := [one.text for one in refused] + _unsupported(settings.supervise)):
             return settings
     raise ConfigError(problems, source)
+
+
+def golden_problems(settings: GuardSettings) -> list[str]:
+    """What a look at the golden file's path shows on this host."""
+    golden = settings.golden
+    if golden.path is None or golden.record != Path(golden.path).exists():
+        return []
+    if golden.record:
+        return [existing(golden.path)]
+    return [f"golden.path: there is no file {golden.path} on this host; record it by golden.record, or copy it here."]
+
+
+def existing(path: Path | str) -> str:
+    """What is said where a golden file is to be recorded and is there already."""
+    return f'golden.record: got true, and golden.path "{path}" exists; remove it, or set golden.record to false.'
 
 
 def _unsupported(supervise: SuperviseSection) -> list[str]:

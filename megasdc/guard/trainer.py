@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasdc.errors import ConfigError
+from megasdc.guard.engine import COMPILED, ZERO3
 
 
 class TrainerGuard:
@@ -57,9 +58,18 @@ def check_trainer(trainer: Any) -> None:
     """Refuse a trainer that does not train with DeepSpeed.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or its arguments already show that its engine cannot be guarded.
     """
     if not trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "trainer: it trains without DeepSpeed; give TrainingArguments(deepspeed=...) a DeepSpeed configuration."
+            "trainer: it trains without DeepSpeed, alone or by DistributedDataParallel or FSDP, which cannot be "
+            "guarded yet; give TrainingArguments(deepspeed=...) a DeepSpeed configuration, such as one with ZeRO 0, "
+            "whose replicas are those of DistributedDataParallel."
         )
+    problems = []
+    if trainer.args.torch_compile:
+        problems.append(COMPILED)
+    if trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
+        problems.append(ZERO3)
+    if problems:
+        raise ConfigError(problems)

@@ -29,6 +29,7 @@ from tools.bench.guard.trainings import (
     Planted,
     deepspeed_config,
     llama_engine,
+    llama_trainer,
     pipeline_engine,
     train,
 )
@@ -522,6 +523,11 @@ def _refusals(folder: str) -> list[str]:
     engine.module.model.layers[0].mlp.compile()
     refused(ConfigError, lambda: megasdc.attach(engine, good))
     refused(ConfigError, lambda: megasdc.attach(llama_engine(deepspeed_config(3, "fp32")), good))
+    trainer = llama_trainer(deepspeed_config(3, "fp32"), None, folder, 1)
+    trainer.args.torch_compile = True
+    refused(ConfigError, lambda: megasdc.attach(trainer, good))
+    trainer.is_deepspeed_enabled = False
+    refused(ConfigError, lambda: megasdc.attach(trainer, good))
     return said
 
 
@@ -529,7 +535,7 @@ def test_what_cannot_be_guarded_says_why(tmp_path: Path) -> None:
     """All ranks say the same: the place, the value and what helps."""
     (tmp_path / "run").mkdir()
     wanted = [
-        ("engine: got transformers", "needed: what deepspeed.initialize returns first"),
+        ("engine: got transformers", "needed: what deepspeed.initialize returns first", "cannot be guarded yet"),
         ("audit.intervall: unknown key", "did you mean audit.interval?", "logging: missing"),
         ("audit.submodules.0: got '*.up_prj'", "nearest: "),
         ("0.hook: got 'momentum_reset'", "1.theta: missing", "2.where: got 'local'; allowed here: before_norm"),
@@ -541,6 +547,8 @@ def test_what_cannot_be_guarded_says_why(tmp_path: Path) -> None:
         ("reentrant", "use_reentrant=False"),
         ("its model is compiled",),
         ("zero_optimization.stage: got 3", "0 to 2"),
+        ("its model is compiled", "zero_optimization.stage: got 3"),
+        ("alone or by DistributedDataParallel or FSDP, which cannot be guarded yet",),
     ]
     for said in run_distributed(_refusals, 2, str(tmp_path / "run")):
         assert len(said) == len(wanted)

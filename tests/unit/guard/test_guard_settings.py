@@ -1,0 +1,81 @@
+"""Is a mistake in a guard's file found before there is an engine, and is what cannot be guarded told with what can?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+import megasdc
+from megasdc.cli import app
+from megasdc.config import load_config
+from megasdc.errors import ConfigError
+from megasdc.guard.engine import check_engine
+
+
+def _written(folder: Path, **content: Any) -> Path:
+    path = folder / "guard.json"
+    path.write_text(json.dumps({"logging": {"run_dir": str(folder / "run")}, **content}))
+    return path
+
+
+def test_a_typo_is_found_without_an_engine(tmp_path: Path) -> None:
+    """By a call before the model, and by a command; what is returned is what attach takes."""
+    wrong = _written(tmp_path, audit={"intervall": 3})
+    with pytest.raises(ConfigError, match=r"intervall: unknown key .* did you mean audit.interval"):
+        megasdc.check_settings(wrong)
+    found = CliRunner().invoke(app, ["check-config", "--guard", str(wrong)])
+    assert isinstance(found.exception, ConfigError) and "did you mean audit.interval" in str(found.exception)
+    right = _written(tmp_path, audit={"interval": 3})
+    assert megasdc.check_settings(right).audit.interval == 3
+    assert not (tmp_path / "run").exists(), "nothing is made before there is an engine"
+    found = CliRunner().invoke(app, ["check-config", "--guard", str(right), "--set", "audit.interval=4", "--json"])
+    told = json.loads(found.stdout)
+    assert found.exit_code == 0 and told["ok"] and told["resolved"]["audit"]["interval"] == 4
+
+
+def test_options_of_a_run_are_not_ignored(tmp_path: Path) -> None:
+    """A guard's file says nothing of ranks and memory."""
+    found = CliRunner().invoke(app, ["check-config", "--guard", str(_written(tmp_path)), "--world-size", "2"])
+    assert found.exit_code == 2 and "--world-size" in found.output
+
+
+def test_a_golden_file_that_is_not_there_is_found_first(tmp_path: Path) -> None:
+    """So is one that is there where it is to be recorded; on another host it may be otherwise."""
+    golden = tmp_path / "trusted.golden"
+    verifies = {"golden": {"path": str(golden)}}
+    with pytest.raises(ConfigError, match=f"golden.path: there is no file {golden}"):
+        megasdc.check_settings(_written(tmp_path, **verifies))
+    found = CliRunner().invoke(app, ["check-config", "--guard", str(_written(tmp_path, **verifies))])
+    assert found.exit_code == 0 and f"there is no file {golden}" in found.output
+    golden.write_text("")
+    megasdc.check_settings(_written(tmp_path, **verifies))
+    with pytest.raises(ConfigError, match=r"golden\.record: got true"):
+        megasdc.check_settings(_written(tmp_path, golden={"path": str(golden), "record": True}))
+
+
+def test_a_file_of_the_other_kind_is_one_problem(tmp_path: Path) -> None:
+    """Not one for each key that the other kind has."""
+    with pytest.raises(ConfigError, match="megasdc check-config --guard") as caught:
+        load_config(_written(tmp_path, audit={"interval": 3}))
+    assert len(caught.value.problems) == 1
+    other = tmp_path / "other.json"
+    for content in ({"megasdc": {}}, {"train_batch_size": 8, "zero_optimization": {"stage": 1}}):
+        other.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="needed: the file of a guard") as caught:
+            megasdc.check_settings(other)
+        assert len(caught.value.problems) == 1
+
+
+def test_a_plain_model_is_refused_with_what_can_be_guarded() -> None:
+    """That it cannot be yet, and what of megasdc helps it nevertheless; another object is no model."""
+    with pytest.raises(ConfigError) as caught:
+        check_engine(nn.Linear(2, 2))
+    parts = "got torch.nn.modules.linear.Linear", "FSDP, cannot be guarded yet", "ZeRO 0", "`megasdc run`"
+    assert all(part in str(caught.value) for part in parts)
+    with pytest.raises(ConfigError, match=r"got builtins.tuple; needed: what deepspeed.initialize returns first"):
+        check_engine((1, 2))
