@@ -101,17 +101,18 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     found = found if trial is None else trial.applied(found)
     if is_trainer(engine):
         check_trainer(engine)
-        return TrainerGuard(engine, lambda made: _guard(made, found, trial))
+        hides = bool(engine.args.logging_nan_inf_filter)
+        return TrainerGuard(engine, lambda made: _guard(made, found, trial, hides_losses=hides))
     return _guard(engine, found, trial)
 
 
-def _guard(engine: Any, settings: GuardSettings, trial: Trial | None) -> Guard:
+def _guard(engine: Any, settings: GuardSettings, trial: Trial | None, *, hides_losses: bool = False) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
     _check_environment(engine.device.type, settings)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
-    guard = Guard(engine, settings, trial)
+    guard = Guard(engine, settings, trial, hides_losses=hides_losses)
     _guarded.add(engine)
     return guard
 
@@ -128,12 +129,14 @@ class Guard:
         dims: layout of the training and this rank's place.
     """
 
-    def __init__(self, engine: Any, settings: GuardSettings, trial: Trial | None = None) -> None:
+    def __init__(
+        self, engine: Any, settings: GuardSettings, trial: Trial | None = None, *, hides_losses: bool = False
+    ) -> None:
         self.dims = dims_of(engine)
         self._undo = ExitStack()
         self._audit: GuardAudit | None = None
         try:
-            self._training = training = self._begin(engine, settings)
+            self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
             self._verdicts = Verdicts(training, self._saves)
             self._parts = self._attach(training)

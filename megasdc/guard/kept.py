@@ -54,12 +54,14 @@ class MicroBatches:
     Attributes:
         kept: by micro-batch.
         finite: has looked at numbers that the model returned, such as the loss, and at gradients that it was given.
+        losses: slots of the last results of one number from which gradients come.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, step: Callable[[], int], most_bytes: int) -> None:
         self._model, self._device, self._step, self._most_bytes = model, device, step, most_bytes
         self.kept: list[Kept] = []
         self.finite = FiniteRecorder()
+        self.losses: frozenset[str] = frozenset()
         self._of_step, self._bytes = 0, 0
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -106,6 +108,8 @@ class MicroBatches:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         found = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
+        of_loss = [tensor.numel() == 1 for tensor in found if tensor.requires_grad]
+        self.losses = frozenset(slot_of("output", number) for number, is_one in enumerate(of_loss) if is_one)
         for number, tensor in enumerate(found):
             place = partial(Address, self._of_step, len(self.kept) - 1, fqn=ROOT, slot=slot_of("output", number))
             if tensor.numel() == 1:

@@ -7,7 +7,7 @@ finite the step's micro-batches are computed again, as training did, and each re
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,21 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD
+from megasdc.addresses import BACKWARD, FORWARD, Address
 from megasdc.errors import ConfigError
 from megasdc.guard.kept import MicroBatches
-from megasdc.guard.probe import FP16_SCALE, Probe
+from megasdc.guard.probe import FP16_SCALE, Probe, Sent
 from megasdc.guard.record import ROOT, Recorder
 from megasdc.guard.training import Part, Training
 from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, Origin, explain, origin_here
+from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, Origin, explain, origin_here
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+KIND = ("rank", "fqn", "phase", "slot", "value", "reproduced")
+"""Fields of what is found in which steps are the same to people."""
+IGNORED = -100
+"""Label that PyTorch's cross entropy does not count."""
+GIVEN = "it is the gradient that the model was given, of a loss that the training's loop computes, or a later stage"
+LOSS = "it is the loss, computed from finite results of submodules: look at the labels of the micro-batch, and its mean"
+SEEN = "it is the loss, and nobody looked at results of submodules then"
+NO_LABEL = f"it is the loss, a mean over nothing: all labels of the micro-batch are {IGNORED}, which do not count"
+HIDDEN = "; the log of Trainer does not show it, since logging_nan_inf_filter leaves out losses that are not finite"
 
 
 class GuardNonFinite(Part):
@@ -39,6 +48,9 @@ class GuardNonFinite(Part):
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
         self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.world
         self._tell, self._left = training.tell, settings.searches
+        self._hides = training.hides_losses
+        self._told: dict[tuple[Any, ...], tuple[int, int]] = {}
+        """What was told, with the number of further steps that had the same, and the last one."""
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
         recorder = Recorder(engine.module, watched, training.algorithm)
@@ -49,6 +61,7 @@ class GuardNonFinite(Part):
 
     def close(self) -> None:
         """Look at nothing from now on."""
+        self._tell_repeats()
         self._batches.close()
         self._probe.close()
 
@@ -84,18 +97,54 @@ class GuardNonFinite(Part):
         found = explain(before, after, self._order, self._dims)
         if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
             found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
-        self._tell(EVENT_KIND, "first", step=step, **found.fields, not_recomputed=lacks)
+        meaning = None if found.origin is None else found.origin.meaning
+        self._tell(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
         if self._dims.rank == 0:
-            text = found.text
-            if found.origin is None and found.reproduced is None:
-                text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
-            logger.warning("step %d: %s%s", step, text, "".join(f"; {one}" for one in lacks))
+            self._warn(step, found, lacks)
             if self._left == 0:
+                self._tell_repeats()
                 logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
+
+    def _warn(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
+        """Tell people what was found, if it is not told already: a loss of any rank, else the place and its rank."""
+        meaning = None if found.origin is None else found.origin.meaning
+        kind = (meaning,) if meaning else tuple(found.fields[name] for name in KIND)
+        if kind in self._told:
+            self._told[kind] = self._told[kind][0] + 1, step
+            return
+        self._told[kind] = 0, step
+        text = found.text
+        if found.origin is None and found.reproduced is None:
+            text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
+        logger.warning("step %d: %s", step, "; ".join(filter(None, (text, meaning, *lacks))))
+
+    def _tell_repeats(self) -> None:
+        """Say once how often what was told has come again."""
+        for kind, (times, last) in self._told.items():
+            if times:
+                named = dict(zip(KIND, kind, strict=True)) if len(kind) > 1 else {}
+                place = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None) or kind[0]
+                logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", times, last, place)
+        self._told = {kind: (0, last) for kind, (_, last) in self._told.items()}
+
+    def _meaning(self, address: Address, of_loss: str) -> str | None:
+        """What a result of the whole model is; None: it is of a submodule. ``of_loss``: of a loss with labels."""
+        if address.fqn != ROOT or address.phase not in (FORWARD, BACKWARD):
+            return None
+        if address.phase == BACKWARD:
+            return GIVEN
+        if address.slot not in self._batches.losses or address.micro_batch is None:
+            return None
+        batch = self._batches.kept[address.micro_batch].batch
+        sent = None if batch is None else batch.options.get("labels")
+        labels = sent.value if isinstance(sent, Sent) else None
+        nothing_counts = labels is not None and not labels.is_floating_point() and bool((labels == IGNORED).all())
+        return (NO_LABEL if nothing_counts else of_loss) + (HIDDEN if self._hides else "")
 
     def _origin_seen(self, seen: NonFinite) -> Origin:
         given = seen.address.phase == BACKWARD  # such a result is an input
-        return origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
+        origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
+        return replace(origin, meaning=self._meaning(seen.address, SEEN))
 
     def _recompute_all(self, step: int) -> tuple[list[Origin | None] | None, list[str]]:
         """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
@@ -136,7 +185,7 @@ class GuardNonFinite(Part):
             *(found, self._inputs.finite(found.address, time), self._parameters(found.address.fqn)), inputs_read=True
         )
         address = replace(found.address, micro_batch=number)
-        return replace(origin, found=replace(found, address=address)), problem
+        return replace(origin, found=replace(found, address=address), meaning=self._meaning(address, LOSS)), problem
 
     def _parameters(self, fqn: str) -> list[Tensor]:
         model = self._engine.module

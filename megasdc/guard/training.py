@@ -30,6 +30,7 @@ class Training:
         suspects: devices that were wrong before.
         tell: writes an event on rank 0, from its kind, name and fields.
         origin: of events.
+        hides_losses: whether the log of the training leaves out losses that are not finite.
     """
 
     engine: Any
@@ -41,6 +42,7 @@ class Training:
     suspects: Suspects
     tell: Callable[..., None]
     origin: Origin
+    hides_losses: bool = False
 
     @property
     def folder(self) -> Path:

@@ -28,7 +28,8 @@ class Origin:
     """The first non-finite result, with facts from its rank.
 
     ``inputs_finite`` is None where not known. ``inputs_read``: inputs were read, in a repeat; else they are judged by
-    the checked results before this one, which were all finite.
+    the checked results before this one, which were all finite. ``meaning``: of a result that is of no submodule, as a
+    sentence that is the same for all of its kind.
     """
 
     found: NonFinite
@@ -36,6 +37,7 @@ class Origin:
     inputs_finite: bool | None
     inputs_read: bool
     parameters_finite: bool
+    meaning: str | None = None
 
 
 def origin_here(

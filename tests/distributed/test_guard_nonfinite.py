@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 
 import megasdc
 from megasdc.events import read_events
-from tools.bench.guard.trainings import deepspeed_config, llama_engine, pipeline_engine, train
+from megasdc.guard.nonfinite import GIVEN, HIDDEN, NO_LABEL
+from tools.bench.guard.trainings import deepspeed_config, llama_engine, llama_trainer, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 STEP, MICRO_BATCH = 2, 1
@@ -167,9 +169,44 @@ def test_what_is_not_of_a_submodule_is_told(tmp_path: Path) -> None:
     given, weight, changed = ({"step": one.step, "micro_batch": one.micro_batch, **one.fields} for one in events)
     names = ("step", "rank", "micro_batch", "phase", "fqn", "value", "inputs_finite", "parameters_finite", "reproduced")
     assert [given[name] for name in names] == [2, 1, 0, "backward", "model", "NaN", False, True, None]
+    assert given["meaning"] == GIVEN and weight["meaning"] is None
     assert [weight[name] for name in names] == [3, 0, 0, "forward", "last", "Inf", True, False, True]
     assert [changed[name] for name in names] == [4] + 8 * [None]
     assert changed["not_recomputed"][0].endswith("changed what the model was given in place")
     (none,) = read_events(tmp_path / "none", kind="nonfinite")
     assert none.fields["reproduced"] is None and "nonfinite.keep_mib" in none.fields["not_recomputed"][0]
     assert not list(read_events(tmp_path / "off", kind="nonfinite"))
+
+
+class _Unlabelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples of which no token counts."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.full((16,), index)
+        return {"input_ids": tokens, "labels": torch.full_like(tokens, -100)}
+
+
+def _without_labels(folder: str) -> list[str]:
+    """Body of a rank: a Trainer whose labels are all ignored; what is told of it."""
+    told = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megasdc.guard.nonfinite").addHandler(handler)
+    trainer = llama_trainer(deepspeed_config(1, "fp32"), None, folder, 3)
+    trainer.train_dataset = _Unlabelled()
+    megasdc.attach(trainer, _settings(folder))
+    trainer.train()
+    return told
+
+
+def test_a_loss_of_no_label_is_told_once(tmp_path: Path) -> None:
+    """That it is the loss, why it is NaN and why the trainer's log shows none; then how often it came again."""
+    (told,) = run_distributed(_without_labels, 1, str(tmp_path))
+    first, again = told
+    assert first.startswith("step 1: NaN first at") and first.endswith(NO_LABEL + HIDDEN)
+    assert again == f"NaN or Inf again in 2 more steps, the last is step 3: {NO_LABEL}{HIDDEN}"
+    events = read_events(tmp_path, kind="nonfinite")
+    assert [(one.step, one.fields["meaning"]) for one in events] == [(n, NO_LABEL + HIDDEN) for n in (1, 2, 3)]
