@@ -28,6 +28,7 @@ pytestmark = pytest.mark.distributed
 
 WHOLE = 1_000_000
 CHECKED = checked(coverage="one", parameters=False, finite=False, slice_elements=WHOLE)
+AFTER_NORM = {"optimizer_hooks": [{"hook": "absolute", "theta": 1e-6, "where": "after_norm"}]}
 
 
 def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
@@ -39,10 +40,10 @@ def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
     [
         ((1, 1, 1), {}),
         ((1, 1, 3), {"deepspeed__bf16": {"enabled": True}, "model": MODELS["llama"]}),
-        ((2, 1, 2), {"drop_compute": {"enabled": True, "threshold": 60.0}}),
+        ((2, 1, 2), {"drop_compute": {"enabled": True, "threshold": 60.0}, **AFTER_NORM}),
         ((1, 2, 2), {"optimizer_hooks": [{"hook": "absolute", "theta": 1e-3}]}),
     ],
-    ids=["alone", "bf16_llama", "tp2_dropcompute", "pp2_bounds"],
+    ids=["alone", "bf16_llama", "tp2_dropcompute_bounds_after_norm", "pp2_bounds"],
 )
 def test_a_healthy_run_is_the_run_without_checks(
     tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
@@ -57,6 +58,7 @@ def test_a_healthy_run_is_the_run_without_checks(
     assert verdicts_of(tmp_path / "checked") == []
     (told,) = events_of(tmp_path / "checked", "start", "slices")
     assert told["elements"] == 700 and told["period"] > 6
+    assert told["clipping"] == ("after_norm" not in str(changes)), "what a bound changes is not compared"
 
 
 FAULT = {"submodule": "*.linear_fc1", "slot": "weight*", "once": True, "kind": "scale", "factor": 1.01}
