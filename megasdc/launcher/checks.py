@@ -257,14 +257,28 @@ def _missing_compilers(host: str, found: Mapping[str, Any], needs: HostNeeds) ->
     ]
 
 
-def master_address(first_host: str, addresses: Sequence[str]) -> str | None:
+def master_address(first_host: str, found: Mapping[str, Any]) -> str:
     """The address that the first host's name resolves to, if the host has it on a network interface.
 
-    DeepSpeed uses the first address of ``hostname -I``, which may be that of a container bridge. None: leave it to
-    DeepSpeed. ``addresses``: the host's own, as the probe reports them.
+    Else the first of its own, as DeepSpeed takes it, which may be that of a container bridge; where it tells none, the
+    one that its own name leads it to.
+
+    Args:
+        found: what the probe reports of that host.
+
+    Raises:
+        LaunchError: it has none that other hosts can reach.
     """
-    address = _resolved(first_host)
-    return address if address in addresses else None
+    address, addresses = _resolved(first_host), found["addresses"]
+    if address is not None and address in addresses:
+        return address
+    for own in (*addresses, found["own_address"]):
+        if own is not None and not ipaddress.ip_address(own).is_loopback:
+            return str(own)
+    raise LaunchError(
+        f"{first_host}: none of its addresses is known, at which other ranks could reach rank 0; "
+        "give one by `-- --master_addr ADDRESS`"
+    )
 
 
 def address_from_here(host: str) -> str | None:

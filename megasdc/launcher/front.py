@@ -272,10 +272,11 @@ def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
     if not plan.placement.remote:
         return replace(plan, master_addr=None)
     first = plan.placement.hosts[0]
-    address = plan.master_addr or master_address(first, report.facts[first]["addresses"])
-    if address is None and plan.request.backend == "slurm":
-        # The facts are this host's. DeepSpeed would ask the first one over SSH, which nodes often refuse.
-        address = address_from_here(first)
+    # DeepSpeed would ask the first host over SSH, and take the first word that its login prints for the address.
+    if plan.request.backend == "slurm":  # nodes often refuse SSH, so that the facts are this host's
+        address = plan.master_addr or address_from_here(first)
+    else:
+        address = plan.master_addr or master_address(first, report.facts[first])
     fallback = {**plan.rank.fallback, "MASTER_ADDR": address or first.rpartition("@")[2]}
     return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
 

@@ -1,8 +1,9 @@
 """Transport of a Python program to many hosts at once over SSH, and of their answers.
 
 The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that the host
-needs only Python, no argument is read by a shell, and login messages do not matter. Lines of progress come in the same
-way meanwhile. Who waits may give up: what still runs is ended, here and, once nobody reads what it prints, there.
+needs only Python, no argument is read by a shell, and login messages do not matter, whatever their encoding and
+wherever they are printed. Lines of progress come in the same way meanwhile. Who waits may give up: what still runs is
+ended, here and, once nobody reads what it prints, there.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ class Transport:
         ssh_port: port of sshd; None leaves it to SSH's configuration.
         connect_timeout_s: seconds until a host counts as unreachable.
         prefixes: words before a command that make it run on a host, instead of SSH.
-        load_command: prints how many processes want to run, as its first word, and the number of cores as its last.
+        load_command: its last line is the number of cores; the one before begins with how many processes want to run.
     """
 
     remote: bool
     ssh_port: int | None = None
     connect_timeout_s: int = 10
     prefixes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    load_command: Sequence[str] = ("sh", "-c", "cat /proc/loadavg; getconf _NPROCESSORS_ONLN")
+    load_command: Sequence[str] = ("sh", "-c", "echo; cat /proc/loadavg; getconf _NPROCESSORS_ONLN")
 
     def run(
         self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: Watch | None = None
@@ -100,7 +101,10 @@ class Transport:
             One answer per host, in the order of ``hosts``.
         """
         watch, over, said = watch or Watch(), Event(), dict[str, str]()
-        call = f"import json\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
+        # On a line of its own: what a login prints may end without one.
+        call = (
+            f"import json\nprint()\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
+        )
         text = f"{program.read_text(encoding='utf-8')}\n{call}"
         with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
             try:
@@ -185,12 +189,13 @@ class Transport:
                 self.command(host, self.load_command),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
                 timeout=LOAD_S,
                 check=True,
                 start_new_session=True,
             )
-            load, cores = float(done.stdout.split()[0]), int(done.stdout.split()[-1])
+            # A login may print before it, also what is not UTF-8.
+            *_, first, last = done.stdout.decode(errors="replace").splitlines()
+            load, cores = float(first.split()[0]), int(last)
         except (OSError, subprocess.SubprocessError, ValueError, IndexError):
             return limit_s
         longer_s = patience_s(timeout_s, load, cores)

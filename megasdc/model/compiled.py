@@ -149,7 +149,7 @@ def find_compiler(device: str) -> str:
         wanted = " or ".join(name for name in names if name)
         raise LaunchError(f"megasdc.model.fuse: got true, but there is no compiler: {wanted} is not on PATH{_OFF}")
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=60)
+        answer = subprocess.run([path, "--version"], capture_output=True, errors="replace", check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise LaunchError(
             f"megasdc.model.fuse: got true, but the compiler {path} does not run: {error}{_OFF}"

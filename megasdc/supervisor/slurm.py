@@ -187,7 +187,13 @@ def _answer(command: Sequence[str]) -> str:
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, preexec_fn=_deaf_to_sigterm
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # names and comments of jobs are anyone's
+            timeout=_ANSWER_S,
+            check=False,
+            preexec_fn=_deaf_to_sigterm,
         )
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"`{shlex.join(command)}` gave no answer in {_ANSWER_S:g} s; is slurmctld up?") from error

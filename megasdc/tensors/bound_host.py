@@ -119,7 +119,7 @@ def _compile(source: Path, library: Path) -> None:
         made = Path(own) / library.name
         command = [compiler, *OPTIONS, "-o", str(made), str(source), "-lm"]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            subprocess.run(command, check=True, capture_output=True, errors="replace", timeout=_COMPILE_S)
         except subprocess.CalledProcessError as error:
             said = error.stderr.strip()[-1000:]
             raise LaunchError(f"{' '.join(command)} ended with {error.returncode}; install gcc: {said}") from error

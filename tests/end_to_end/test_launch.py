@@ -57,7 +57,7 @@ class Launches:
         """Start a launch from node1 and return without waiting."""
         env = {"MEGASDC_TEST_BEHAVIOUR": behaviour, **kwargs.pop("env", {})}
         argv = self.command(*options, **kwargs)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
         return self.cluster.popen("node1", argv, env=env, cwd=str(self.folder), **pipes)
 
     def run(self, behaviour: str, *options: str, **kwargs: Any) -> tuple[int, str]:
@@ -125,6 +125,26 @@ def test_success_needs_and_finds_every_record(launches: Launches, count: int) ->
     assert code == 0, said
     assert launches.done_codes() == dict.fromkeys(range(count), 0)
     assert f"all {count} ranks are done" in said
+
+
+def test_what_a_login_prints_is_no_address(launches: Launches) -> None:
+    """Also where the first host has a name that only SSH knows: ranks meet at an address that the host check reports."""
+    cluster = launches.cluster
+    changed = [cluster.home(name) / ".bashrc" for name in HOSTS[:2]]
+    ssh = cluster.folder / "etc" / "node1" / "ssh" / "ssh_config"
+    before = ssh.read_text()
+    try:
+        ssh.write_text(f"{before}Host first\n HostName node1\n")
+        for path in changed:
+            path.write_bytes(b"printf 'Last login: 28 ao\xfbt on tty1'\n")
+        code, said = launches.run("environment", names=["first", "node2"])
+    finally:
+        ssh.write_text(before)
+        for path in changed:
+            path.unlink(missing_ok=True)
+    assert code == 0, said
+    found = [json.loads((launches.run_dir / f"environment_{rank}.json").read_text()) for rank in range(2)]
+    assert [one["environ"]["MASTER_ADDR"] for one in found] == [cluster.addresses["node1"]] * 2
 
 
 def test_failed_rank_gives_its_code_host_and_reason(launches: Launches) -> None:

@@ -32,7 +32,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -179,10 +179,33 @@ def test_failures_give_host_and_remedy(
 
 
 def test_master_address_must_be_on_a_card_of_that_host() -> None:
-    """Otherwise DeepSpeed decides."""
-    assert master_address("127.0.0.1", ["127.0.0.1"]) == "127.0.0.1"
-    assert master_address("127.0.0.1", ["10.0.0.1"]) is None
-    assert master_address("no-such-host.invalid", ["10.0.0.1"]) is None
+    """Otherwise it is the host's first one, else the one that its own name leads to; where there is none it is asked for."""
+    found = {"addresses": ["10.0.0.1", "172.17.0.1"], "own_address": None}
+    assert master_address("127.0.0.1", {**found, "addresses": ["10.0.0.1", "127.0.0.1"]}) == "127.0.0.1"
+    assert master_address("127.0.0.1", found) == "10.0.0.1"
+    assert master_address("no-such-host.invalid", found) == "10.0.0.1"
+    assert master_address("no-such-host.invalid", {"addresses": [], "own_address": "10.0.0.7"}) == "10.0.0.7"
+    for own in (None, "127.0.1.1"):
+        with pytest.raises(LaunchError, match="none of its addresses is known.*--master_addr"):
+            master_address("no-such-host.invalid", {"addresses": [], "own_address": own})
+
+
+LOGIN = (r"printf 'Last login: 28 ao\373t on tty1'; " * 2, r"printf 'Bienvenue \340 tous\n\n'; printf '\351\n' >&2; ")
+"""What logins print: without an end of the line, and in another encoding."""
+
+
+@pytest.mark.parametrize("login", LOGIN, ids=["without end", "with end"])
+def test_what_a_login_prints_does_not_matter(tmp_path: Path, login: str) -> None:
+    """Neither for the answer of a host nor for how busy it says that it is."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    told: list[str] = []
+    prefixes = {"h": ("sh", "-c", f'{login}exec "$@"', "sh")}
+    transport = Transport(remote=True, prefixes=prefixes)
+    (answer,) = transport.run(["h"], tmp_path / "slow.py", 0.0, timeout_s=60)
+    assert (answer.value, answer.problem) == (0.0, None)
+    busy = replace(transport, load_command=("printf", "\\n6.5 1.0 1.0\\n2\\n"))
+    assert busy._longer_s("h", 1.0, 1.0, told.append) == 4.25
+    assert told == ["h: busy, 6.5 processes want its 2 cores; its answer is awaited 4 s in all"]
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
