@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megasdc.config.deepspeed_keys import REFUSED
-from megasdc.config.fields import LARGEST_INTEGER
+from megasdc.config.fields import ABSENT, LARGEST_INTEGER
+from megasdc.config.presets import PRESETS
 from megasdc.config.problems.problem import Problem
 from megasdc.config.read import dotted, is_unusable, shown, unusable_values
 from megasdc.config.table import element_in, field_text, model_in, type_text
@@ -62,16 +63,19 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
     value = value_at(raw, path)
     if isinstance(value, int) and value > LARGEST_INTEGER:
         allowed += f", up to {LARGEST_INTEGER}"
-    remedy = _default_remedy(info)
+    remedy = _default_remedy(raw, path, info)
     if kind == "string_type" and isinstance(value, (int, float)):
         remedy += f"; on the command line write --set '{name}=\"{value}\"'"
     return Problem((name,), f"got {shown(value)}; allowed: {allowed}{meaning}{remedy}.")
 
 
-def _default_remedy(info: FieldInfo | None) -> str:
-    if info is None or info.is_required():
+def _default_remedy(raw: Any, path: Path_, info: FieldInfo | None) -> str:
+    """What a field is without a value; empty where its meaning says so, which may depend on other fields."""
+    if info is None or info.is_required() or ABSENT in (info.description or ""):
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
+    if path[:-1] == ("megasdc", "model") and (preset := PRESETS.get(raw["megasdc"]["model"].get("preset"))):
+        default = preset.get(path[-1], default)
     return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
 
 

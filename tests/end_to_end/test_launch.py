@@ -128,7 +128,7 @@ def test_success_needs_and_finds_every_record(launches: Launches, count: int) ->
 
 
 def test_what_a_login_prints_is_no_address(launches: Launches) -> None:
-    """Also where the first host has a name that only SSH knows: ranks meet at an address that the host check reports."""
+    """Where only SSH knows the first host's name, ranks meet at an address that the host check reports."""
     cluster = launches.cluster
     changed = [cluster.home(name) / ".bashrc" for name in HOSTS[:2]]
     ssh = cluster.folder / "etc" / "node1" / "ssh" / "ssh_config"

@@ -153,7 +153,7 @@ class DataTypes(Section):
 
     at_resume = "universal"
 
-    grad_accum_dtype: DataType | None = setting(None, "Type in which gradients are accumulated.")
+    grad_accum_dtype: DataType | None = setting(None, "Type of the sum of gradients; absent: fp32, with fp16 that.")
 
 
 class Pipeline(Section):
@@ -288,7 +288,9 @@ class DeepSpeedPart(Section):
 
     at_resume = "-"
 
-    train_batch_size: PositiveInt = setting(1, "Samples of one step over all ranks.", FLAG)
+    train_batch_size: PositiveInt = setting(
+        1, "Samples of one step over all ranks; absent: as many as the other two sizes and the ranks make.", FLAG
+    )
     train_micro_batch_size_per_gpu: PositiveInt = setting(1, "Samples of one micro-batch on one replica.", APPLIED)
     gradient_accumulation_steps: PositiveInt = setting(
         1,
@@ -321,7 +323,7 @@ class DeepSpeedPart(Section):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     memory_breakdown: bool = False
     prescale_gradients: bool = setting(False, at_resume=APPLIED)
-    steps_per_print: PositiveInt | None = None
+    steps_per_print: PositiveInt | None = setting(None, "Steps between progress lines of DeepSpeed's; absent: none.")
     vocabulary_size: PositiveInt | None = None
     wall_clock_breakdown: bool = False
     zero_allow_untested_optimizer: bool = False

@@ -179,14 +179,14 @@ def test_failures_give_host_and_remedy(
 
 
 def test_master_address_must_be_on_a_card_of_that_host() -> None:
-    """Otherwise it is the host's first one, else the one that its own name leads to; where there is none it is asked for."""
+    """Otherwise it is the host's first one, else the one that its own name leads to; without any it is asked for."""
     found = {"addresses": ["10.0.0.1", "172.17.0.1"], "own_address": None}
     assert master_address("127.0.0.1", {**found, "addresses": ["10.0.0.1", "127.0.0.1"]}) == "127.0.0.1"
     assert master_address("127.0.0.1", found) == "10.0.0.1"
     assert master_address("no-such-host.invalid", found) == "10.0.0.1"
     assert master_address("no-such-host.invalid", {"addresses": [], "own_address": "10.0.0.7"}) == "10.0.0.7"
     for own in (None, "127.0.1.1"):
-        with pytest.raises(LaunchError, match="none of its addresses is known.*--master_addr"):
+        with pytest.raises(LaunchError, match=r"none of its addresses is known.*--master_addr"):
             master_address("no-such-host.invalid", {"addresses": [], "own_address": own})
 
 
