@@ -22,7 +22,16 @@ from megasdc.config.problems.contradictions import find_problems
 from megasdc.config.problems.problem import Problem, secret_problems
 from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json, shown
-from megasdc.config.schema import Path_, homes_of, locate, nearest, remove, type_problems, unusable_problems
+from megasdc.config.schema import (
+    Path_,
+    home_problems,
+    homes_of,
+    locate,
+    nearest,
+    remove,
+    type_problems,
+    unusable_problems,
+)
 from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.megasdc import MegasdcSection
@@ -133,7 +142,7 @@ def _build(
     for path in secrets:  # first, so that no other message shows one
         remove(raw, path)
     wrong = _expand_preset(raw) | unusable_problems(raw) | type_problems(raw, WholeFile)
-    wrong |= {} if stored else secrets
+    wrong |= {} if stored else secrets | home_problems(raw)
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +21,7 @@ from megasdc.config.table import element_in, field_text, model_in, type_text
 Path_ = tuple[str | int, ...]
 Root = type[BaseModel]
 """Class of a whole file."""
+_HOME = re.compile(r"~([\w.-]*/|$)")
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -50,6 +53,27 @@ def unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
         if path and isinstance(path[-1], str) and is_unusable(path[-1]):
             remove(raw, path)
     return found
+
+
+def home_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
+    """Texts that begin with a home folder as shells write it, which to a program is a folder of the name ``~``."""
+    found: dict[Path_, Problem] = {}
+    for path, text in _texts(raw, ()):
+        if _HOME.match(text):
+            whole = os.path.expanduser(text)
+            meant = "the whole path" if whole == text else shown(whole)
+            what = f"got {shown(text)}, and `~` is no home folder in a file; write {meant}, or {shown(f'./{text}')} for"
+            found[path] = Problem((dotted(path),), f"{what} a folder that is named so.")
+    return found
+
+
+def _texts(value: Any, at: Path_) -> Iterator[tuple[Path_, str]]:
+    """All texts that are values, with their paths."""
+    if isinstance(value, str):
+        yield at, value
+    elif isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(inner, (*at, key))
 
 
 def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annotation: Any, root: Root) -> Problem:

@@ -13,7 +13,7 @@ from typing import Any
 from megasdc.config.problems.problem import secret_problems
 from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json
-from megasdc.config.schema import remove, type_problems, unusable_problems
+from megasdc.config.schema import home_problems, remove, type_problems, unusable_problems
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import ConfigError
@@ -83,7 +83,7 @@ def load_settings(
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
         remove(raw, path)
-    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets
+    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
     problems += [one.text for one in found.values()]
     if not problems:
         settings = GuardSettings.model_validate(raw)

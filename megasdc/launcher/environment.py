@@ -9,8 +9,11 @@ memory that its user alone can read (``megasdc.launcher.on_host.private``) until
 
 from __future__ import annotations
 
+import codecs
 import math
+import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,9 +69,24 @@ ENV_LINE = re.compile(rf"{NAME.pattern}=.*")
 def env_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
     """Return the existing environment files that DeepSpeed will read: home folder, then working folder."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    home = Path(environ.get("HOME", "~")).expanduser()
+    # As DeepSpeed: a user without HOME and without an entry in passwd has no home folder, and needs none.
+    home = Path(os.path.expanduser(environ.get("HOME", "~")))
     candidates = dict.fromkeys([home / name, cwd / name])
     return [path for path in candidates if path.is_file()]
+
+
+def text_problem(content: bytes, path: Path) -> str | None:
+    """Why DeepSpeed would misread a file whatever its lines are: its encoding; None: it is UTF-8 and nothing else."""
+    if content.startswith(codecs.BOM_UTF8):
+        return (
+            "starts with a byte order mark, which DeepSpeed takes for a part of the first line; remove it: "
+            f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}"
+        )
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text ({error.reason} at byte {error.start}); save it in UTF-8, without a byte order mark"
+    return None
 
 
 def env_file_problems(path: Path) -> list[str]:
@@ -76,8 +94,11 @@ def env_file_problems(path: Path) -> list[str]:
 
     One sentence per problem, with the line number.
     """
+    content = path.read_bytes()
+    if problem := text_problem(content, path):
+        return [f"{path}: {problem}"]
     problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(content.decode().splitlines(), 1):
         name, _, value = line.strip().partition("=")
         if not line.strip():
             problem = "empty line; DeepSpeed stops there, remove it"
@@ -100,7 +121,7 @@ def env_file_problems(path: Path) -> list[str]:
 
 def env_file_names(paths: list[Path]) -> set[str]:
     """Return the names that the environment files set; these override the environment of the front."""
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     return {line.split("=", 1)[0].strip() for line in lines if "=" in line}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.errors import LaunchError
+from megasdc.launcher.environment import text_problem
 
 # Host names reach a shell (pdsh) and ssh's command line, so no other characters are allowed.
 HOST_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -50,12 +51,15 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
         LaunchError: the file is missing, empty, or has invalid lines; lists them all by number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = Path(path).read_bytes()
+    except OSError as error:
         raise LaunchError(
             f"hostfile {path} cannot be read: {error}; write one line `NAME slots=N` for each host, "
             "or omit --hostfile to run on this host alone"
         ) from error
+    if problem := text_problem(content, Path(path)):
+        raise LaunchError(f"hostfile {path} {problem}")
+    lines = content.decode().splitlines()
     line_of_host: dict[str, int] = {}
     slots: dict[str, int] = {}
     problems = []

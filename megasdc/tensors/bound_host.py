@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache, lru_cache
 from pathlib import Path
@@ -99,7 +100,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     """
     text = source.read_bytes()
     key = hashlib.sha256(b"\0".join([text, " ".join(OPTIONS).encode(), _processor().encode()])).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megasdc" / "compiled"
+    folder = _cache_folder() / "megasdc" / "compiled"
     library = folder / f"{source.stem}-{key}.so"
     try:
         if not library.exists():
@@ -108,6 +109,14 @@ def load_library(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise LaunchError(f"{library} cannot be built or loaded: {error}; XDG_CACHE_HOME chooses its folder") from error
+
+
+def _cache_folder() -> Path:
+    """Folder of what can be made again: of the user, or of this Python for one without a home folder."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    home = os.path.expanduser("~")  # unchanged without HOME and without an entry in passwd
+    return Path(sys.prefix) if home == "~" else Path(home) / ".cache"
 
 
 def _compile(source: Path, library: Path) -> None:

@@ -2,11 +2,13 @@
 
 import copy
 import importlib
+import json
 
 import pytest
 
 from megasdc.config import check_layout, load_config, parse_config
 from megasdc.errors import ConfigError
+from megasdc.guard.settings import load_settings
 from megasdc.imports.packages import is_installed
 
 MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
@@ -132,3 +134,33 @@ def test_master_weights_in_16_bits_need_deepspeeds_cpu_adam():
     (problem,) = problems_of({**MINIMAL, **in_fp16})
     assert problem.startswith("fp16.fp16_master_weights_and_grads: got true")
     parse_config({**MINIMAL, **in_fp16, **_ON_HOST, **compiled})
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("megasdc.logging.run_dir", "~/runs/x"),
+        ("megasdc.data.path", "~"),
+        ("megasdc.checkpoint.folder", "~else/x"),
+        ("tensorboard.output_path", "~/board"),
+    ],
+)
+def test_a_home_folder_as_shells_write_it_is_refused(monkeypatch, path, text):
+    """It would be a folder of the name `~`; the message has the path that is meant, and that of a folder so named."""
+    monkeypatch.setenv("HOME", "/home/me")
+    value = json.dumps(text)
+    (problem,) = [one for one in problems_of(MINIMAL, [f"{path}={value}"]) if one.startswith(f"{path}:")]
+    meant = json.dumps(text.replace("~", "/home/me")) if "else" not in text else "the whole path"
+    assert f"got {value}" in problem and f"write {meant}, or " in problem and f'"./{text}"' in problem
+    assert parse_config(MINIMAL, ["megasdc.logging.run_dir=./~/runs", "megasdc.data.path=a~/b"])
+    stored = parse_config(MINIMAL, ["megasdc.logging.run_dir=r"]).resolved()
+    stored["megasdc"]["logging"]["run_dir"] = "~/runs"  # as earlier versions have made it
+    assert parse_config(stored, stored=True).megasdc.logging.run_dir == "~/runs"
+
+
+def test_a_guard_has_no_home_folder_as_shells_write_it_either():
+    """Nor a word of its alert command, which no shell reads."""
+    given = {"logging": {"run_dir": "~/runs/x"}, "health": {"alert_command": ["~/bin/alert"]}}
+    with pytest.raises(ConfigError) as caught:
+        load_settings(given)
+    assert [one.partition(":")[0] for one in caught.value.problems] == ["logging.run_dir", "health.alert_command.0"]

@@ -28,6 +28,7 @@ from megasdc.launcher.on_host import private as on_host
 from megasdc.launcher.rank import RankCommand, main, rank_environment
 from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
+from megasdc.tensors import bound_host
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
 COMMAND = RankCommand("/w d", ["/s.py"], ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
@@ -83,6 +84,28 @@ def test_deepspeed_env_lines(tmp_path: Path, line: str, problem: str | None) -> 
     assert [text.startswith(f"{path}:2: ") for text in found] == ([True] if problem else [])
     assert problem is None or problem in found[0]
     assert not any("hidden" in text for text in found)
+
+
+@pytest.mark.parametrize(("start", "problem"), [(b"\xef\xbb\xbf", "byte order mark"), (b"\xff", "is not UTF-8 text")])
+def test_an_encoding_of_deepspeed_env_that_is_misread_is_named(tmp_path: Path, start: bytes, problem: str) -> None:
+    """The file is named, and its names are read nevertheless: all problems are told at once."""
+    path = tmp_path / ".deepspeed_env"
+    path.write_bytes(start + b"GOOD=1\nLAST=2\n")
+    (found,) = env_file_problems(path)
+    assert found.startswith(f"{path}: ") and problem in found
+    assert "LAST" in env_file_names([path])
+
+
+def test_a_user_without_a_home_folder_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither HOME nor an entry in passwd, as in containers: what lies in the working folder is found."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    (tmp_path / ".deepspeed_env").write_text("A=1\n")
+    assert env_files({}, tmp_path) == [tmp_path / ".deepspeed_env"]
+    assert bound_host._cache_folder() == Path(sys.prefix)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert bound_host._cache_folder() == tmp_path / ".cache"
 
 
 def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_all_bad_lines_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         read_hostfile(written(tmp_path, "a\nb\n"))
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_encoding_that_deepspeed_misreads_is_named(tmp_path: Path) -> None:
+    """A byte order mark, with the command that removes it, and UTF-16; ends of lines of Windows do not matter."""
+    path = tmp_path / "hostfile"
+    path.write_bytes(b"\xef\xbb\xbfa slots=1\r\nb slots=2\r\n")
+    with pytest.raises(LaunchError, match="starts with a byte order mark") as caught:
+        read_hostfile(path)
+    subprocess.run(str(caught.value).rpartition("remove it: ")[2], shell=True, check=True)
+    assert read_hostfile(path) == {"a": 1, "b": 2}
+    path.write_text("a slots=1\n", encoding="utf-16")
+    with pytest.raises(LaunchError, match="is not UTF-8 text"):
+        read_hostfile(path)
 
 
 def test_missing_hostfile_is_an_error(tmp_path: Path) -> None:
