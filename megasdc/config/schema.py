@@ -99,7 +99,7 @@ def _default_remedy(raw: Any, path: Path_, info: FieldInfo | None) -> str:
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
     if path[:-1] == ("megasdc", "model") and (preset := PRESETS.get(raw["megasdc"]["model"].get("preset"))):
-        default = preset.get(path[-1], default)
+        default = preset.get(str(path[-1]), default)
     return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import shlex
 import socket
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
+LONGEST_BUILD_S = 1800.0
+"""A lock of a compiled extension that is older is that of no build."""
 LOOPBACK = "127."
 STORAGE = StorageError.exit_code
 
@@ -34,7 +37,8 @@ class HostNeeds:
     where it cannot be read; ``data``: folders of prepared data, and ``code``: files, the same on all; ``master_port``
     None: the launch reserves a free one; ``compilers``: needed on hosts without an accelerator, each with the setting
     that needs it; ``cpu_only``: DeepSpeed is set to use no accelerator; ``gloo_interface``: GLOO_SOCKET_IFNAME is set
-    for the ranks; ``always_gloo``: they have groups of gloo with an accelerator too, as a program of others may not.
+    for the ranks; ``always_gloo``: they have groups of gloo with an accelerator too, as a program of others may not;
+    ``extensions``: folder of compiled extensions, None: not known.
     """
 
     cwd: str
@@ -49,6 +53,7 @@ class HostNeeds:
     cpu_only: bool
     gloo_interface: bool
     always_gloo: bool
+    extensions: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,7 @@ def inspect_hosts(
         "code": needs.code,
         "writable": needs.writable,
         "master_port": None,
+        "extensions": needs.extensions,
     }
     program = Path(probe.__file__)
     first, *others = placement.hosts
@@ -131,6 +137,7 @@ def inspect_hosts(
             several = among_others or len(placement.hosts) > 1
             report.found.extend(_host_problems(answer.host, answer.value, needs, several))
     report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
+    report.found.extend(lock_problems({host: found["locks"] for host, found in report.facts.items()}))
     report.found.extend(code_problems({host: found["code"] for host, found in report.facts.items()}, trusted))
     if placement.remote:
         (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S, watch=watch)
@@ -178,6 +185,43 @@ def code_problems(code: Mapping[str, Mapping[str, str | None]], trusted: Collect
         who = f"{', '.join(odd)}: {path} is another than on the other hosts" if odd else f"{path} differs between hosts"
         problems.append(HostProblem(odd, f"{who}; copy it from one host to all"))
     return problems
+
+
+def lock_problems(locks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[HostProblem]:
+    """Locks of compiled extensions whose writers have gone, for which ranks would wait without end.
+
+    One in a folder that hosts share may be that of a build on a host that is not asked, until it is too old for that.
+
+    Args:
+        locks: by host, as the probe reports them.
+    """
+    held = {one["path"] for own in locks.values() for one in own if one["held"]}
+    return [
+        HostProblem((host,), f"{host}: {_lock_text(one)}")
+        for host, own in locks.items()
+        for one in own
+        if one["path"] not in held and (one["age_s"] > LONGEST_BUILD_S or (one["local"] and one["held"] is False))
+    ]
+
+
+def left_locks(hosts: Sequence[str], transport: Transport, extensions: str | None) -> list[str]:
+    """What is known of locks of compiled extensions that lie on hosts after ranks were stuck, in sentences."""
+    asked = {"extensions": extensions}
+    answers = transport.run(hosts, Path(probe.__file__), asked, timeout_s=PROBE_TIMEOUT_S)
+    locks = {answer.host: answer.value["locks"] for answer in answers if not answer.problem}
+    return [f"{host}: {_lock_text(one)}" for host, own in locks.items() for one in own]
+
+
+def _lock_text(lock: Mapping[str, Any]) -> str:
+    writer = {
+        True: "a process of this host has it open, which may be compiling",
+        False: "no process of this host has it open: its writer was killed, or is on another host",
+        None: "it is another user's, whose processes cannot be looked at",
+    }[lock["held"]]
+    return (
+        f"{lock['path']} locks a compiled extension since {lock['age_s']:.0f} s; {writer}; a rank that needs the "
+        f"extension waits until it is gone: if nobody compiles, remove it (rm {shlex.quote(lock['path'])})"
+    )
 
 
 def _others(found: Mapping[str, str], trusted: Collection[str]) -> tuple[str, ...] | None:

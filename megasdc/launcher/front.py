@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from megasdc import room, run_lock
-from megasdc.errors import LaunchError, StorageError
+from megasdc.errors import HangError, LaunchError, StorageError
 from megasdc.health.front.server import Standstill
 from megasdc.launcher import environment, host_failed, own_lines
-from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, master_address
+from megasdc.launcher.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
 from megasdc.launcher.health import listening_for_agents
 from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import private
@@ -154,6 +154,10 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
         with listening_for_agents(plan) as agents:
             verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
         away.update(unreachable)
+        if verdict.exit_code == HangError.exit_code:
+            hosts = [host for host in plan.placement.hosts if host not in away]
+            locks = left_locks(hosts, plan.transport, plan.needs.extensions) if hosts else []
+            verdict = replace(verdict, lines=[*verdict.lines, *locks])
         result = _result(plan, verdict, launcher_code)
         _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
         for line in (*verdict.lines, *lines_of(result.met)):

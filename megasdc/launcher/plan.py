@@ -29,6 +29,7 @@ from megasdc.launcher.rank_program import RankProgram, program_of
 from megasdc.launcher.records import LAUNCH_ID_VARIABLE
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
 from megasdc.run_lock import ENDED_LAUNCHES_VARIABLE
 
 Say = Callable[[str], None]
@@ -235,4 +236,5 @@ def _needs(program: RankProgram, rank: RankCommand, master_port: int | None) -> 
         cpu_only=rank.environment.get("DS_ACCELERATOR") == "cpu",
         gloo_interface="GLOO_SOCKET_IFNAME" in rank.environment,
         always_gloo=not program.is_users,
+        extensions=rank.environment.get(EXTENSIONS_VARIABLE),
     )

@@ -1,10 +1,12 @@
-"""Where attempts run: the hosts of a hostfile, which are reached over SSH; what a scheduler's job does otherwise."""
+"""Where attempts run: hosts of a hostfile, which are reached over SSH, or this one; what a job does otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megasdc.launcher.hosts import LOCAL_HOST
 from megasdc.launcher.on_host import release, running
 from megasdc.launcher.remote import Transport
 from megasdc.launcher.request import LaunchRequest
@@ -62,3 +64,27 @@ class Allocation:
             Why that cannot be; empty: it was done.
         """
         raise NotImplementedError("only where it can be left")
+
+
+class ThisHost(Allocation):
+    """This host alone, which is reached without SSH, and for which no other can be used.
+
+    Args:
+        num_ranks: of the run.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__("this host", {LOCAL_HOST: num_ranks})
+
+    def request(self, request: LaunchRequest, attempt: Attempt) -> LaunchRequest:
+        """See ``Allocation``: a launch without a hostfile; of all slots where the command chooses none."""
+        chooses = bool(request.include or request.exclude or request.num_gpus)
+        return replace(request, hostfile=None, num_gpus=request.num_gpus if chooses else attempt.slots[LOCAL_HOST])
+
+    def unreachable(self, attempt: Attempt) -> tuple[str, ...]:
+        """See ``Allocation``: none, as long as somebody asks."""
+        return ()
+
+    def prefix(self, host: str) -> list[str]:
+        """See ``Allocation``."""
+        return ["env"]

@@ -20,9 +20,9 @@ from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import LaunchError
 from megasdc.launcher.deepspeed_command import DeepSpeedCommand
-from megasdc.launcher.hosts import read_hostfile
+from megasdc.launcher.hosts import LOCAL_HOST, place_program_here, read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
-from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.allocation import Allocation, ThisHost
 from megasdc.supervisor.engine import FrontEngine
 from megasdc.supervisor.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.supervisor.host_tests import StressTests
@@ -32,7 +32,7 @@ from megasdc.supervisor.output import LOG_FILE, lasting_output
 from megasdc.supervisor.policy import Limits
 from megasdc.supervisor.salvage import complete
 from megasdc.supervisor.sizes import find_sizes
-from megasdc.supervisor.slurm import SlurmJob
+from megasdc.supervisor.slurm import JOB_VARIABLE, SlurmJob
 from megasdc.supervisor.supervise import Supervisor
 
 
@@ -87,13 +87,19 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
     Raises:
         LaunchError, StorageError: likewise.
     """
-    if command.include or command.exclude or command.num_gpus is not None:
+    is_here = command.hostfile is None and not os.environ.get(JOB_VARIABLE)
+    if not is_here and (command.include or command.exclude or command.num_gpus is not None):
         raise LaunchError(
             "deepspeed --include, --exclude, --num_gpus: not with --supervise, which chooses hosts itself: write a "
             "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
         )
     room.set_limit(settings.logging.wait_for_room_s)
-    section, allocation = settings.supervise, _allocation(command.hostfile, command.launcher_args)
+    if is_here:
+        place = place_program_here(command.include, command.exclude, command.num_gpus, os.environ)
+        allocation: Allocation = ThisHost(len(place.host_of_rank))
+    else:
+        allocation = _allocation(command.hostfile, command.launcher_args)
+    section = settings.supervise
     num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation, "")
     run_dir = Path.cwd() / settings.logging.run_dir
     request = replace(command, num_hosts=None).request(str(run_dir), settings)
@@ -165,7 +171,8 @@ def _supervise(
 
 def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
     if hostfile is not None:
-        return Allocation(str(hostfile), read_hostfile(hostfile))
+        slots = read_hostfile(hostfile)
+        return ThisHost(slots[LOCAL_HOST]) if list(slots) == [LOCAL_HOST] else Allocation(str(hostfile), slots)
     if any(word.partition("=")[0] == "--launcher_args" for word in launcher_args):
         raise LaunchError(
             "launcher option --launcher_args: under SLURM the supervisor sets it; give options of srun by the "

@@ -64,7 +64,7 @@ class SlurmJob(Allocation):
         if not (number := environ.get(JOB_VARIABLE)):
             raise LaunchError(
                 "--hostfile is missing, and this is no SLURM job: a supervisor chooses hosts from one of them; "
-                "for this host alone, name it there"
+                "for this host alone, write `localhost slots=N` there"
             )
         if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
             raise LaunchError(

@@ -119,12 +119,33 @@ def test_what_cannot_be_launched_is_refused(folder: Path) -> None:
         ([sys.executable, "-m", "megasdc", "run", "--", "torchrun", "train.py"], 78, "need deepspeed's command line"),
         (words("--set", "supervise.min_hosts=2", command=("train.py",)), 70, "supervise.min_hosts: got 2"),
         (words("--set", "health.hang_after=2", command=("train.py",)), 70, "hang_after_s"),
-        (words("--supervise", command=("--num_gpus", "2", "train.py")), 78, "not with --supervise"),
+        (words("--supervise", command=("--hostfile", "h", "--num_gpus", "2", "train.py")), 78, "not with --supervise"),
     )
     for command, code, text in cases:
         refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
         assert (refused.returncode, text in refused.stderr) == (code, True), refused.stderr
     assert not (folder / "runs").exists()
+
+
+def test_a_training_on_this_host_goes_on_by_itself(folder: Path, without_megasdc: Callable[[int], str]) -> None:
+    """Without SSH, by a number of ranks, and to the bits of a training without a fault."""
+    (folder / "fault_kill_1_7").touch()
+    path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    (folder / "ssh").write_text(f"#!/bin/sh\ntouch {folder}/asked\nexit 255\n")
+    (folder / "ssh").chmod(0o755)
+    done = subprocess.run(
+        words("--config", settings(folder, health={}), "--supervise", command=("--num_gpus", "2", "train.py")),
+        cwd=folder,
+        env=path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout
+    assert kinds_of(folder) == [("rank_lost", ("localhost",)), ("done", ())]
+    assert digest_of(done.stdout) == without_megasdc(2) and not (folder / "asked").exists()
 
 
 @pytest.mark.full

@@ -16,9 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 WRITTEN_BYTES = 1 << 16
+ON_THIS_HOST = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}
+"""File systems of one host alone."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -27,11 +30,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: ``cwd``, ``python_path`` (list), ``path`` (list, put before PATH), ``distributions``, ``readable``
             (files and folders), ``data`` (folders with a manifest), ``code`` (files), ``writable`` (folders),
-            ``master_port`` (None: not checked).
+            ``master_port`` (None: not checked), ``extensions`` (folder of compiled extensions, None: not known); with
+            this one alone only its locks are looked at.
 
     Returns:
         The facts, by name; JSON types only.
     """
+    if list(request) == ["extensions"]:
+        return {"locks": _locks(request["extensions"])}
     missing_cwd = not os.path.isdir(request["cwd"])
     if not missing_cwd:
         os.chdir(request["cwd"])
@@ -50,6 +56,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "addresses": _addresses(),
         "port_problem": _port_problem(request["master_port"]),
         "has_gpu": bool(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))) or os.path.exists("/dev/kfd"),
+        "locks": _locks(request["extensions"]),
         "programs": {name: shutil.which(name) for name in ("g++", "ninja")},
     }
 
@@ -136,3 +143,52 @@ def _port_problem(port: int | None) -> str | None:
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error))
     return None
+
+
+def _locks(folder: str | None) -> list[dict[str, Any]]:
+    """Locks of extensions that are being compiled, or whose compilation was killed: PyTorch then waits without end.
+
+    Each with its ``path``, its age ``age_s``, ``held``: whether a process of this host has it open, as who compiles
+    does (``torch.utils.file_baton``), None: those of its owner cannot be looked at; and ``local``: whether its file
+    system is that of one host.
+    """
+    found = []
+    for path in sorted(pathlib.Path(folder).glob("*/lock")) if folder is not None else ():
+        try:
+            seen = path.stat()
+        except OSError:
+            continue  # it was released
+        can_look = os.getuid() in (0, seen.st_uid)
+        held = _is_open(seen) if can_look else None
+        age_s = max(0.0, time.time() - seen.st_mtime)
+        found.append({"path": str(path), "age_s": age_s, "held": held, "local": _file_system(path) in ON_THIS_HOST})
+    return found
+
+
+def _is_open(seen: os.stat_result) -> bool:
+    """Whether a process of this host has a file open."""
+    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            other = os.stat(link)
+        except OSError:
+            continue  # it has ended, or is another user's
+        if (other.st_dev, other.st_ino) == (seen.st_dev, seen.st_ino):
+            return True
+    return False
+
+
+def _file_system(path: pathlib.Path) -> str:
+    """Type of the file system that holds a path; empty: not known.
+
+    Source: proc_pid_mountinfo(5): the mount point is field 5, the type comes after a dash.
+    """
+    best = "", ""
+    try:
+        lines = pathlib.Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        point, kind = line.split()[4], line.partition(" - ")[2].split()[0]
+        if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
+            best = point, kind
+    return best[1]

@@ -20,6 +20,8 @@ from megasdc.launcher.checks import (
     address_from_here,
     code_problems,
     data_problems,
+    left_locks,
+    lock_problems,
     master_address,
     version_problems,
 )
@@ -206,6 +208,55 @@ def test_what_a_login_prints_does_not_matter(tmp_path: Path, login: str) -> None
     busy = replace(transport, load_command=("printf", "\\n6.5 1.0 1.0\\n2\\n"))
     assert busy._longer_s("h", 1.0, 1.0, told.append) == 4.25
     assert told == ["h: busy, 6.5 processes want its 2 cores; its answer is awaited 4 s in all"]
+
+
+def test_a_lock_of_a_killed_build_is_named_before_ranks_wait_for_it(tmp_path: Path) -> None:
+    """PyTorch's own: one that its writer has open is none, whoever asks; a file of that name is no lock of a build."""
+    folder = tmp_path / "an extension"
+    folder.mkdir()
+    lock = folder / "lock"
+    program = "import sys, time; from torch.utils.file_baton import FileBaton; b = FileBaton(sys.argv[1]); "
+    program += "assert b.try_acquire(); print('taken', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program, str(lock)], stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None and writer.stdout.readline() == b"taken\n"
+            (live,) = probe._locks(str(tmp_path))
+            assert live["path"] == str(lock) and live["held"] and lock_problems({"a": [live], "b": [live]}) == []
+        finally:
+            writer.kill()
+    (left,) = probe._locks(str(tmp_path))
+    assert left["held"] is False and left["age_s"] >= live["age_s"]
+    (problem,) = lock_problems({"a": [{**left, "local": True}], "b": []})
+    assert problem.hosts == ("a",) and f"a: {lock} locks a compiled extension since " in problem.text
+    assert "no process of this host has it open" in problem.text
+    assert lock_problems({"a": [{**left, "local": True}], "b": [live]}) == [], "b compiles it for both"
+    shared = {**left, "local": False}
+    assert lock_problems({"a": [shared]}) == [], "who compiles may be on a host that is not asked"
+    assert len(lock_problems({"a": [{**shared, "age_s": 4000.0}]})) == 1
+    (told,) = left_locks(["here"], Transport(remote=False), str(tmp_path))
+    assert told.startswith(f"here: {lock} locks")
+    subprocess.run(told.rpartition("remove it (")[2][:-1], shell=True, check=True)
+    assert probe._locks(str(tmp_path)) == [] and probe._locks(None) == []
+
+
+def test_a_launch_whose_ranks_would_wait_for_a_left_lock_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for where the ranks would compile."""
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (1.0, 1.0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    sets = (f"megasdc.logging.run_dir={tmp_path}/run", f"megasdc.data.path={tmp_path}")
+    with pytest.raises(LaunchError, match=f"{lock} locks a compiled extension since"):
+        launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
+
+
+def test_the_file_system_of_a_path_is_known() -> None:
+    """By the deepest mount above it."""
+    assert probe._file_system(Path("/proc/self")) == "proc"
+    assert probe._file_system(Path("/dev/shm")) in probe.ON_THIS_HOST
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from megasdc.errors import MegasdcError
-from megasdc.supervisor.command import supervise_run
+from megasdc.launcher.remote import Transport
+from megasdc.launcher.request import LaunchRequest
+from megasdc.supervisor.command import _allocation, supervise_run
+from megasdc.supervisor.history import Attempt
 from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE, Journal
 from megasdc.supervisor.ledger import Ledger, Use
 
@@ -101,3 +104,21 @@ def test_a_ledger_of_another_cluster(capsys: pytest.CaptureFixture[str], tmp_pat
     ledger.add(Use("1", 1.0, 1.0, ("x",)))
     code, text = supervise(capsys, tmp_path, config_of(tmp_path, num_hosts=1, ledger=str(ledger.path)))
     assert code == 78 and "knows none of the hosts a, b" in text and "name another file in" in text
+
+
+def test_a_hostfile_of_this_host_alone_needs_no_ssh(tmp_path: Path) -> None:
+    """It is launched without a hostfile, with all slots unless the command chooses some; nobody is asked over SSH."""
+    path = tmp_path / "hosts"
+    path.write_text("localhost slots=3\n")
+    found = _allocation(path, ())
+    attempt = Attempt(1, dict(found.slots), "id", 0.0)
+    request = LaunchRequest(None, hostfile=path)
+    launched = found.request(request, attempt)
+    assert (launched.hostfile, launched.num_gpus, launched.include) == (None, 3, "")
+    chosen = found.request(LaunchRequest(None, hostfile=path, include="localhost:0,2"), attempt)
+    assert (chosen.hostfile, chosen.num_gpus, chosen.include) == (None, None, "localhost:0,2")
+    transport = Transport(remote=True, prefixes={host: found.prefix(host) for host in found.slots})
+    assert transport.command("localhost", ["true"])[-1] == "true" and "ssh" not in transport.command("localhost", [])
+    assert found.unreachable(attempt) == ()
+    path.write_text("localhost slots=3\nb slots=3\n")
+    assert _allocation(path, ()).request(request, attempt) == request
