@@ -1,11 +1,21 @@
-"""Limits that containers and schedulers set on the memory of this process's host: memory cgroups, of both versions."""
+"""Memory of this process's host, as far as it may use it, and processes that the kernel has ended for want of it.
+
+Limits are those of memory cgroups, of both versions, which containers and schedulers set, and of the host itself.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
+FIRST_PIDS = "pid:[4026531836]"
+"""Namespace of process ids that the kernel's log has; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
+_KILLED = re.compile(rb"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB")
 
 
 @dataclass(frozen=True)
@@ -21,30 +31,151 @@ class MemoryLimit:
     used: float
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory that programs have got, without files, of the host or, where its limit is lower, of the container.
+
+    Args:
+        total: bytes that they may have together.
+        used: of them.
+    """
+
+    total: int
+    used: int
+
+
+@dataclass(frozen=True)
+class MemoryKill:
+    """That the kernel has ended a process for want of memory, in bytes.
+
+    Args:
+        total: that programs may have together there.
+        others: that other programs than those of the launch had right after.
+        before: that all programs had when the launch began there.
+        process: that the process had; None: the kernel's log does not tell.
+    """
+
+    total: int
+    others: int
+    before: int
+    process: int | None = None
+
+
+class MemoryWatch:
+    """Tells whether a process of this host was ended for want of memory since this was made.
+
+    That the memory cgroup of this process counts one more, or that the kernel's log names the process.
+    """
+
+    def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS, log: Path = KERNEL_LOG) -> None:
+        self._proc, self._cgroups, self._log = proc, cgroups, log
+        self._count, self._before = self._killed(), memory_use(proc, cgroups)
+        self._logged = {pid for pid, _ in self._entries()}
+
+    def of(self, pid: int, own: Iterable[int]) -> MemoryKill | None:
+        """Numbers of the end of a process, which SIGKILL has ended; None: there is no sign that memory was the cause.
+
+        Args:
+            own: processes of the launch that live.
+        """
+        logged = dict(self._entries())
+        count = self._killed()
+        grew = count is not None and self._count is not None and count > self._count
+        if not grew and (pid not in logged or pid in self._logged):
+            return None
+        now = memory_use(self._proc, self._cgroups)
+        others = max(0, now.used - sum(_anonymous_of(self._proc, one) for one in own))
+        return MemoryKill(now.total, others, self._before.used, logged.get(pid))
+
+    def _killed(self) -> int | None:
+        """Processes of this one's memory cgroup and those below that were ended so; None: it does not count them."""
+        for folder, is_second in _folders(self._proc, self._cgroups):
+            path = folder / ("memory.events" if is_second else "memory.oom_control")
+            with suppress(OSError, ValueError):
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return None
+
+    def _entries(self) -> Iterator[tuple[int, int]]:
+        """Process and its bytes of each entry of the kernel's log; none where its ids are others, or it is not read."""
+        with suppress(OSError):
+            if os.readlink(self._proc / "self" / "ns" / "pid") != FIRST_PIDS:
+                return
+            number = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                yield from _entries(number)
+            finally:
+                os.close(number)
+
+
+def _entries(number: int) -> Iterator[tuple[int, int]]:
+    """Source: Documentation/ABI/testing/dev-kmsg of the kernel: a read gives one entry; EPIPE: one was overwritten."""
+    while True:
+        try:
+            text = os.read(number, 1 << 14)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            continue
+        if not text:
+            return
+        yield from ((int(match[1]), int(match[2]) * 1024) for match in _KILLED.finditer(text))
+
+
 def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimit]:
     """Limits of this process's memory cgroup and of all above it; those that cannot be read are skipped."""
     found = []
+    for folder, is_second in _folders(proc, cgroups):
+        limit, usage, cache = (
+            ("max", "current", "inactive_file")
+            if is_second
+            else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+        )
+        try:
+            most = float((folder / f"memory.{limit}").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # "max", or not mounted this way in a container
+            continue
+        found.append(MemoryLimit(most, _used(folder, usage, cache)))
+    return found
+
+
+def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
+    """Of the host, or of the memory cgroup above this process with the lowest limit."""
+    host = _meminfo(proc)
+    best = MemoryUse(host["MemTotal"], host.get("AnonPages", 0))
+    for folder, is_second in _folders(proc, cgroups):
+        with suppress(OSError, ValueError):
+            limit = folder / f"memory.{'max' if is_second else 'limit_in_bytes'}"
+            if (most := int(limit.read_text(encoding="utf-8"))) < best.total:
+                best = MemoryUse(most, _stat(folder, "anon" if is_second else "total_rss"))
+    return best
+
+
+def _folders(proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
+    """Memory cgroups of this process and of all above it, and whether they are of the second version."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return []
+        return
     for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers not in ("", "memory"):
             continue
-        if controllers:
-            root, limit, usage, cache = cgroups / "memory", "limit_in_bytes", "usage_in_bytes", "total_inactive_file"
-        else:
-            root, limit, usage, cache = cgroups, "max", "current", "inactive_file"
+        root = cgroups / "memory" if controllers else cgroups
         here = root / place.strip("/")
-        for folder in (here, *here.parents):
-            if not folder.is_relative_to(root):
-                break
-            try:
-                most = float((folder / f"memory.{limit}").read_text(encoding="utf-8"))
-            except (OSError, ValueError):  # "max", or not mounted this way in a container
-                continue
-            found.append(MemoryLimit(most, _used(folder, usage, cache)))
-    return found
+        yield from ((folder, not controllers) for folder in (here, *here.parents) if folder.is_relative_to(root))
+
+
+def _anonymous_of(proc: Path, pid: int) -> int:
+    """Memory of a process without files, bytes; 0: it has ended.
+
+    Source: proc_pid_status(5), ``RssAnon``.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        for line in (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -53,17 +184,27 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def _available(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
-        name, _, number = line.partition(":")
-        if name == "MemAvailable":
-            return int(number.split()[0]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+    found = _meminfo(proc)
+    if "MemAvailable" not in found:
+        raise OSError("/proc/meminfo has no MemAvailable")
+    return found["MemAvailable"]
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Bytes by name; Source: proc_meminfo(5)."""
+    lines = (line.partition(":") for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest.endswith(" kB")}
+
+
+def _stat(folder: Path, name: str) -> int:
+    """A number of a memory cgroup; 0: it has none of this name."""
+    lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
 
 
 def _used(folder: Path, usage: str, cache: str) -> float:
     try:
         used = float((folder / f"memory.{usage}").read_text(encoding="utf-8"))
-        stat = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
-        return used - next((float(line.split()[1]) for line in stat if line.split()[0] == cache), 0.0)
+        return used - _stat(folder, cache)
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -47,7 +47,7 @@ PRIVATE_TIMEOUT_S, REMOVAL_TIMEOUT_S = 60.0, 10.0
 class LaunchResult:
     """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records.
 
-    ``met``: faults and standstills of this launch, also where it ended well.
+    ``met``: faults and standstills of this launch, also where it ended well; ``memory``: as of ``Verdict``.
     """
 
     exit_code: int
@@ -62,6 +62,7 @@ class LaunchResult:
     stopped_by: int | None
     ended_by: int | None
     met: list[Met]
+    memory: str | None = None
 
 
 def launch(
@@ -367,6 +368,7 @@ def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> La
         stopped_by=verdict.stopped_by,
         ended_by=verdict.ended_by,
         met=read_met(plan.run_dir, lambda launch: launch == plan.launch_id),
+        memory=verdict.memory,
     )
 
 

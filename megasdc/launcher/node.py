@@ -36,6 +36,7 @@ from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
+from megasdc.memory_limits import MemoryKill, MemoryWatch
 from megasdc.parallel.stores import PRIVATE_VARIABLE
 from megasdc.shared_memory import NAME_VARIABLE, deepspeed_buffer, remove_buffers
 from megasdc.versions.private_names import ends_at_launch_error
@@ -102,7 +103,8 @@ def kill_tree(process: psutil.Process) -> None:
 class Ranks:
     """The ranks of this host, as launch.py starts and ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryWatch) -> None:
+        self._memory = memory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._buffers: list[str] = []
         self._end = launch.terminate_process_tree
@@ -135,9 +137,16 @@ class Ranks:
         self._are_ended = True
         failed = [(rank, code) for rank, process in self._processes.items() if (code := process.poll())]
         for rank, code in sorted(failed, key=lambda one: one[1] > 0):  # those that a signal has ended come first
-            say(f"rank {rank} ended with {describe_code(code)}; the others of this host are ended too")
+            kill = self._killed_for_memory(rank) if code == -signal.SIGKILL else None
+            why = ", since the kernel had no memory for it" if kill is not None else ""
+            say(f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too")
             if (folder := records_folder(LOGS, sys.argv)) is not None:
-                write_ended(folder, int(rank), code)
+                write_ended(folder, int(rank), code, kill)
+
+    def _killed_for_memory(self, rank: str) -> MemoryKill | None:
+        """That the kernel has ended a rank for want of memory; None: there is no sign of it."""
+        own = [one.pid for one in psutil.Process().children(recursive=True)]
+        return self._memory.of(self._processes[rank].pid, own)
 
 
 def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:
@@ -165,7 +174,7 @@ def main() -> None:
     front = os.environ.pop(FRONT_PID_VARIABLE, None)  # set if the front started this process itself
     if front:
         follow_parent(expected=int(front))
-    ranks = Ranks()
+    ranks = Ranks(MemoryWatch())
     stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)), ranks.tell_failed)
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})

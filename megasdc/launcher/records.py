@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megasdc import origin
 from megasdc.credentials import without_credentials
 from megasdc.durable import parse_json
 from megasdc.launcher.orphans import launcher_has_gone
+from megasdc.memory_limits import MemoryKill, memory_use
 from megasdc.moment import Moment
 from megasdc.room import END_S, wait_for_room, write_whole
 
@@ -33,7 +35,8 @@ LAUNCH_ID_VARIABLE = origin.LAUNCH_ID_VARIABLE
 class StartedRecord:
     """A rank has started the training script; fields are named as in the file.
 
-    ``buffer``: name of what DeepSpeed may leave of it in shared memory, None: nothing.
+    ``buffer``: name of what DeepSpeed may leave of it in shared memory, None: nothing; ``memory_bytes``: that were left
+    there for programs, None: not known.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class StartedRecord:
     boot_id: str | None = None
     monotonic: float | None = None
     buffer: str | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class HostRecord:
 class EndedRecord:
     """A rank's process has ended with an exit code other than 0, as its launcher saw; fields are named as in the file.
 
-    It has ended by itself: the launcher ends the others of its host after that. ``exit_code``: -n if signal n ended it.
+    It has ended by itself: the launcher ends the others of its host after that. ``exit_code``: -n if signal n ended it;
+    ``memory``: fields of ``MemoryKill`` if the kernel has ended it for want of memory.
     """
 
     rank: int
@@ -104,6 +109,7 @@ class EndedRecord:
     time: float
     boot_id: str | None = None
     monotonic: float | None = None
+    memory: dict[str, int | None] | None = None
 
     @property
     def ended_at(self) -> Moment:
@@ -139,7 +145,11 @@ def write_started(run_dir: Path | str, rank: int, buffer: str | None = None) -> 
         The file written; None without a launch id in the environment, or when it could not be written.
     """
     now = Moment.now()
-    record = StartedRecord(rank, now.host, os.getpid(), now.time, now.boot_id, now.monotonic, buffer)
+    left: int | None = None
+    with suppress(OSError, ValueError, KeyError):
+        use = memory_use()
+        left = use.total - use.used
+    record = StartedRecord(rank, now.host, os.getpid(), now.time, now.boot_id, now.monotonic, buffer, left)
     return _write_of_rank(run_dir, f"started_{rank:05d}.json", asdict(record))
 
 
@@ -206,13 +216,16 @@ def write_host_failed(folder: Path, exit_code: int) -> Path | None:
     return _write(folder, f"host_{record.host}.json", asdict(record))
 
 
-def write_ended(folder: Path, rank: int, exit_code: int) -> Path | None:
+def write_ended(folder: Path, rank: int, exit_code: int, memory: MemoryKill | None = None) -> Path | None:
     """Record that a rank of this host has ended by itself with a code other than 0, in ``records_dir``.
+
+    ``memory``: it was ended for want of memory.
 
     Returns the file written; None when it could not be written.
     """
     now = Moment.now()
-    record = EndedRecord(rank, now.host, exit_code, now.time, now.boot_id, now.monotonic)
+    numbers = None if memory is None else asdict(memory)
+    record = EndedRecord(rank, now.host, exit_code, now.time, now.boot_id, now.monotonic, numbers)
     return _write(folder, f"ended_{rank:05d}.json", asdict(record))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megasdc.errors import ERRORS_BY_EXIT_CODE, CorruptionError, HangError, Laun
 from megasdc.health.incident import STANDSTILL
 from megasdc.health.incident_file import HangIncident, load_hangs
 from megasdc.launcher.records import DoneRecord, EndedRecord, LaunchRecords
+from megasdc.memory_limits import MemoryKill
 from megasdc.moment import HostClock, first_of
 from megasdc.sdc.incidents.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents
 
@@ -29,6 +31,10 @@ BROKEN_COLLECTIVE = re.compile(
     r"DistBackendError|NCCL communicator|ncclRemoteError|ncclInternalError|gloo/transport|ollective operation timeout"
     r"|Connection (closed|reset) by peer"
 )
+HOST_MEMORY, RUN_MEMORY = "host", "run"
+"""Whose want of memory it is: of one host, whose memory others take or that has less than others, or of the run."""
+MEMORY_SHARE = 0.1
+"""Of a host's memory: what others took meanwhile, or what it has less than other hosts, beyond that is its own."""
 INTERRUPTED = KeyboardInterrupt.__name__
 ABORTED = (
     "over NCCL PyTorch's watchdog ends a rank by SIGABRT, before it can report, when a collective was given up after "
@@ -64,6 +70,7 @@ class Verdict:
         lines: the explanation, the cause first.
         stopped_by: number of the signal that the front received, where that ended the launch; None: none did.
         ended_by: number of the signal that ended the process of ``rank``, None: not known, or none.
+        memory: whose want of memory ended it: ``HOST_MEMORY`` or ``RUN_MEMORY``; None: none did.
     """
 
     exit_code: int
@@ -72,6 +79,7 @@ class Verdict:
     lines: list[str]
     stopped_by: int | None = None
     ended_by: int | None = None
+    memory: str | None = None
 
 
 def judge(
@@ -299,6 +307,8 @@ def _ranks_missing(
         what = "never started" if rank in never else "killed or host lost"
         seen = records.ended.get(rank)
         own = "" if seen is None else f"; it ended by itself, with {describe_code(seen.exit_code)}"
+        if seen is not None and (short := _out_of_memory(seen, host_of_rank, records)):
+            own += f", out of memory: {short}"
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code}{own})")
     if len(missing) > MAX_RANKS_SHOWN:
         lines.append(f"and {len(missing) - MAX_RANKS_SHOWN} more ranks without a done record")
@@ -311,16 +321,56 @@ def _ranks_missing(
         lines.append(ABORTED)
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
+    is_short = any(records.ended[rank].memory for rank in first if rank in records.ended)
     if len(hosts_of_first) > 1:
         # One code of all: their hosts were not told apart, what has ended them is.
         codes = {records.ended[rank].exit_code if rank in records.ended else 0 for rank in first}
         ended_by = -codes.pop() if len(codes) == 1 and min(codes) < 0 else None
-        return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by)
+        memory = RUN_MEMORY if is_short else None
+        return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by, memory=memory)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
     if one is None and len(missing) == 1:  # of launchers that leave no such record, as SLURM's
         ended_by = _signal_of_one(launcher_code)
-    return Verdict(own_code, missing[0], host_of_rank[missing[0]], [*lines, *notes], ended_by=ended_by)
+    memory = None
+    if one is not None and is_short:
+        memory = HOST_MEMORY if _why_of_host(one, host_of_rank, records) else RUN_MEMORY
+    named = host_of_rank[missing[0]]
+    return Verdict(own_code, missing[0], named, [*lines, *notes], ended_by=ended_by, memory=memory)
+
+
+def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: LaunchRecords) -> str:
+    """Numbers of a rank's end for want of memory, and what to do; empty: it was not that."""
+    if seen.memory is None:
+        return ""
+    kill = MemoryKill(**seen.memory)  # type: ignore[arg-type]
+    had = "" if kill.process is None else f", of which it had {_gib(kill.process)}"
+    others = f"other programs use {_gib(kill.others)} there, and used {_gib(kill.before)} at its start"
+    remedy = _why_of_host(seen, host_of_rank, records) or (
+        "the run needs more than that: give ranks less to hold (smaller micro-batches, fewer ranks on a host, more "
+        "ranks to a model), or hosts more memory"
+    )
+    return f"{_gib(kill.total)} for programs{had}; {others}; {remedy}"
+
+
+def _why_of_host(seen: EndedRecord, host_of_rank: Sequence[str], records: LaunchRecords) -> str:
+    """Why the host is the cause that a rank ran out of memory, and not the run; empty: it is not known to be."""
+    kill = MemoryKill(**(seen.memory or {}))  # type: ignore[arg-type]
+    if kill.others - kill.before > MEMORY_SHARE * kill.total:
+        return "other programs have taken it meanwhile: end them, or take another host"
+    own = host_of_rank[seen.rank]
+    elsewhere = [
+        one.memory_bytes
+        for rank, one in records.started.items()
+        if rank < len(host_of_rank) and host_of_rank[rank] != own and one.memory_bytes is not None
+    ]
+    if elsewhere and kill.total - kill.before < (1.0 - MEMORY_SHARE) * statistics.median(elsewhere):
+        return f"other hosts had {_gib(statistics.median(elsewhere))} left for ranks: this one has less"
+    return ""
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 def _stopped(

@@ -22,6 +22,7 @@ from megasdc.errors import (
     TraceError,
 )
 from megasdc.health.incident_file import HangIncident
+from megasdc.launcher.verdict import HOST_MEMORY
 from megasdc.sdc.incidents.incident import Incident
 from megasdc.supervisor.trained import Trained
 
@@ -58,6 +59,7 @@ KINDS = {
     "no_room": Kind("the memory of a host has no room for snapshots", names_hosts=True),
     "mended": Kind("ranks of one host alone had an error, and no check finds it now", names_hosts=True),
     "memory": Kind("a rank got no memory"),
+    "memory_of_host": Kind("a rank got no memory on a host where others took it, or that has less", names_hosts=True),
     "checkpoint": Kind("no checkpoint can be used"),
     "non_finite": Kind("NaN or Inf more often than allowed"),
     "folder_full": Kind("the run folder had no room for some time"),
@@ -186,6 +188,7 @@ class Evidence:
         checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
         failed_alike: hosts whose ranks have recorded that they ended with the exit code themselves.
         without_room: the supervisor has seen meanwhile that the run folder had no room.
+        memory: whose want of memory ended the rank that failed first, as of ``megasdc.launcher.verdict.Verdict``.
         by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
 
@@ -211,6 +214,7 @@ class Evidence:
     failed_alike: Sequence[str] = ()
     by_time: bool = False
     without_room: bool = False
+    memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -298,6 +302,8 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     if code == 0:
         return found("launch", text="it ended with exit code 0 before its last step, and nobody had asked it to")
     failed = [evidence.failed_host] if evidence.failed_host is not None else []
+    if evidence.memory is not None:
+        return found("memory_of_host" if evidence.memory == HOST_MEMORY else "memory", failed)
     if code == 1:
         return found("rank_failed", failed)
     if evidence.failed_rank is None:  # of several hosts, where a signal is known

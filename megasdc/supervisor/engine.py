@@ -295,6 +295,7 @@ class FrontEngine:
             corruption=max(ending, key=lambda one: one.place, default=None),
             reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
+            memory=None if result is None else result.memory,
             last=self._last(attempt, trained, 0.0 if code == 0 or unreachable else AGENTS_S),
             steps=self._steps,
             trained=trained,

@@ -40,6 +40,7 @@ class FrontResult:
         ended_at: when it did, seconds since the epoch.
         monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
         boot: id of its kernel since it was booted; None: likewise.
+        memory: as of ``megasdc.launcher.verdict.Verdict``.
     """
 
     exit_code: int
@@ -51,6 +52,7 @@ class FrontResult:
     ended_by: int | None = None
     monotonic: float | None = field(default_factory=time.monotonic)
     boot: str | None = field(default_factory=boot_id)
+    memory: str | None = None
 
 
 def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
@@ -89,7 +91,7 @@ def _launch(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
     try:
         found = launch_run(request_of(launch), on_verdict=signals.only_note)
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
-        return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by)
+        return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by, memory=found.memory)
     except MegasdcError as error:
         say(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

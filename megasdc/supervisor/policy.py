@@ -19,6 +19,7 @@ corrupt_one_of     replace all of them                 replace all of them
 host_lost          replace the hosts                   replace the hosts
 mended             start again                         replace the hosts
 hang, rank_lost    start again                         replace the hosts
+memory_of_host     start again                         replace the hosts
 rank_crashed       start again                         replace the hosts
 rank_failed        start again                         replace the hosts
 link               start again                         replace both hosts
@@ -42,12 +43,12 @@ limit                failures that it counts
                      no hardware
 ===================  ================================================================================================
 
-From outside are host_lost, rank_lost, ranks_lost, link, unfit and no_room: hosts, processes and connections that are
-gone, and what a host lacks, say nothing of what is trained; a process that crashes by a signal of its own, such as
-SIGSEGV, does. A host is replaced by a spare, or the run goes on without it where it can. Where neither is possible for
-one that may recover, the attempt is repeated in place after a pause that doubles; after no_room from then on without
-snapshots in memory where they have no room. What was ``mended`` on one host and then, with the same exit code and
-without progress, on another one, is no host's: it is what follows again from its exit code.
+From outside are host_lost, rank_lost, ranks_lost, memory_of_host, link, unfit and no_room: hosts, processes and
+connections that are gone, and what a host lacks, say nothing of what is trained; a process that crashes by a signal of
+its own, such as SIGSEGV, does. A host is replaced by a spare, or the run goes on without it where it can. Where neither
+is possible for one that may recover, the attempt is repeated in place after a pause that doubles; after no_room from
+then on without snapshots in memory where they have no room. What was ``mended`` on one host and then, with the same
+exit code and without progress, on another one, is no host's: it is what follows again from its exit code.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
 ``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
@@ -116,6 +117,7 @@ RULES = {
     "no_room": Rule(Action.REPLACE, outside=True),
     "mended": Rule(Action.AGAIN, Action.REPLACE),
     "memory": Rule(Action.AGAIN, Action.STOP),
+    "memory_of_host": Rule(Action.AGAIN, Action.REPLACE, outside=True),
     "storage": Rule(Action.AGAIN, Action.STOP),
     "corrupt": Rule(Action.AGAIN, Action.STOP),
     "corrupt_again": Rule(Action.REPLACE, certain=True, returns=False),

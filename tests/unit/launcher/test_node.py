@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megasdc import memory_limits
 from megasdc.launcher.records import parse_records
+from megasdc.memory_limits import MemoryKill
 
 PROGRAM = """
 import signal, subprocess, sys, time
@@ -28,8 +31,9 @@ import contextlib, os, psutil, subprocess, sys, time
 from pathlib import Path
 from megasdc.launcher import node
 from megasdc.launcher.node import PatientStop, Ranks
+from megasdc.memory_limits import MemoryWatch
 node.records_folder = lambda *_: Path("records")
-ranks = Ranks()
+ranks = Ranks(MemoryWatch())
 programs = ["exit(79)", "import os; os.kill(os.getpid(), 11)", "import time; time.sleep(60)"]
 found = [
     ranks.start([sys.executable, "-c", one], env={{**os.environ, "RANK": str(rank)}})
@@ -72,3 +76,55 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
     assert process.wait(timeout=20) == 1
     process.stdout.close()
     assert os.path.exists(f"{tmp_path}/saved") == saved
+
+
+SMALL = """
+import json, os, psutil, sys, time
+from pathlib import Path
+from megasdc.launcher import node
+from megasdc.memory_limits import MemoryWatch
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+node.records_folder = lambda *_: Path("records")
+ranks = node.Ranks(MemoryWatch())
+programs = ["import time; x = b'x' * 400_000_000; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"]
+one = ranks.start([sys.executable, "-c", programs[int(sys.argv[2])]], env={**os.environ, "RANK": "0"})
+while psutil.Process(one.pid).status() != "zombie":
+    time.sleep(0.05)
+ranks.tell_failed()
+"""
+LIMIT = 200_000_000
+
+
+@pytest.fixture
+def small_cgroup(tmp_path: Path) -> Iterator[Path]:
+    """A real memory cgroup below this process's own, with a limit; skipped where this user may make none."""
+    for folder, is_second in memory_limits._folders(memory_limits.PROC, memory_limits.CGROUPS):
+        own = folder / f"megasdc-test-{tmp_path.name}-{os.getpid()}"
+        try:
+            own.mkdir()
+        except OSError:
+            continue
+        try:
+            (own / ("memory.max" if is_second else "memory.limit_in_bytes")).write_text(str(LIMIT))
+            yield own
+            return
+        except OSError:
+            continue
+        finally:
+            own.rmdir()
+    pytest.skip("this user may make no memory cgroup with a limit")
+
+
+def test_a_rank_that_the_kernel_has_killed_for_memory_is_told_of(small_cgroup: Path, tmp_path: Path) -> None:
+    """In a real memory cgroup, with its numbers; a rank that somebody else has killed there is not."""
+    for number in range(2):
+        program = [sys.executable, "-c", SMALL, str(small_cgroup), str(number)]
+        subprocess.run(program, check=True, cwd=tmp_path, timeout=100)
+        records = parse_records({one.name: one.read_text() for one in (tmp_path / "records").iterdir()})
+        found = records.ended[0]
+        assert found.exit_code == -9
+        if number:
+            assert found.memory is None
+            continue
+        kill = MemoryKill(**(found.memory or {}))  # type: ignore[arg-type]
+        assert LIMIT - 4096 <= kill.total <= LIMIT and kill.others < LIMIT // 4 and kill.before < LIMIT

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from megasdc.health.incident import STANDSTILL
 from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord
 from megasdc.launcher.verdict import ABORTED, describe_code, judge
+from megasdc.memory_limits import MemoryKill
 from megasdc.moment import HostClock
 
 HOSTS = ["a", "a", "b", "b"]
@@ -84,6 +85,41 @@ def test_a_signal_is_known_by_the_launchers_code_where_it_leaves_no_record_of_it
     """As of a step of SLURM; not where several ranks may have been ended by it, or it was the launcher itself."""
     assert judge(HOSTS, records_of({0: 79, 1: 79, 2: 79}), code).ended_by == number
     assert judge(HOSTS, records_of({0: 79, 1: 79}), code).ended_by is None
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("others", "elsewhere", "whose", "said"),
+    [
+        (1.0, 7.5, "run", "the run needs more than that"),
+        (2.5, 7.5, "host", "other programs have taken it meanwhile"),
+        (1.0, 12.0, "host", "other hosts had 12.00 GiB left for ranks: this one has less"),
+        (1.0, None, "run", "the run needs more than that"),
+    ],
+)
+def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
+    others: float, elsewhere: float | None, whose: str, said: str
+) -> None:
+    """Its host is the cause only where others took the memory there since the start, or other hosts have more."""
+    records = records_of({0: 79, 1: 79, 2: 79})
+    left = None if elsewhere is None else int(elsewhere * GIB)
+    for rank in (0, 1):
+        records.started[rank] = replace(records.started[rank], memory_bytes=left)
+    kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 6 * GIB)
+    records.ended[3] = EndedRecord(3, "b", -9, 5.0, "b", -70.0, asdict(kill))
+    verdict = judge(HOSTS, records, 247)
+    assert (verdict.rank, verdict.host, verdict.ended_by, verdict.memory) == (3, "b", 9, whose)
+    assert "rank 3 on b: no done record" in verdict.lines[0] and said in verdict.lines[0]
+    numbers = "out of memory: 8.00 GiB for programs, of which it had 6.00 GiB; other programs use "
+    assert f"{numbers}{others:.2f} GiB there" in verdict.lines[0]
+    records.ended[3] = replace(records.ended[3], memory=None)
+    assert judge(HOSTS, records, 247).memory is None and "memory" not in judge(HOSTS, records, 247).lines[0]
+    records.ended[1] = EndedRecord(1, "a", -9, 5.0)
+    records.ended[3] = EndedRecord(3, "b", -9, 5.0, memory=asdict(kill))
+    del records.done[1]
+    assert (unknown := judge(HOSTS, records, 247)).memory == "run" and unknown.host is None
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:

@@ -1,0 +1,92 @@
+"""Processes that the kernel has ended for want of memory, by made-up cgroups of both versions and a made-up log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megasdc.memory_limits import FIRST_PIDS, MemoryKill, MemoryWatch
+
+MIB = 1 << 20
+LINE = "3,900,{at},-;{what} Killed process {pid} (python) total-vm:9kB, anon-rss:{kib}kB, file-rss:4kB, shmem-rss:0kB\n"
+
+
+class Host:
+    """A host with 1000 MiB, and a cgroup of this process, which counts where it has a version."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.proc, self.cgroups, self.log = folder / "proc", folder / "cgroups", folder / "kmsg"
+        (self.proc / "self" / "ns").mkdir(parents=True)
+        (self.proc / "self" / "ns" / "pid").symlink_to(FIRST_PIDS)
+        self.version = version
+        place = {0: "0::/\n", 1: "4:memory:/job/step\n0::/\n", 2: "0::/job/step\n"}[version]
+        (self.proc / "self" / "cgroup").write_text(place)
+        self.own = self.cgroups / ("memory/job/step" if version == 1 else "job/step")
+        self.log.write_text("")
+        self.uses(used=100)
+
+    def uses(self, used: int, kills: int = 0) -> None:
+        """Of MiB without files, in all, and how many the cgroup counts as killed."""
+        meminfo = f"MemTotal: {1000 * 1024} kB\nMemAvailable: {500 * 1024} kB\nAnonPages: {used * 1024} kB\n"
+        (self.proc / "meminfo").write_text(meminfo)
+        if not self.version:
+            return
+        self.own.mkdir(parents=True, exist_ok=True)
+        limit, stat, count = {
+            1: ("limit_in_bytes", "total_rss", "oom_control"),
+            2: ("max", "anon", "events"),
+        }[self.version]
+        (self.own / f"memory.{limit}").write_text(f"{800 * MIB}\n")
+        (self.own / "memory.stat").write_text(f"file 5\n{stat} {used * MIB}\n")
+        (self.own / f"memory.{count}").write_text(f"oom_kill_disable 0\nunder_oom 0\noom 7\noom_kill {kills}\n")
+
+    def runs(self, pid: int, mib: int) -> None:
+        """A process with so much memory."""
+        (self.proc / str(pid)).mkdir()
+        (self.proc / str(pid) / "status").write_text(f"Name: x\nRssAnon: {mib * 1024} kB\nRssFile: 9 kB\n")
+
+    def says(self, pid: int, mib: int, what: str = "Memory cgroup out of memory:") -> None:
+        """An entry of the kernel's log."""
+        with self.log.open("a") as file:
+            file.write("6,1,2,-;device eth0 entered promiscuous mode\n")
+            file.write(LINE.format(at=5, what=what, pid=pid, kib=mib * 1024))
+
+    def watch(self) -> MemoryWatch:
+        """From now on."""
+        return MemoryWatch(self.proc, self.cgroups, self.log)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_count_of_the_cgroup_that_grew_says_so(tmp_path: Path, version: int) -> None:
+    """What was counted before does not; the numbers leave out what ranks that live have."""
+    host = Host(tmp_path, version)
+    host.uses(used=100, kills=3)
+    watch = host.watch()
+    host.runs(8, 250)
+    assert watch.of(7, [8]) is None, "somebody else has killed it"
+    host.uses(used=370, kills=4)
+    assert watch.of(7, [8, 9]) == MemoryKill(800 * MIB, 120 * MIB, 100 * MIB, None)
+    host.says(7, 333)
+    assert watch.of(7, [8]) == MemoryKill(800 * MIB, 120 * MIB, 100 * MIB, 333 * MIB)
+
+
+def test_the_log_of_the_kernel_says_so_where_no_cgroup_counts(tmp_path: Path) -> None:
+    """Of the process itself and since then; not where its ids are those of other processes."""
+    host = Host(tmp_path, 0)
+    host.says(5, 1)
+    watch = host.watch()
+    host.uses(used=900)
+    host.says(7, 600, "Out of memory:")
+    assert watch.of(6, []) is None and watch.of(5, []) is None
+    assert watch.of(7, []) == MemoryKill(1000 * MIB, 900 * MIB, 100 * MIB, 600 * MIB)
+    (host.proc / "self" / "ns" / "pid").unlink()
+    (host.proc / "self" / "ns" / "pid").symlink_to("pid:[4026532000]")
+    assert watch.of(7, []) is None
+
+
+def test_a_host_that_tells_nothing_has_no_sign_of_it(tmp_path: Path) -> None:
+    """No log that this user may read, and no cgroup."""
+    host = Host(tmp_path, 0)
+    host.log.unlink()
+    assert host.watch().of(7, []) is None
