@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import pickle
+from array import array
 from typing import Any, TypeVar
 
 import torch
@@ -117,17 +118,31 @@ class Bridge:
         return shared
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Every replica's numbers, equally many in all, in the order of replicas.
+        """Every replica's numbers, equally many in all, in the order of replicas; signed as by ``share_object``.
+
+        Raises:
+            LaunchError: what came is not.
 
         Collective: the ranks of equal rank in all replicas.
         """
-        own = torch.tensor(values, dtype=torch.float64)
+        secret, content = launch_secret(), array("d", values).tobytes()
+        if secret is not None:
+            content = sign(secret, _numbers_of(self.cut.replica), content)
+        own = torch.tensor(list(content), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.cut.replicas)]
         self._group.allgather([found], [own]).wait()
-        return [one.tolist() for one in found]
+        gathered = []
+        for replica, one in enumerate(found):
+            came = one.numpy().tobytes()
+            numbers = came if secret is None else verify(secret, _numbers_of(replica), came)
+            gathered.append(array("d", numbers).tolist())
+        return gathered
 
     def gather_text(self, value: str) -> list[str]:
         """Every replica's text, in the order of replicas.
+
+        Raises:
+            LaunchError: see ``gather``.
 
         Collective: the ranks of equal rank in all replicas.
         """
@@ -140,6 +155,10 @@ class Bridge:
         options: Any = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.trusted, 0
         self._group.broadcast([message], options).wait()
+
+
+def _numbers_of(replica: int) -> str:
+    return f"numbers that came for replica {replica}"
 
 
 def _header(text: str) -> Tensor:

@@ -10,17 +10,22 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from test_local_ranks import listening
 
 from megasdc.errors import LaunchError
 from megasdc.launcher.on_host import private
+from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
+from megasdc.parallel.cut import Cut
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.meeting import AskedRanks, join_store
@@ -308,3 +313,27 @@ def test_what_is_no_identity_is_refused(text: str) -> None:
     """With what to do about it."""
     with pytest.raises(LaunchError, match=r"holds no identity for a rank .*--master_port"):
         Identity.decode(text)
+
+
+def test_numbers_of_replicas_are_signed(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has come into a study's group without the secret leads no replica to other numbers or texts."""
+    monkeypatch.setenv("MEGASDC_PRIVATE_NAME", variables["MEGASDC_PRIVATE_NAME"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def of_launch(store: dist.Store, replica: int) -> tuple[list[list[float]], list[str]]:
+        bridge = Bridge(Cut(2, replica, 2), 0, store, 60.0)
+        return bridge.gather([replica + 0.5, 1e300]), bridge.gather_text("why" * replica)
+
+    def stranger(store: dist.Store) -> None:
+        group = dist.ProcessGroupGloo(dist.PrefixStore("bridge/0", store), 1, 2, timedelta(seconds=60))
+        forged = torch.zeros(48, dtype=torch.uint8)
+        group.allgather([[forged.clone(), forged.clone()]], [forged]).wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(partial(of_launch, dist.HashStore()), (0, 1)))
+        assert found == [([[0.5, 1e300], [1.5, 1e300]], ["", "why"])] * 2
+        store = dist.HashStore()
+        theirs = pool.submit(stranger, store)
+        with pytest.raises(LaunchError, match="numbers that came for replica 1: not signed with the secret"):
+            of_launch(store, 0)
+        theirs.result()
