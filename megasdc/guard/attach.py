@@ -161,6 +161,16 @@ class Guard:
         """How many were made."""
         return 0 if self._audit is None else self._audit.count
 
+    def loaded(self, folder: Path | str) -> None:
+        """Say which checkpoint the engine has loaded before the guard was attached, so that an audit can mark it.
+
+        Args:
+            folder: of the checkpoint, such as ``checkpoints/global_step100``.
+
+        Collective: none; all ranks of the world call it, before their next step.
+        """
+        self._saves.loaded(Path(folder))
+
     def close(self) -> None:
         """Undo everything; closing again does nothing."""
         self._undo.close()

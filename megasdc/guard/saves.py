@@ -6,6 +6,7 @@ Whether weights, masters and moments are finite is looked at where they are save
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import logging
 from pathlib import Path
@@ -26,9 +27,10 @@ FORMAT = "megasdc.guard_verified.v1"
 
 
 class SaveMarks(Part):
-    """Notes what ``engine.save_checkpoint`` saves, and marks it once an audit of a later step has agreed.
+    """Notes what ``engine`` saves and loads, and marks it once an audit of a later step has agreed.
 
-    The step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
+    What was saved before a checkpoint was loaded is not marked any more: the steps that follow do not depend on it. The
+    step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
     computed anything that can be relied on. A state that is not finite is never marked.
 
     Args:
@@ -45,19 +47,25 @@ class SaveMarks(Part):
         self._world = training.world
         self._agreed: tuple[int, int] | None = None
         """Step of the last audit, whose step is not taken yet, and the steps that were skipped before it."""
-        self._save = engine.save_checkpoint
+        self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         self._waiting: list[tuple[int, Path]] = []
+        self._loaded: tuple[int, Path, bool] | None = None
+        """What this training goes on from, by step, folder and whether the state was finite then, on this rank."""
+        self._loaded_before = getattr(engine, "loaded_checkpoint_dp_world_size", None) is not None
+        """Whether a checkpoint was loaded of which nothing else is known."""
         self.verified: Path | None = None
-        engine.save_checkpoint = self._noting
+        engine.save_checkpoint, engine.load_checkpoint = self._noting, self._loading
 
     def close(self) -> None:
-        """Give the engine back its own method."""
+        """Give the engine back its own methods."""
         vars(self._engine).pop("save_checkpoint", None)
+        vars(self._engine).pop("load_checkpoint", None)
 
     @property
     def candidate(self) -> Path | None:
         """See the class."""
-        return self._waiting[-1][1] if self._waiting else None
+        newest = [*([] if self._loaded is None else [self._loaded[:2]]), *self._waiting]
+        return newest[-1][1] if newest else None
 
     def _noting(self, save_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
         step = int(self._engine.global_steps)
@@ -66,7 +74,7 @@ class SaveMarks(Part):
             return True
         result = self._save(save_dir, tag, *args, **options)
         folder = Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))
-        if self._is_finite():
+        if self._on_all(are_finite(self._state()))[0]:
             self._waiting.append((step, folder))
         else:
             self._tell("warning", "checkpoint_not_finite", step=step, path=str(folder))
@@ -74,21 +82,42 @@ class SaveMarks(Part):
                 logger.warning("guard: %s is saved, but its state is not finite: go back to an earlier one", folder)
         return result
 
-    def _is_finite(self) -> bool:
-        """Whether weights, masters and moments of all ranks are finite.
+    def _loading(self, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
+        self._waiting, self._loaded, self._loaded_before = [], None, False
+        path, state = self._load(load_dir, tag, *args, **options)
+        given = inspect.signature(self._load).bind(load_dir, tag, *args, **options).arguments
+        whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if path is not None and whole and given.get("custom_load_fn") is None:
+            self.loaded(Path(path).parent)
+        return path, state
 
-        Collective: all ranks of the world; one reduction of a number.
-        Sync: waits for the device.
-        """
+    def loaded(self, folder: Path) -> None:
+        """The training goes on from a checkpoint, whose state all ranks have now, and have not trained on yet."""
+        self._waiting, self._loaded, self._loaded_before = [], None, False
+        if (folder / MARK).is_file():
+            self.verified = folder
+        else:
+            self._loaded = int(self._engine.global_steps), folder, are_finite(self._state())
+
+    def _state(self) -> list[torch.Tensor]:
+        """Weights, masters and moments of this rank."""
         inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         own = [*self._engine.module.parameters()]
         if inner is not None:
             own += [one for group in inner.param_groups for one in group["params"]]
             states = (value for state in inner.state.values() for value in state.values())
             own += [value for value in states if isinstance(value, torch.Tensor)]
-        finite = torch.tensor(float(are_finite(own)))
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._world)
-        return bool(finite)
+        return own
+
+    def _on_all(self, *flags: bool) -> list[bool]:
+        """Whether each holds on all ranks.
+
+        Collective: all ranks of the world; one reduction of a few numbers.
+        Sync: waits for the device.
+        """
+        found = torch.tensor([float(one) for one in flags])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._world)
+        return [bool(one) for one in found]
 
     def agreed(self, audit_step: int) -> None:
         """All replicas have agreed in an audit before an optimizer step; what follows depends on that step."""
@@ -102,17 +131,29 @@ class SaveMarks(Part):
         if self._agreed is None:
             return
         (audit_step, skipped), self._agreed = self._agreed, None
-        if int(self._engine.skipped_steps) > skipped or not self._is_finite():
+        loaded, self._loaded_before = self._loaded, self._loaded_before and self._tell_unknown(audit_step)
+        finite, goes_on = self._on_all(are_finite(self._state()), loaded is not None and loaded[2])
+        if int(self._engine.skipped_steps) > skipped or not finite:
             self._tell(
                 "audit", "not_finite", step=audit_step, reason="the step was skipped, or its state is not finite"
             )
             return
         found = [one for one in self._waiting if one[0] < audit_step]
-        self._waiting = self._waiting[len(found) :]
+        self._waiting, self._loaded = self._waiting[len(found) :], None
+        if loaded is not None and goes_on:
+            found.insert(0, loaded[:2])
         for saved, folder in found:
             self.verified = folder
             if self._writes:
                 self._mark(folder, saved, audit_step)
+
+    def _tell_unknown(self, step: int) -> bool:
+        """Say once why what this training went on from is not marked; false: it is told."""
+        reason = "a checkpoint was loaded before the guard was attached, so that its folder is not known: attach first"
+        self._tell("guard", "not_marked", step=step, reason=reason)
+        if self._writes:
+            logger.warning("guard: %s, or give it to guard.loaded", reason)
+        return False
 
     def _mark(self, folder: Path, step: int, audit_step: int) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megasdc.errors import ConfigError
@@ -24,7 +25,10 @@ class TrainerGuard:
         from transformers import TrainerCallback
 
         self.guard: Any = None
-        self._trainer = trainer
+        self._trainer, self._train = trainer, trainer.train
+        self._checkpoint: Path | None = None
+        """From which the training goes on that begins; it is loaded before callbacks are called."""
+        trainer.train = self._noting
         owner = self
 
         class Attaching(TrainerCallback):  # type: ignore[misc]
@@ -32,6 +36,8 @@ class TrainerGuard:
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 owner.guard = attach(trainer.model_wrapped)
+                if owner._checkpoint is not None:
+                    owner.guard.loaded(owner._checkpoint)
 
             def on_train_end(self, *_: Any, **__: Any) -> None:
                 owner._end()
@@ -42,7 +48,19 @@ class TrainerGuard:
     def close(self) -> None:
         """Undo everything, also for later trainings; closing again does nothing."""
         self._end()
+        vars(self._trainer).pop("train", None)
         self._trainer.remove_callback(self._callback)
+
+    def _noting(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        of_trainer = resume_from_checkpoint
+        if of_trainer is True:
+            of_trainer = get_last_checkpoint(self._trainer.args.output_dir)
+        latest = Path(of_trainer) / "latest" if of_trainer else None
+        found = None if latest is None or not latest.is_file() else latest.with_name(latest.read_text().strip())
+        self._checkpoint = found
+        return self._train(resume_from_checkpoint, *args, **options)
 
     def _end(self) -> None:
         if self.guard is not None:

@@ -170,6 +170,74 @@ def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
     assert [one.step for one in read_events(tmp_path, kind="verify", name="checkpoint")] == [1]
 
 
+def _resumed(folder: str) -> list[Any]:
+    """Body of a rank: guards of engines that go on from checkpoints, and back; the marked folders after each."""
+    saved, found = Path(folder) / "saved", list[Any]()
+
+    def note(guard: Any) -> None:
+        dist.barrier()
+        marked = sorted(path.parent.name for path in saved.glob("*/megasdc_verified.json"))
+        found.append((marked, guard._saves.verified and guard._saves.verified.name))
+
+    first = _engine(1)
+    train(first, 2, dist.get_rank())
+    first.save_checkpoint(str(saved))  # no audit follows: the process ends
+    engine = _engine(1)
+    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
+    engine.load_checkpoint(str(saved), load_module_only=True)
+    train(engine, 1, dist.get_rank())
+    note(guard)  # weights alone: not this checkpoint
+    engine.load_checkpoint(str(saved))
+    train(engine, 2, dist.get_rank())
+    note(guard)
+    engine.save_checkpoint(str(saved), "of_another_line")
+    engine.load_checkpoint(str(saved), "global_step2")
+    train(engine, 4, dist.get_rank())
+    note(guard)
+    guard.close()
+    engine.save_checkpoint(str(saved), "unguarded")
+    for tells in (False, True):
+        later = _engine(1)
+        later.load_checkpoint(str(saved), "unguarded")
+        guard = megasdc.attach(later, _settings(folder))
+        if tells:
+            guard.loaded(saved / "unguarded")
+        train(later, 1, dist.get_rank())
+        note(guard)
+        guard.close()
+    assert not {"save_checkpoint", "load_checkpoint"} & set(vars(engine))
+    return found
+
+
+def test_a_checkpoint_that_is_gone_on_from_is_marked(tmp_path: Path) -> None:
+    """By an audit after it was loaded; not one of which weights alone were, or that the training has gone back from."""
+    none, one = list[str](), ["global_step2"]
+    wanted = [(none, None), (one, *one), (one, *one), (one, None), ([*one, "unguarded"], "unguarded")]
+    assert run_distributed(_resumed, 2, str(tmp_path)) == [wanted] * 2
+    (told,) = read_events(tmp_path, kind="guard", name="not_marked")
+    assert "before the guard was attached" in told.fields["reason"]
+
+
+def _trainer_resumed(folder: str) -> list[str]:
+    """Body of a rank: a Trainer that saves and goes on; the marked folders."""
+    for resume in (None, True):
+        trainer = llama_trainer(deepspeed_config(1, "fp32"), None, folder, 4 if resume else 2)
+        trainer.args.save_strategy = "no" if resume else "steps"
+        trainer.args.save_steps = 2
+        if resume:
+            guard = megasdc.attach(trainer, _settings(folder, audit={"interval": 3}))
+        trainer.train(resume_from_checkpoint=resume)
+    guard.close()
+    assert "train" not in vars(trainer)
+    dist.barrier()
+    return [str(path.parent.relative_to(folder)) for path in Path(folder).rglob("megasdc_verified.json")]
+
+
+def test_a_checkpoint_that_a_trainer_goes_on_from_is_marked(tmp_path: Path) -> None:
+    """It is loaded before any callback is called."""
+    assert run_distributed(_trainer_resumed, 2, str(tmp_path)) == [["checkpoint-2/global_step2"]] * 2
+
+
 # --- what it records --------------------------------------------------------------------------------------------------
 
 
