@@ -25,13 +25,14 @@ from torch import nn
 from megasdc.checkpoint.formats.allowlist import refuse_compressed
 from megasdc.errors import CheckpointError, ConfigError, StorageError, TraceError
 from megasdc.guard.probe import Batch, Sent
-from megasdc.guard.record import ROOT, Watched, map_in
+from megasdc.guard.record import ROOT, Watched
 from megasdc.guard.settings import existing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.golden.machine import machine_key
 from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_bytes, trace_to_bytes, write_sealed
 from megasdc.sdc.trace import Trace
+from megasdc.tensors.nested import map_in
 
 FORMAT = "megasdc.guard_golden.v1"
 REMEDY = 'record one on trusted hardware, by this training with golden.record true (golden.path: "{path}")'

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megasdc.addresses import BACKWARD, FORWARD, Address
 from megasdc.determinism import capture_rng
 from megasdc.guard.probe import Batch, Sent
-from megasdc.guard.record import ROOT, map_in, slot_of, tensors_in
+from megasdc.guard.record import ROOT, slot_of
 from megasdc.sdc.finite import FiniteRecorder
+from megasdc.tensors.nested import map_in, tensors_in
 
 
 @dataclass(frozen=True)

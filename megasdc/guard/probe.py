@@ -8,7 +8,7 @@ no hook of ZeRO; random state and buffers are put back.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.errors import ConfigError
-from megasdc.guard.record import Recorder, map_in, tensors_in
-from megasdc.guard.uses import used_once
+from megasdc.guard.record import Recorder
+from megasdc.guard.uses import count_uses
 from megasdc.parallel.collectives import broadcast_object
 from megasdc.sdc.trace import Trace
+from megasdc.tensors.nested import map_in, tensors_in
 
 FP16_SCALE = 1024.0
 """Of what flows backward in fp16, whose small numbers are zero; a power of two changes no other bit."""
@@ -68,7 +69,7 @@ class Probe:
         setting: what errors are about, and the value that they advise.
 
     Attributes:
-        used_once: parameters that one operation has used, in the last batch of which that was asked.
+        uses: how many operations have used a parameter, by name, in the last batch of which that was asked.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Probe:
         self._wants, (self._said, self._off) = wants, setting
         self._kept: tuple[int, bytes | str] | None = None
         self._looks_at_uses = False
-        self.used_once: Collection[str] = ()
+        self.uses: Mapping[str, int] = {}
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class Probe:
         if not outputs:  # nothing of this stage is trained
             return {}
         if self._looks_at_uses:
-            self.used_once = used_once(outputs, named)
+            self.uses = count_uses(outputs, named)
         gradients = torch.autograd.grad(outputs, [*named.values(), *inputs], weights, allow_unused=True)
         return dict(zip(named, gradients, strict=False))  # submodules have seen those of inputs
 

@@ -9,9 +9,9 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from megasdc.errors import ConfigError
 from megasdc.model.submodules import tap_gradient
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+from megasdc.tensors.nested import map_in, tensors_in
 
-T = TypeVar("T")
 ROOT = "model"
 """Name of the whole model, of which submodules have none."""
 
@@ -220,31 +220,6 @@ class Recorder:
         self._values.append(self._algorithm.start(value))
         if self.listener is not None:
             self.listener(address, value)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors of tuples, lists, mappings and dataclasses inside one another, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value):
-        yield from tensors_in(vars(value))
-
-
-def map_in(kind: type[T], value: Any, change: Callable[[T], Any]) -> Any:
-    """The same tuples, lists and dicts inside one another, with each object of a kind changed; others stay."""
-    if isinstance(value, kind):
-        return change(value)
-    if type(value) is dict:
-        return {key: map_in(kind, inner, change) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map_in(kind, inner, change) for inner in value)
-    return value
 
 
 def slot_of(name: str, number: int) -> str:

@@ -1,40 +1,95 @@
-"""The referee of a guarded training: it knows PyTorch's own submodules, whatever model they are in."""
+"""The referee of a guarded training: PyTorch's own submodules by what they compute, others by their own code."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megasdc.addresses import Address
+from megasdc.addresses import WEIGHT_GRAD, Address
 from megasdc.guard.probe import Probe
-from megasdc.sdc.audits.referee import Referee, Subject
+from megasdc.guard.record import ROOT
+from megasdc.sdc.audits.referee import Make, Referee, Subject
 from megasdc.sdc.exhibits.calls import Call, Exhibit
-from megasdc.sdc.exhibits.plain import is_plain, make_plain
+from megasdc.sdc.exhibits.own import HOOKS, own_result, result_between
+from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
+
+CONTAINERS = nn.ModuleList, nn.ModuleDict
+"""Which compute nothing."""
 
 
 def build_referee(model: Any, probe: Probe, rank: int, group: dist.ProcessGroup | None) -> Referee:
     """The referee of a model that a probe computes.
 
-    What has hooks of its own when the guard is attached is not judged: they may change what it computes.
-
     Args:
         group: of all ranks, on the host.
     """
-    plain = {fqn: module for fqn, module in model.named_modules() if is_plain(module) and not _has_hooks(module)}
+    modules = dict(model.named_modules())
+    hooked = {fqn for fqn, module in modules.items() if _has_hooks(module)}
 
-    def make(address: Address, calls: Sequence[Call], result: Tensor, _: Collection[Call]) -> Exhibit | None:
-        return make_plain(address, calls, result, probe.used_once)
+    def uses(name: str) -> int:
+        return probe.uses.get(name, 0)
 
-    def subject_of(fqn: str) -> Subject | None:
-        module = plain.get(fqn)
-        return None if module is None else Subject(module, make)
+    return Referee(partial(subject_of, modules, hooked, uses), rank, group)
 
-    return Referee(subject_of, rank, group)
+
+def subject_of(
+    modules: Mapping[str, nn.Module], hooked: Collection[str], uses: Callable[[str], int], fqn: str
+) -> Subject | None:
+    """A submodule, as the referee judges it: by what it is known to compute, by its own code, and, where what it was
+    given differs already, by the code of what is around it, from the inside out.
+
+    Args:
+        modules: of a model by full name; of itself: the empty one.
+        hooked: those that had hooks of their own when a guard was attached, and may compute something else than their
+            class: they are judged by their own code alone, which is not trusted where others agree on other results.
+        uses: of parameters, by full name: how many operations have used it.
+    """
+    names = [] if fqn == ROOT else fqn.split(".")
+    own = modules.get(".".join(names))
+    if own is None:
+        return None
+    around = {".".join(names[:end]): names[end:] for end in range(len(names) - 1, -1, -1)}
+    paths = {name: path for name, path in around.items() if not isinstance(modules[name], CONTAINERS)}
+    outer = [modules[name] for name in paths]
+    shared = _shares(modules.values(), own)
+    kept = [own, *outer, *([shared] if shared is not None else [])]
+    makes: list[Make] = []
+
+    def once(address: Address) -> bool:
+        return address.phase != WEIGHT_GRAD or uses(f"{address.fqn}.{address.slot}") == 1
+
+    def plain(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str | None:
+        return make_plain(address, calls[0], result, once(address))
+
+    def tied(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str | None:
+        if address.phase != WEIGHT_GRAD or uses(f"{address.fqn}.{address.slot}") != 2:
+            return None
+        return tied_words(calls[0], calls[-1], result)
+
+    def by_code(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str:
+        return own_result(address, calls[0], result, once(address))
+
+    def between(place: int, address: Address, calls: Sequence[Sequence[Call]], _: Tensor) -> Exhibit | str:
+        return result_between(address, calls[1 + place], calls[0], list(paths.values())[place])
+
+    if is_plain(own) and fqn not in hooked:
+        makes += [tied] if shared is not None else []
+        makes.append(plain)
+    makes.append(by_code)
+    makes += [partial(between, place) for place in range(len(outer))]
+    return Subject(kept, makes)
 
 
 def _has_hooks(module: Any) -> bool:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def _shares(modules: Iterable[nn.Module], own: nn.Module) -> nn.Module | None:
+    """The other submodule that has the weight of one; None: there is none, or there are several."""
+    weight = own._parameters.get("weight")
+    found = [one for one in modules if one is not own and one._parameters.get("weight") is weight]
+    return found[0] if weight is not None and len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Which parameters a computation has used once: only their gradients are of one operation, and no sums."""
+"""How many operations of a computation have used a parameter: gradients of those with several are sums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PASSING = ("ToCopyBackward0", "TBackward0")
 """Nodes between a parameter and what uses it: to another type, which automatic mixed precision keeps; transposed."""
 
 
-def used_once(outputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of the parameters that one operation has used, going back from results whose graph is still there."""
+def count_uses(outputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Operations by name of the parameter that they use, going back from results whose graph is still there."""
     users: defaultdict[Any, list[Any]] = defaultdict(list)
     waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
     seen = set(waiting)
@@ -27,12 +27,9 @@ def used_once(outputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> frozens
                 seen.add(before)
                 waiting.append(before)
     leaves = {id(node.variable): node for node in seen if hasattr(node, "variable")}
-    return frozenset(name for name, one in named.items() if _has_one_user(leaves.get(id(one)), users))
+    return {name: _count_users(leaves.get(id(one)), users) for name, one in named.items()}
 
 
-def _has_one_user(node: Any, users: Mapping[Any, Sequence[Any]]) -> bool:
-    while node is not None and len(of_node := users.get(node, ())) == 1:
-        node = of_node[0]
-        if node.name() not in PASSING:
-            return True
-    return False
+def _count_users(node: Any, users: Mapping[Any, Sequence[Any]]) -> int:
+    of_node = users.get(node, ())
+    return sum(_count_users(one, users) if one.name() in PASSING else 1 for one in of_node)

@@ -17,6 +17,8 @@ What is proved, and how:
 - A rank that fails the golden trace is wrong without any vote.
 - So is a rank whose result lies outside of what rounding explains, as the referee computes it in fp64 from the factors
   that all of them had, while another one's lies inside (``megasdc.sdc.fp64.referee``); also one of the majority.
+- Where the referee does not know what a submodule computes it takes its own code in fp64, and what rounding makes of
+  that is estimated: such a ruling has a basis of its own (``OWN_CODE``).
 - A flagged rank that passes the golden trace and gives its own value again contradicts the majority: either its fault
   does not show in the golden workload, or the majority has a fault in common that does not. That is treated as a
   dispute too, in which nobody is named.
@@ -40,6 +42,8 @@ from megasdc.sdc.trace import Trace
 PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
 """Verdicts, named as in `sdc.policy`."""
 MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
+OWN_CODE = "own code in fp64"
+"""Basis where a submodule's own code in fp64 tells which of its results is wrong."""
 ELSEWHERE, FILE, FOLLOWS = "own results elsewhere", "file of the data", "step and decisions"
 """Bases of a ruling; elsewhere: computed again with elements in other places on the same device; step and decisions:
 from which it follows."""
@@ -151,6 +155,7 @@ def settle(
     golden: Mapping[int, bool] | None = None,
     earlier: Collection[int] = (),
     refereed: Mapping[tuple[int, int], bool] | None = None,
+    bases: Mapping[int, str] | None = None,
 ) -> tuple[Ruling, ...]:
     """Rulings on every flag and dispute of a ballot.
 
@@ -162,6 +167,7 @@ def settle(
         earlier: ranks that were wrong in an earlier event of the run.
         refereed: by (global rank, place), whether the result is what rounding allows; absent: undecided. Of the results
             at a place some are True if any is False.
+        bases: of these, by place; absent: ``REFEREE``.
 
     Returns:
         One ruling for each named rank, and one without a rank for each position where none can be named and for missing
@@ -171,7 +177,7 @@ def settle(
     def case(place: int) -> _Case:
         by_rank = {rank: values for (rank, at), values in repeats.items() if at == place}
         judged = {rank: within for (rank, at), within in (refereed or {}).items() if at == place}
-        return _Case(by_rank, golden or {}, frozenset(earlier), judged)
+        return _Case(by_rank, golden or {}, frozenset(earlier), judged, (bases or {}).get(place, REFEREE))
 
     rulings: list[Ruling] = []
     for flag in ballot.flagged:
@@ -195,6 +201,7 @@ class _Case:
     golden: Mapping[int, bool]
     earlier: frozenset[int]
     refereed: Mapping[int, bool] = field(default_factory=dict)
+    opinion: str = REFEREE
 
     def of_flag(self, flag: Flag) -> list[Ruling]:
         """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
@@ -217,7 +224,7 @@ class _Case:
         """The strongest evidence for a rank; ``other``: where it is not proved."""
         if self.golden.get(rank) is False:
             return GOLDEN
-        return REFEREE if self.refereed.get(rank) is False else other
+        return self.opinion if self.refereed.get(rank) is False else other
 
     def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
         """Rules on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""

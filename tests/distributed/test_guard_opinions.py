@@ -46,7 +46,8 @@ def _guarded(folder: str, planted: Planted, precision: str, sdc: dict[str, Any],
         (1, "model.layers.0.mlp.down_proj", "forward", "autocast", {}),
         (0, "model.layers.0.mlp.down_proj", "backward", "autocast", {"mlp_bias": True}),
         (1, "model.layers.0.self_attn.o_proj", "weight_grad", "autocast", {}),
-        (0, "model.embed_tokens", "forward", "fp32", {}),
+        (0, "model.embed_tokens", "weight_grad", "fp32", {"tie_word_embeddings": True}),
+        (1, "model.layers.0.self_attn", "forward", "bf16", {}),
         (1, "6", "backward", "fp32", {}),
     ],
     ids=str,
@@ -55,6 +56,7 @@ def test_of_two_replicas_the_wrong_one_is_named(
     tmp_path: Path, rank: int, submodule: str, phase: str, precision: str, more: dict[str, Any]
 ) -> None:
     """By the referee, in any direction, whichever it is; the report has its opinion."""
+    basis = "own code in fp64" if submodule.endswith("self_attn") else "referee"
     stages = 2 if submodule.isdecimal() else 1
     place = rank + 2 * (stages - 1)
     planted = Planted(place, submodule, phase, PERSISTENT)
@@ -62,25 +64,20 @@ def test_of_two_replicas_the_wrong_one_is_named(
     ((page, incident),) = load_incidents(tmp_path / "reports", [])
     (flagged,) = incident.flagged
     assert (flagged.rank, flagged.first.fqn, flagged.first.phase) == (place, submodule, phase)
-    assert (incident.verdict, incident.basis, incident.disputed) == ("persistent", "referee", ())
+    assert (incident.verdict, incident.basis, incident.disputed) == ("persistent", basis, ())
     (opinion,) = incident.opinions
     assert opinion.within == {place: False, place + 1 - 2 * rank: True} and opinion.worst is not None
     (event,) = read_events(tmp_path, kind="sdc", name="referee")
     assert event.fields["reason"] == "" and "fp64" in page.read_text()
 
 
-def test_what_the_referee_does_not_decide_names_nobody(tmp_path: Path) -> None:
-    """It is not asked, or the gradient is a sum: of a weight that is tied."""
+def test_where_the_referee_is_not_asked_nobody_is_named(tmp_path: Path) -> None:
+    """Two replicas differ, and each repeats its own."""
     planted = Planted(1, "lm_head", "forward", PERSISTENT)
-    tied = Planted(1, "model.embed_tokens", "weight_grad", PERSISTENT)
-    off, on = {"referee": False}, {}
-    for name, fault, sdc, more in (("off", planted, off, {}), ("tied", tied, on, {"tie_word_embeddings": True})):
-        folder = tmp_path / name
-        assert run_distributed(_guarded, 2, str(folder), fault, "fp32", sdc, more) == [73] * 2
-        ((_, incident),) = load_incidents(folder / "reports", [])
-        assert (incident.verdict, incident.flagged, len(incident.disputed)) == ("inconclusive", (), 2)
-        reasons = [one.fields["reason"] for one in read_events(folder, kind="sdc", name="referee")]
-        assert [one[:34] for one in reasons] == ([] if name == "off" else ["ranks [0, 1] did not repeat their "])
+    assert run_distributed(_guarded, 2, str(tmp_path), planted, "fp32", {"referee": False}, {}) == [73] * 2
+    ((_, incident),) = load_incidents(tmp_path / "reports", [])
+    assert (incident.verdict, incident.flagged, len(incident.disputed)) == ("inconclusive", (), 2)
+    assert not list(read_events(tmp_path, kind="sdc", name="referee"))
 
 
 # --- one device -------------------------------------------------------------------------------------------------------

@@ -72,8 +72,7 @@ class GuardSdcSection(Section):
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
     referee: bool = setting(
         True,
-        "Compute results of PyTorch's linear layers, norms and embeddings that ranks disagree on in fp64, which names "
-        "one of two that differ.",
+        "Compute results that ranks disagree on in fp64, which names one of two that differ.",
     )
     policy: GuardPolicySection = section(GuardPolicySection)
 

@@ -28,6 +28,7 @@ from megasdc.sdc.replay import (
     GOLDEN,
     INCONCLUSIVE,
     MAJORITY,
+    OWN_CODE,
     REFEREE,
     REPLAY,
     Ruling,
@@ -123,7 +124,8 @@ class AuditFindings:
         golden = ask_golden()
         opinions = self._ask_referee(work, ballot, audit) if self._asks else []
         refereed = {(rank, place): within for place, one in opinions for rank, within in one.within.items()}
-        rulings = settle(ballot, repeats, golden, work.earlier, refereed)
+        bases = {place: one.basis for place, one in opinions}
+        rulings = settle(ballot, repeats, golden, work.earlier, refereed, bases)
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(work.step, ballot, named, golden or {})
         shown = tuple(one for _, one in opinions)
@@ -220,7 +222,7 @@ class AuditFindings:
         for flag in ballot.flagged:
             if flag.rank in named:
                 continue
-            by = REFEREE if REFEREE in {named.get(rank) for rank in flag.against} else REPLAY
+            by = next((one for one in (REFEREE, OWN_CODE) if one in map(named.get, flag.against)), REPLAY)
             if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against):
                 by = GOLDEN
             self._tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +16,23 @@ from megasdc.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.exhibits.calls import Call, Exhibit, kept_calls
 from megasdc.sdc.fp64.bounds import Exact
-from megasdc.sdc.fp64.referee import agreed, judge
+from megasdc.sdc.fp64.noise import Unfit
+from megasdc.sdc.fp64.referee import agreed, is_within, judge
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 
 T = TypeVar("T")
+Hearing = Generator[Any, Sequence[Any], Opinion]
 ROWS, ELEMENTS = 16, 1024
 """Most rows that are sent, and most elements of them that are computed."""
+
+
+Make = Callable[[Address, Sequence[Sequence[Call]], Tensor], Exhibit | str | None]
+"""Makes the exhibit of a result, from its address, the calls of each of a subject's modules, and the result. A text:
+such results are not computed, and why; None: what they were made of was not seen, or they are of no kind that is known.
+"""
+NO_KIND = "it is no result that the referee computes"
+DIFFERS = "what it was made of differs already"
+FP64 = "ranks computed the elements differently in fp64 too"
 
 
 @dataclass(frozen=True)
@@ -28,15 +40,13 @@ class Subject:
     """A submodule whose results may be computed again.
 
     Args:
-        module: whose calls are kept; of a submodule that is no module, the one before it.
-        make: makes the exhibit of a result, from its address, the calls, the result, and calls of ``following``; None:
-            such results are not computed, or what they were made of was not seen.
-        following: the one after a submodule that is no module; None: it is one.
+        modules: whose calls are kept; of a submodule that is no module, the one before it and the one after it. None:
+            there is none.
+        makes: ways to compute a result; the next one is tried where one decides nothing.
     """
 
-    module: Any
-    make: Callable[[Address, Sequence[Call], Tensor, Sequence[Call]], Exhibit | None]
-    following: Any = None
+    modules: Sequence[Any]
+    makes: Sequence[Make]
 
 
 class Referee:
@@ -70,14 +80,25 @@ class Referee:
 
         Collective: all ranks of the world.
         """
-        asked = self._subject_of(address.fqn) if self._rank in values else None
-        own, following = (None, None) if asked is None else (asked.module, asked.following)
-        with kept_calls(own) as calls, kept_calls(following) as after:
-            result, again = self.keep(None if asked is None else address, repeat)
-        mine = None
-        if asked is not None and result is not None and again.get(self._rank) == values[self._rank]:
-            mine = asked.make(address, calls, result, after)
-        return self._compare(address, values, mine)
+        asked = heard(address, values, self.show(address, values, repeat))
+        own = next(asked)
+        while True:
+            try:
+                own = asked.send(gather_objects(own, self._group))
+            except StopIteration as end:
+                opinion: Opinion = end.value
+                return opinion
+
+    def show(
+        self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
+    ) -> Iterator[Exhibit | str]:
+        """What this rank can show of a result, once it has repeated it; arguments as of ``ask``."""
+        subject = self._subject_of(address.fqn) if self._rank in values else None
+        with ExitStack() as stack:
+            kept = [stack.enter_context(kept_calls(one)) for one in (subject.modules if subject is not None else ())]
+            result, again = self.keep(None if subject is None else address, repeat)
+        repeated = again.get(self._rank) == values.get(self._rank)
+        return shown_by(subject, address, kept, result, repeated=repeated)
 
     def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
         """Repeat something, and keep this rank's result at an address; None: there is none."""
@@ -86,32 +107,111 @@ class Referee:
         result, self._wanted, self._result = self._result, None, None
         return result, again
 
-    def _compare(self, address: Address, values: Mapping[int, int], mine: Exhibit | None) -> Opinion:
-        shown = gather_objects(None if mine is None else _digests(mine), self._group)
-        known = {rank: one for rank in values if (one := shown[rank]) is not None}
-        rows = _differing_rows([digests for _, digests in known.values()])
-        reason = ""
-        if absent := sorted(values.keys() - known.keys()):
-            reason = f"ranks {absent} did not repeat their results, or they are none that the referee computes"
-        elif len({operands for operands, _ in known.values()}) > 1:
-            reason = "what it was made of differs already"
-        elif not rows:
-            reason = "the results are equal when they are repeated"
-        if reason:
-            return Opinion(address, {}, reason)
-        sent = gather_objects(None if mine is None else mine.result[rows].cpu().double(), self._group)
-        results = {rank: part for rank in values if (part := sent[rank]) is not None}
-        places = _differing(list(results.values()))[:ELEMENTS]
-        own = None if mine is None else mine.compute(torch.tensor(rows)[places[:, 0]], places[:, 1])
-        exact = gather_objects(own, self._group)
-        reference = agreed([found for rank in values if (found := exact[rank]) is not None])
-        if reference is None:
-            return Opinion(address, {}, "ranks computed the elements differently in fp64 too", len(places))
-        taken = {rank: one[places[:, 0], places[:, 1]] for rank, one in results.items()}
-        within = judge(taken, reference)
-        if not within:
-            return Opinion(address, {}, "rounding explains all results, or none", len(places))
-        return Opinion(address, within, "", len(places), _worst(rows, places, taken, within, reference))
+
+def shown_by(
+    subject: Subject | None,
+    address: Address,
+    kept: Sequence[Sequence[Call]],
+    result: Tensor | None,
+    *,
+    repeated: bool,
+) -> Iterator[Exhibit | str]:
+    """What a rank can show of a result: exhibits, of which the later ones are for where the first decide nothing.
+
+    Args:
+        subject: None: it computes none of that name.
+        kept: calls of the subject's modules.
+        result: as it came this time; None: it did not.
+        repeated: whether that is what it was.
+    """
+    if subject is None:
+        yield NO_KIND
+    elif not repeated or result is None:
+        yield "it did not repeat"
+    else:
+        for make in subject.makes:
+            yield make(address, kept, result) or NO_KIND
+
+
+def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str]) -> Hearing:
+    """Judge a result, from what each rank shows: what this rank sends to all is yielded, what all have sent received.
+
+    Args:
+        ranks: those that differ.
+        mine: from ``shown_by``; of a rank that does not differ nothing is taken.
+    """
+    opinion, reasons = Opinion(address, {}), list[str]()
+    while True:
+        one = next(mine, None)
+        shown = yield one if one is None or isinstance(one, str) else _digests(one)
+        by_rank = {rank: shown[rank] for rank in ranks}
+        if any(found is None for found in by_rank.values()):
+            return replace(opinion, reason="; ".join(dict.fromkeys(reasons)))
+        if texts := {rank: found for rank, found in by_rank.items() if isinstance(found, str)}:
+            reasons.append(_told(texts))
+            continue
+        opinion = yield from _compared(address, by_rank, one if isinstance(one, Exhibit) else None)
+        if not opinion.reason:
+            return opinion
+        reasons.append(opinion.reason)
+
+
+def _told(texts: Mapping[int, str]) -> str:
+    """Reasons of ranks, each once."""
+    of_reason = {text: [rank for rank, other in texts.items() if other == text] for text in texts.values()}
+    return ", ".join(f"{_ranks(some)}: {text}" for text, some in of_reason.items())
+
+
+def _ranks(some: Sequence[int]) -> str:
+    return f"rank {some[0]}" if len(some) == 1 else f"ranks {sorted(some)}"
+
+
+def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None) -> Hearing:
+    """An opinion from one exhibit of each rank; ``known``: their digests."""
+    rows = _differing_rows([digests for _, digests in known.values()])
+    reason = ""
+    if len({operands for operands, _ in known.values()}) > 1:
+        reason = DIFFERS
+    elif not rows:
+        reason = "the results are equal when they are repeated"
+    if reason:
+        return Opinion(address, {}, reason)
+    sent = yield None if mine is None else (mine.result[rows].cpu().double(), mine.trust)
+    results, trust = {rank: sent[rank][0] for rank in known}, sent[next(iter(known))][1]
+    different = _different(list(results.values()))
+    places = different.nonzero()[:ELEMENTS]
+    if not len(places):
+        return Opinion(address, {}, "the rows that were sent differ in signs of zeros, or bits of NaN, alone")
+    agreeing = (~different).nonzero()[:ELEMENTS] if trust.compared else places[:0]
+    both = torch.cat((places, agreeing))
+    exact = yield None if mine is None else _computed(mine, torch.tensor(rows)[both[:, 0]], both[:, 1])
+    if texts := {rank: exact[rank] for rank in known if isinstance(exact[rank], str)}:
+        return Opinion(address, {}, _told(texts), len(places))
+    reference = agreed([exact[rank] for rank in known])
+    if reference is None:
+        return Opinion(address, {}, FP64, len(places))
+    count = len(places)
+    alike = next(iter(results.values()))[agreeing[:, 0], agreeing[:, 1]]
+    if not is_within(alike, _part(reference, slice(count, None)), trust.inner).all():
+        return Opinion(address, {}, "elements that agree are not what the referee takes them for", count)
+    reference = _part(reference, slice(count))
+    taken = {rank: one[places[:, 0], places[:, 1]] for rank, one in results.items()}
+    within = judge(taken, reference, trust.inner, trust.outer)
+    if not within:
+        return Opinion(address, {}, "rounding explains all results, or none", count)
+    return Opinion(address, within, "", count, _worst(rows, places, taken, within, reference), trust.basis)
+
+
+def _computed(mine: Exhibit, rows: Tensor, columns: Tensor) -> Exact | str:
+    """Elements in fp64; a text: why there are none."""
+    try:
+        return mine.compute(rows, columns)
+    except Unfit as error:
+        return str(error)
+
+
+def _part(exact: Exact, some: slice) -> Exact:
+    return Exact(exact.values[some], exact.bounds[some])
 
 
 def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int]]:
@@ -125,16 +225,17 @@ def _differing_rows(digests: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _digest(tensor: Tensor) -> int:
-    content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    alone = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element may have any stride
+    content = alone.reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(content.data)
 
 
-def _differing(results: Sequence[Tensor]) -> Tensor:
-    """Places, [n, 2], at which results differ; NaN is equal to NaN."""
+def _different(results: Sequence[Tensor]) -> Tensor:
+    """Whether results differ, by element; NaN is equal to NaN."""
     different = torch.zeros_like(results[0], dtype=torch.bool)
     for one in results[1:]:
         different |= (one != results[0]) & ~(one.isnan() & results[0].isnan())
-    return different.nonzero()
+    return different
 
 
 def _worst(

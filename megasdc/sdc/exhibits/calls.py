@@ -5,16 +5,21 @@ A result is a matrix: rows are tokens, or those of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.determinism import capture_rng
 from megasdc.model.layers import PositionEmbedding
 from megasdc.model.modules import ResidualAdd, TorchAttention, hidden_masks
 from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.replay import OWN_CODE, REFEREE
+from megasdc.tensors.nested import map_in, tensors_in
 
 LOCAL = "_forward_impl"
 """Method of Megatron-core's parallel linear layers that computes this rank's own part."""
@@ -29,10 +34,13 @@ class Call:
     Args:
         module: the submodule's.
         args: positional arguments, those of linear layers by name included.
-        output: None: it is no tensor.
+        options: arguments by name, of others than linear layers.
+        output: the first tensor of it; None: there is none.
         gradients: of the output, once there is one.
         received: gradients of what it was given, once there is one.
         mask: of dropout, scaled, as the output, of attention as its weights, [b, n, s, s]; None: nothing is dropped.
+        chance: state of random generators when it began, where calls are copied.
+        autocast: type of automatic mixed precision; None: it was off.
     """
 
     module: Any
@@ -41,6 +49,34 @@ class Call:
     gradients: list[Tensor] = field(default_factory=list)
     received: list[Tensor] = field(default_factory=list)
     mask: Tensor | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chance: Mapping[str, Any] | None = None
+    autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Trust:
+    """How results are judged by bounds.
+
+    Args:
+        basis: of rulings.
+        inner: times the bound: what a right result is off by at most.
+        outer: times the bound: what a wrong one is off by at least, in some element.
+        compared: whether elements that agree are to be within ``inner`` times their bounds, too.
+    """
+
+    basis: str
+    inner: float = 1.0
+    outer: float = 1.0
+    compared: bool = False
+
+
+PROVED = Trust(REFEREE)
+"""A sum, or function, that is known, and a bound that is proved."""
+LIKELY = Trust(REFEREE, compared=True)
+"""A bound that is proved, of what a submodule seems to compute by its structure."""
+ESTIMATED = Trust(OWN_CODE, 8.0, 32.0, compared=True)
+"""A submodule's own code in fp64, and an estimate of what rounding makes of it."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +88,14 @@ class Exhibit:
         factors: what it was made of, which is equal on all ranks that are compared.
         compute: elements in fp64, from their rows [n] and columns [n].
         is_product: ``factors`` are left [R, K], right [C, K] and, if there is one, bias [C]: left right^T + bias.
+        trust: how far what it was taken for, and its bounds, are to be believed.
     """
 
     result: Tensor
     factors: tuple[Tensor, ...]
     compute: Callable[[Tensor, Tensor], Exact]
     is_product: bool = False
+    trust: Trust = PROVED
 
 
 @contextmanager
@@ -78,15 +116,19 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
     def kept(*args: Any, **options: Any) -> Any:
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
         place, call = len(calls), Call(module, tuple(_detached(one, copies) for one in given))
+        if copies:
+            named = {} if name == LOCAL else {key: _detached(one, copies) for key, one in options.items()}
+            call = replace(call, options=named, chance=capture_rng(), autocast=_autocast((given, named)))
         calls.append(call)  # before, since a listener may be called inside
         inputs = options.get("input", args[0] if args else None)
         if copies and isinstance(inputs, Tensor) and inputs.requires_grad:
             inputs.register_hook(lambda gradient: call.received.append(_detached(gradient, copies)))
         output = own(*args, **options)
-        if isinstance(output, Tensor):
-            calls[place] = replace(call, output=output.detach(), mask=_mask_of(module, args))
-            if output.requires_grad:
-                output.register_hook(lambda gradient: call.gradients.append(_detached(gradient, copies)))
+        first = next(tensors_in(output), None)
+        if first is not None:
+            calls[place] = replace(call, output=first.detach(), mask=_mask_of(module, args))
+            if first.requires_grad:
+                first.register_hook(lambda gradient: call.gradients.append(_detached(gradient, copies)))
         return output
 
     setattr(module, name, kept)
@@ -100,11 +142,18 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
 
 
 def _detached(value: Any, copies: bool) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_detached(one, copies) for one in value)
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-        return value
-    return value.detach().clone() if copies else value.detach()
+    def apart(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        return tensor.detach().clone() if copies else tensor.detach()
+
+    return map_in(Tensor, value, apart)
+
+
+def _autocast(given: Any) -> torch.dtype | None:
+    """Type of automatic mixed precision that is on, on the device of what a submodule is given."""
+    kind = next((one.device.type for one in tensors_in(given)), "cpu")
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _mask_of(module: Any, args: Sequence[Any]) -> Tensor | None:
@@ -115,6 +164,23 @@ def _mask_of(module: Any, args: Sequence[Any]) -> Tensor | None:
     if not isinstance(module, ResidualAdd) or not module.training or not args[2]:
         return None
     return hidden_masks(module.streams, args[0][0], args[2], module.layer_number, module.site, module.sequence_shard)
+
+
+def one_call(address: Address, calls: Sequence[Call]) -> Call | str:
+    """The call that a result is of; a text: there is none, or it may be of several."""
+    if "#" in address.slot:
+        return "it is computed several times in a micro-batch"
+    if address.phase == FORWARD:
+        some = list(calls[:1])
+    elif address.phase == RECOMPUTE:
+        some = list(calls[1:])
+    else:
+        some = [one for one in calls if one.gradients]
+    if len(some) != 1:
+        return "it is computed several times in a micro-batch" if some else "what it was made of was not seen"
+    if some[0].output is None or next(tensors_in((some[0].args, some[0].options)), None) is None:
+        return "it is given, or returns, no tensor"
+    return some[0]
 
 
 def rows_of(tensor: Tensor) -> Tensor:

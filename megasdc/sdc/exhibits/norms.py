@@ -18,7 +18,7 @@ def _norm_factors(call: Call) -> tuple[Tensor, ...]:
 
 
 def _moments(call: Call, rows: Tensor) -> Moments:
-    return Moments.of(rows, call.module.eps, centred=isinstance(call.module, nn.LayerNorm))
+    return Moments.of(rows, call.module.eps, centred=_is_centred(call))
 
 
 def norm_output(call: Call, result: Tensor) -> Exhibit:
@@ -37,7 +37,7 @@ def norm_output(call: Call, result: Tensor) -> Exhibit:
 def norm_input(call: Call, result: Tensor) -> Exhibit:
     """By the moments of its row, and sums over that."""
     inputs, weight, *_ = _norm_factors(call)
-    gradient, centred = rows_of(call.gradients[-1]), isinstance(call.module, nn.LayerNorm)
+    gradient, centred = rows_of(call.gradients[-1]), _is_centred(call)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         given, slope = taken(inputs, rows), taken(gradient, rows)
@@ -70,6 +70,14 @@ def norm_bias(call: Call, result: Tensor) -> Exhibit:
     return Exhibit(result.detach().reshape(1, -1), (gradient,), compute)
 
 
+def _is_centred(call: Call) -> bool:
+    """Whether it takes the mean away; a norm of a class of its own says so."""
+    return bool(getattr(call.module, "centred", isinstance(call.module, nn.LayerNorm)))
+
+
 def _summed_in(call: Call, result: Tensor) -> torch.dtype:
-    """The type that gradients of weight and bias are summed in: PyTorch's LayerNorm on a processor has their own."""
-    return result.dtype if isinstance(call.module, nn.LayerNorm) and result.device.type == "cpu" else WORKING
+    """The type that gradients of weight and bias are summed in: their own in PyTorch's LayerNorm on a processor, and,
+    as it may be, in a norm of a class of its own.
+    """
+    in_its_own = isinstance(call.module, nn.LayerNorm) and result.device.type == "cpu"
+    return result.dtype if in_its_own or hasattr(call.module, "centred") else WORKING

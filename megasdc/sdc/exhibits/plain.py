@@ -1,65 +1,84 @@
-"""Results of PyTorch's own submodules, as any model has them: linear layers, norms of the last dimension, embeddings.
+"""Results of submodules that are known, as any model has them: linear layers, norms of the last dimension, activations
+and embeddings of PyTorch's own classes, and of transformers' and DeepSpeed's that compute the same.
 
-With automatic mixed precision a linear layer rounds what it is given to the type of its output, and computes in it.
+With automatic mixed precision a linear layer rounds what it is given to the type of its output, and computes in it. A
+norm of a class of its own is taken for an RMSNorm, or a LayerNorm where it has a bias, by its weight and eps; that is
+believed where results on which ranks agree are within its bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
+from megasdc.sdc.exhibits.calls import LIKELY, Call, Exhibit, one_call, rows_of, taken
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_weight
 from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
 from megasdc.sdc.exhibits.words import word_output, word_weight
-from megasdc.sdc.fp64.bounds import Exact, product
+from megasdc.sdc.fp64.bounds import Exact, activated, activated_input, product, rounded
 
 Maker = Callable[[Call, Tensor], Exhibit | None]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether results of a submodule can be computed again: it has its weight, and computes as its class does."""
+    """Whether results of a submodule can be computed again: it has its weight, if any, and computes as its class."""
+    kind = _class_of(module)
+    if kind is None:
+        return False
     held = module._parameters.get("weight")
-    return isinstance(held, nn.Parameter) and any(type(module).forward is kind.forward for kind in MAKERS)
+    return kind in ACTIVATIONS or isinstance(held, nn.Parameter)
 
 
-def make_plain(
-    address: Address, calls: Sequence[Call], result: Tensor, used_once: Collection[str] = ()
-) -> Exhibit | None:
+def make_plain(address: Address, calls: Sequence[Call], result: Tensor, used_once: bool = False) -> Exhibit | None:
     """The exhibit of a result that was computed in one of these calls of a plain submodule.
 
     Args:
-        used_once: parameters, by full name, that one operation has used: gradients of others are sums.
+        used_once: whether one operation has used the parameter, if this is its gradient; others are sums.
 
     Returns:
         None: such results are not computed, or what they were made of was not seen, or was not of one call.
     """
-    call = _call_of(address, calls)
-    if call is None or (address.phase == WEIGHT_GRAD and f"{address.fqn}.{address.slot}" not in used_once):
+    call = one_call(address, calls)
+    if isinstance(call, str) or not _is_given(call) or (address.phase == WEIGHT_GRAD and not used_once):
         return None
-    for kind, makers in MAKERS.items():
-        if type(call.module).forward is kind.forward and (make := makers.get((address.phase, address.slot))):
-            return make(call, result)
-    return None
+    make = MAKERS.get(_class_of(call.module) or "", {}).get((address.phase, address.slot))
+    return None if make is None else make(call, result)
 
 
-def _call_of(address: Address, calls: Sequence[Call]) -> Call | None:
-    """The call that a result is of; None: there is none, or it may be of several."""
-    if address.phase == FORWARD:
-        some = calls[:1]
-    elif address.phase == RECOMPUTE:
-        some = calls[1:]
-    else:
-        some = [one for one in calls if one.gradients]
-    if len(some) != 1 or not some[0].args or not isinstance(some[0].args[0], Tensor) or some[0].output is None:
-        return None
-    return some[0]
+def _is_given(call: Call) -> bool:
+    """Whether a tensor is what it is given first, and nothing by name."""
+    return bool(call.args) and isinstance(call.args[0], Tensor) and not call.options
+
+
+def _class_of(module: nn.Module) -> str | None:
+    """A key of ``MAKERS``: the name of what it computes; None: it is not known."""
+    forward = type(module).forward
+    name = f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
+    if name in MAKERS:
+        return name
+    return OWN_NORM if _is_norm(module) else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has what a norm of the last dimension has, and nothing else."""
+    own = module._parameters
+    weight = own.get("weight")
+    alone = not module._modules and not module._buffers and not own.keys() - {"weight", "bias"}
+    return alone and weight is not None and weight.dim() == 1 and _eps_of(module) is not None
+
+
+def _eps_of(module: Any) -> float | None:
+    found = (getattr(module, name, None) for name in ("eps", "variance_epsilon", "epsilon"))
+    return next((one for one in found if isinstance(one, float)), None)
 
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
@@ -98,7 +117,27 @@ def _output(call: Call, result: Tensor) -> Exhibit:
     return Exhibit(rows_of(result), (left, weight, *biases), compute)
 
 
-# --- norms and embeddings ---------------------------------------------------------------------------------------------
+def _turned(make: Maker) -> Maker:
+    """Of a layer whose weight is [K, C]."""
+
+    def made(call: Call, result: Tensor) -> Exhibit | None:
+        own = SimpleNamespace(weight=call.module.weight.detach().T, bias=call.module.bias)
+        return make(replace(call, module=own), result.T if make is _WEIGHT else result)
+
+    return made
+
+
+def _of_rank(make: Maker) -> Maker:
+    """Of a layer of DeepSpeed's AutoTP that gathers no output, in one type: mixed precision leaves its bias wide."""
+
+    def made(call: Call, result: Tensor) -> Exhibit | None:
+        kinds = {one.dtype for one in (call.args[0], call.module.weight, result, call.output) if one is not None}
+        return None if len(kinds) > 1 or getattr(call.module, "gather_output", False) else make(call, result)
+
+    return made
+
+
+# --- norms, activations and embeddings --------------------------------------------------------------------------------
 
 
 def _norm(make: Maker) -> Maker:
@@ -114,37 +153,154 @@ def _norm(make: Maker) -> Maker:
     return made
 
 
+def _own_norm(make: Maker) -> Maker:
+    """Of a norm of a class of its own, which may add up gradients of parameters in the type of the result."""
+
+    def made(call: Call, result: Tensor) -> Exhibit | None:
+        module, given = call.module, call.args[0]
+        kinds = {one.dtype for one in (given, module.weight, result, *call.gradients)}
+        if len(kinds) > 1 or result.dtype not in TYPES or module.weight.shape != given.shape[-1:]:
+            return None
+        bias = getattr(module, "bias", None)
+        like = SimpleNamespace(weight=module.weight, bias=bias, eps=_eps_of(module), centred=bias is not None)
+        found = make(replace(call, module=like), result)
+        return None if found is None else replace(found, trust=LIKELY)
+
+    return made
+
+
+def _activation(call: Call, result: Tensor) -> Exhibit | None:
+    function = _function(call.module)
+    if function is None or call.args[0].dtype != result.dtype or result.dtype not in TYPES:
+        return None
+    given = rows_of(call.args[0])
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        gate = taken(given, rows, columns)
+        return _of_several(function, activated(function, gate, None, None, result.dtype), gate.double().abs(), result)
+
+    return Exhibit(rows_of(result), (given,), compute)
+
+
+def _activation_input(call: Call, result: Tensor) -> Exhibit | None:
+    function, kinds = _function(call.module), {call.args[0].dtype, result.dtype, call.gradients[-1].dtype}
+    if function is None or len(kinds) > 1 or result.dtype not in TYPES:
+        return None
+    given, slopes = rows_of(call.args[0]), rows_of(call.gradients[-1])
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        gate, slope = taken(given, rows, columns), taken(slopes, rows, columns)
+        found = activated_input(function, slope, gate, None, None, result.dtype, steps=function is F.relu)
+        size = gate.double().abs()
+        return _of_several(function, found, slope.double().abs() * (1 + size + size**3 / 16), result)
+
+    return Exhibit(rows_of(result), (given, slopes), compute)
+
+
+def _of_several(function: Callable[[Tensor], Tensor], found: Exact, reach: Tensor, result: Tensor) -> Exact:
+    """With what devices round that have several operations of the type of the result; ReLU is one operation.
+
+    With unit roundoff u: of ``x s(x)`` the logistic function is off by u, of ``x (1 + t(a)) / 2`` the argument by 8 u,
+    which t makes at most 0.45 of (the largest ``a / cosh(a)^2``), t by u, the sum by 2 u, products by 2 u: less than
+    4 u of |x|. In derivatives these are times |x| or, where ``1 - t^2``, which is off by 2 u, meets that of a, times
+    0.8 |x| + 0.11 |x|^3. All are doubled.
+    """
+    share = 0.0 if function is F.relu else 4 * torch.finfo(result.dtype).eps
+    return Exact(found.values, found.bounds + share * reach)
+
+
+def _function(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """What an activation computes, by one operation; None: by several, or in place."""
+    name = _class_of(module)
+    if name in (_SILU, f"{_HF}.SiLUActivation"):
+        return None if getattr(module, "inplace", False) else F.silu
+    if name == _RELU:
+        return None if module.inplace else F.relu
+    if name == _GELU:
+        return partial(F.gelu, approximate=module.approximate)
+    act = getattr(module, "act", None)  # of transformers
+    if act is F.gelu:
+        return F.gelu
+    return act if isinstance(act, partial) and act.func is F.gelu else None
+
+
 def _words(make: Maker) -> Maker:
     """Of an embedding that changes no weights and scales no gradient."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         module = call.module
         odd = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-        unlike = make is word_weight and module.padding_idx is not None
-        return None if odd or unlike or result.dtype not in TYPES else make(call, result)
+        return None if odd or result.dtype not in TYPES else make(call, result)
 
     return made
+
+
+def tied_words(of_words: Sequence[Call], of_head: Sequence[Call], result: Tensor) -> Exhibit | str | None:
+    """The gradient of a weight that an embedding and a linear layer have in common: the sum of both parts.
+
+    Args:
+        of_words: calls of the embedding.
+        of_head: of the layer.
+    """
+    address = Address(0, 0, WEIGHT_GRAD, "", "weight")
+    calls = [one_call(address, one) for one in (of_words, of_head)]
+    parts = []
+    for call, kind in zip(calls, (_EMBEDDING, _LINEAR), strict=True):
+        if isinstance(call, str):
+            return call
+        if _class_of(call.module) != kind or not _is_given(call):
+            return None
+        part = MAKERS[kind][WEIGHT_GRAD, "weight"](call, result)
+        if part is None:
+            return None
+        parts.append(part)
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        first, second = (one.compute(rows, columns) for one in parts)
+        values = first.values + second.values
+        return Exact(values, rounded(first.bounds + second.bounds, values, result.dtype))
+
+    return Exhibit(rows_of(result), tuple(one for part in parts for one in part.factors), compute)
 
 
 def _both(make: Maker) -> dict[tuple[str, str], Maker]:
     return {(phase, "output"): make for phase in (FORWARD, RECOMPUTE)}
 
 
-_NORMS: Mapping[tuple[str, str], Maker] = {
-    **_both(_norm(norm_output)),
-    (BACKWARD, "input"): _norm(norm_input),
-    (WEIGHT_GRAD, "weight"): _norm(norm_weight),
-    (WEIGHT_GRAD, "bias"): _norm(norm_bias),
+def _norms(known: Callable[[Maker], Maker]) -> dict[tuple[str, str], Maker]:
+    return {
+        **_both(known(norm_output)),
+        (BACKWARD, "input"): known(norm_input),
+        (WEIGHT_GRAD, "weight"): known(norm_weight),
+        (WEIGHT_GRAD, "bias"): known(norm_bias),
+    }
+
+
+_NN, _HF = "torch.nn.modules", "transformers.activations"
+_TP = "deepspeed.module_inject.layers"
+"""Layers of AutoTP: what they add up over ranks, or gather, is no result of one of them."""
+_LINEAR, _EMBEDDING = f"{_NN}.linear.Linear", f"{_NN}.sparse.Embedding"
+_SILU, _GELU, _RELU = (f"{_NN}.activation.{name}" for name in ("SiLU", "GELU", "ReLU"))
+OWN_NORM = "a norm of a class of its own"
+ACTIVATIONS = frozenset(
+    (_SILU, _GELU, _RELU, *(f"{_HF}.{name}" for name in ("SiLUActivation", "GELUActivation", "GELUTanh")))
+)
+"""Of classes that compute nothing else."""
+_WEIGHT = _linear(linear_weight)
+_LAYER = {
+    **_both(_linear(_output)),
+    (BACKWARD, "input"): _linear(linear_input),
+    (WEIGHT_GRAD, "weight"): _WEIGHT,
+    (WEIGHT_GRAD, "bias"): _linear(bias_gradient),
 }
-MAKERS: Mapping[type[Any], Mapping[tuple[str, str], Maker]] = {
-    nn.Linear: {
-        **_both(_linear(_output)),
-        (BACKWARD, "input"): _linear(linear_input),
-        (WEIGHT_GRAD, "weight"): _linear(linear_weight),
-        (WEIGHT_GRAD, "bias"): _linear(bias_gradient),
-    },
-    nn.LayerNorm: _NORMS,
-    nn.RMSNorm: _NORMS,
-    nn.Embedding: {**_both(_words(word_output)), (WEIGHT_GRAD, "weight"): _words(word_weight)},
+MAKERS: Mapping[str, Mapping[tuple[str, str], Maker]] = {
+    _LINEAR: _LAYER,
+    "transformers.pytorch_utils.Conv1D": {place: _turned(make) for place, make in _LAYER.items()},
+    f"{_TP}.LinearLayer": {place: _of_rank(make) for place, make in _LAYER.items() if place[0] != BACKWARD},
+    f"{_TP}.LinearAllreduce": {place: _of_rank(make) for place, make in _LAYER.items() if place[1] != "output"},
+    **dict.fromkeys((f"{_NN}.normalization.LayerNorm", f"{_NN}.normalization.RMSNorm"), _norms(_norm)),
+    OWN_NORM: _norms(_own_norm),
+    **{name: {**_both(_activation), (BACKWARD, "input"): _activation_input} for name in ACTIVATIONS},
+    _EMBEDDING: {**_both(_words(word_output)), (WEIGHT_GRAD, "weight"): _words(word_weight)},
 }
-"""By class, phase and tensor."""
+"""By name of the class that computes it, phase and tensor."""

@@ -30,6 +30,8 @@ def word_output(call: Call, result: Tensor) -> Exhibit:
 def word_weight(call: Call, result: Tensor) -> Exhibit:
     """The sum of the output's gradient over the tokens of an entry, added in the type of the result."""
     ids, gradient = _local_ids(call), rows_of(call.gradients[-1])
+    if (padding := getattr(call.module, "padding_idx", None)) is not None:
+        ids = torch.where(ids == padding, -1, ids)  # which gets no gradient
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         terms = taken(gradient.T, columns)

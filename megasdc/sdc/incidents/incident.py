@@ -195,6 +195,7 @@ class Incident:
         "golden trace",
         "replay",
         "referee",
+        "own code in fp64",
         "own recomputation",
         "own results elsewhere",
         "master shard",

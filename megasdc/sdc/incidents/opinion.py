@@ -35,6 +35,7 @@ class Opinion:
         reason: why nothing was decided; empty: something was.
         elements: that were computed.
         worst: None: none is outside.
+        basis: of rulings that follow from it.
     """
 
     address: Address
@@ -42,3 +43,4 @@ class Opinion:
     reason: str = ""
     elements: int = 0
     worst: Outside | None = None
+    basis: str = "referee"

@@ -48,6 +48,7 @@ _BASES = {
     "golden trace": "Right is what the golden trace says, which trusted hardware computed.",
     "replay": "Right is what ranks computed when they repeated the micro-batch.",
     "referee": "Right is what fp64 says of the product, within the bound of the rounding of its type.",
+    "own code in fp64": "Right is what the submodule's own code computes in fp64, but for an estimate of rounding.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
     "own copy": "Right is what the rank itself had left there after the last step; it was put back.",
     "file of the data": "Right is what the file of the prepared data holds, whose blocks have their checksums.",

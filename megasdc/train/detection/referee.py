@@ -27,11 +27,11 @@ def build_referee(run: Run) -> Referee:
             return None
         kind = submodule.kind
 
-        def make(address: Address, calls: Sequence[Call], result: Tensor, after: Sequence[Call]) -> Exhibit | None:
+        def make(address: Address, kept: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | None:
+            calls, after = kept
             return make_exhibit(address, kind, calls, result, after)
 
-        module, following = _modules_of(submodule, list(submodules.values()), loss)
-        return Subject(module, make, following)
+        return Subject(_modules_of(submodule, list(submodules.values()), loss), [make])
 
     return Referee(subject_of, run.dims.rank, run.host_group)
 

@@ -20,7 +20,7 @@ def test_all_kinds_directions_and_types_come_in_turn() -> None:
 
 
 def test_faults_are_where_they_can_be_named() -> None:
-    """Of two replicas in what the referee knows; of a unit in the first product of its sizes; on a rank there is."""
+    """Of two replicas anywhere; of a unit in the first product of its sizes; on a rank there is."""
     for one in draw_cases(list(TRAININGS), 600, 3):
         assert one.ranks == {OF_TWO: 2, UNIT: 1}.get(one.kind, 3) * (2 if one.name == PIPELINE else 1)
         assert (one.sizes is not None) == (one.kind == UNIT) and one.permuted == (one.kind in (UNIT, CLEAN))
@@ -28,6 +28,6 @@ def test_faults_are_where_they_can_be_named() -> None:
             continue
         assert one.planted.rank < one.ranks
         if one.kind in (OF_TWO, UNIT):
-            assert one.planted.kind == PERSISTENT and "norm" not in one.planted.submodule
+            assert one.planted.kind == PERSISTENT and (one.kind == OF_TWO or "norm" not in one.planted.submodule)
         if one.kind == UNIT:
             assert (one.planted.submodule, one.sizes) in UNITS[one.name == PIPELINE, one.planted.phase]

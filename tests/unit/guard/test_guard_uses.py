@@ -7,7 +7,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megasdc.guard.uses import used_once
+from megasdc.guard.uses import count_uses
 
 
 class _Model(nn.Module):
@@ -37,4 +37,6 @@ def test_gradients_of_one_operation_are_told() -> None:
             loss = model(torch.randint(0, 16, (3, 5)))
         named = dict(model.named_parameters())
         once = {"once.weight", "once.bias", "kept.weight", "norm.weight", "norm.bias", "penalty.bias"}
-        assert used_once([loss], named) == once
+        uses = count_uses([loss], named)
+        assert {name for name, count in uses.items() if count == 1} == once
+        assert (uses["words.weight"], uses["twice.weight"], uses["unused.weight"]) == (2, 2, 0)

@@ -19,7 +19,7 @@ from tools.bench.detection.options import (
     RefereeOptions,
     TracedModel,
 )
-from tools.bench.guard.options import GuardCostOptions, GuardOptions
+from tools.bench.guard.options import DisputeOptions, GuardCostOptions, GuardOptions
 from tools.bench.isolation.options import IsolationOptions, RateOptions
 from tools.bench.options import Log, add_command
 
@@ -69,6 +69,17 @@ def bench_guarding(on_progress: Any, options: GuardOptions) -> Any:
     from tools.bench.guard.campaign import bench_guard
 
     return bench_guard(options, on_progress)
+
+
+@add_command(app, "guard-disputes", "--healthy 40 --faults 12 --out disputes.json")
+def bench_guard_disputes(on_progress: Any, options: DisputeOptions) -> Any:
+    """Let the referee judge two replicas of small models in one process; exit code 1 if it names a wrong one.
+
+    Healthy ones compute in two right ways, and nobody may be named; of faults at drawn places 95 % are to be.
+    """
+    from tools.bench.guard.disputes import bench_disputes
+
+    return bench_disputes(options, on_progress)
 
 
 @add_command(app, "guard-cost", "--pairs 4 --out cost.json")

@@ -19,7 +19,7 @@ from typing import Any
 from megasdc.errors import CorruptionError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
-from megasdc.sdc.replay import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE
+from megasdc.sdc.replay import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, OWN_CODE, PERSISTENT, REFEREE
 from tools.bench.guard.cases import (
     CLEAN,
     INTERVAL,
@@ -40,7 +40,7 @@ from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
 
-BASES = {PERSISTENT: {MAJORITY, REFEREE}, OF_TWO: {REFEREE}, UNIT: {ELSEWHERE}}
+BASES = {PERSISTENT: {MAJORITY, REFEREE, OWN_CODE}, OF_TWO: {REFEREE, OWN_CODE}, UNIT: {ELSEWHERE}}
 """Of verdicts that are persistent, by kind of fault."""
 
 

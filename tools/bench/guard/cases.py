@@ -35,8 +35,6 @@ _OF_LLAMA = tuple(
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"),
     )
 )
-_LINEAR = tuple(one for one in _OF_LLAMA if "norm" not in one)
-"""What the referee knows."""
 _STAGES = (("0", "2"), ("6", "8"))
 """Of each stage of the pipeline: submodules with weights."""
 _WITHOUT_INPUT_GRADIENT = ("0",)
@@ -138,7 +136,7 @@ def draw_case(name: str, kind: str, precision: str, phase: str, chance: random.R
         stage = int(piped)
         submodule, sizes = chance.choice(UNITS[piped, phase])
     elif not piped:
-        submodule = chance.choice(_LINEAR if kind == OF_TWO else _OF_LLAMA)
+        submodule = chance.choice(_OF_LLAMA)
     else:
         stage = 1 if kind == OF_TWO else chance.randrange(STAGES)
         have = [one for one in _STAGES[stage] if phase != "backward" or one not in _WITHOUT_INPUT_GRADIENT]

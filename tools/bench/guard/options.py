@@ -29,6 +29,15 @@ class GuardOptions(Options):
 
 
 @dataclass(frozen=True)
+class DisputeOptions(Options):
+    """Size of the campaign of disputes."""
+
+    healthy: int = option(2000, "Disputes of replicas that compute in two right ways.", min=0)
+    faults: int = option(100, "Faults, at drawn places.", min=0)
+    seed: int = option(1, "Seed of all that is drawn.", min=0)
+
+
+@dataclass(frozen=True)
 class GuardCostOptions(Options):
     """The training, and how often what is measured."""
 

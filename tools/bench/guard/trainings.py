@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megasdc.tensors.nested import map_in
+
 LLAMA, TRAINER, PIPELINE = "llama", "trainer", "pipeline"
 VOCAB, SEQUENCE, SIDE = 64, 16, 8
 SIZES: dict[str, Any] = {
@@ -26,6 +28,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": SEQUENCE,
 }
 MICRO_BATCHES = 2
+WRONG = 64.0
+"""What is added to a row, or an element, that is wrong: times the mean of all."""
 PERSISTENT, INTERMITTENT, TRANSIENT = "persistent", "intermittent", "transient"
 
 
@@ -36,6 +40,7 @@ class Planted:
     Args:
         phase: forward: its output; backward: the gradient of its input; weight_grad: that of its weight.
         kind: persistent: always; transient: in the first audit alone; intermittent: there, and half of the other times.
+        spoils: all of it, a drawn ``row``, or a drawn ``element``.
     """
 
     rank: int
@@ -43,6 +48,7 @@ class Planted:
     phase: str
     kind: str
     seed: int = 1
+    spoils: str = "all"
 
     def plant(self, model: nn.Module) -> None:
         """Put the fault into a submodule's computation, inside of all hooks."""
@@ -53,16 +59,47 @@ class Planted:
             times[0] += 1
             first_audit = times[0] == MICRO_BATCHES + 1  # after the micro-batches of the first step
             sometimes = self.kind == INTERMITTENT and chance.random() < 0.5
-            return value * 1.5 if first_audit or sometimes or self.kind == PERSISTENT else value
+            return self.spoil(value) if first_audit or sometimes or self.kind == PERSISTENT else value
 
         if self.phase == "forward":
-            module.forward = lambda *args, **options: wrong(compute(*args, **options))
+            module.forward = lambda *args, **options: _with_first(compute(*args, **options), wrong)
         elif self.phase == "backward":
-            module.forward = lambda first, *args, **options: compute(_Wrong.apply(first, wrong), *args, **options)
+
+            def changed(*args: Any, **options: Any) -> Any:
+                given = _with_first((args, options), lambda one: self.in_gradient(one, wrong))
+                return compute(*given[0], **given[1])
+
+            module.forward = changed
         else:
             parameter = module.weight
             assert isinstance(parameter, Tensor), "a submodule with a weight"
             parameter.register_hook(wrong)
+
+    def spoil(self, value: Tensor) -> Tensor:
+        """A wrong result."""
+        if self.spoils == "all":
+            return value * 1.5
+        flat = value.reshape(-1, value.shape[-1] if value.dim() else 1)
+        row, column = random.Random(self.seed).choices(range(1 << 20), k=2)
+        wrong = torch.zeros_like(flat)
+        some = wrong[row % len(flat)]
+        (some if self.spoils == "row" else some[column % len(some) :][:1]).fill_(1)
+        more = value + WRONG * value.abs().mean()
+        return torch.where(wrong.reshape(value.shape) > 0, more, value)
+
+    def in_gradient(self, value: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The same, whose gradient is wrong."""
+        return _Wrong.apply(value, change or self.spoil)  # type: ignore[no-any-return]
+
+
+def _with_first(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """With the first tensor of floating point numbers changed; mappings other than dicts keep what they are."""
+    count = iter(range(1 << 30))
+
+    def one(tensor: Tensor) -> Tensor:
+        return change(tensor) if tensor.is_floating_point() and next(count) == 0 else tensor
+
+    return map_in(Tensor, value, one)
 
 
 class _Wrong(torch.autograd.Function):

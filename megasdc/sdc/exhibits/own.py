@@ -1,0 +1,192 @@
+"""Results of any submodule: its own code in fp64, and what went in between submodules.
+
+A copy of the submodule without hooks has parameters and buffers in fp64, and is given what the device's had been given,
+with random generators as they were. What its class computes is trusted only where the results on which ranks agree
+are what it says, and where those of one rank are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasdc.addresses import BACKWARD, WEIGHT_GRAD, Address
+from megasdc.determinism import capture_rng, restore_rng
+from megasdc.sdc.exhibits.calls import ESTIMATED, Call, Exhibit, one_call
+from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.noise import NARROW, Unfit, estimate
+from megasdc.tensors.nested import tensors_in
+
+LARGEST = 2**37
+"""Most products of a parameter and a token: above, fp64 on the host would take minutes."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+Path = Sequence[str]
+"""Names of a submodule inside another one, from the outside in."""
+
+
+def own_result(address: Address, calls: Sequence[Call], result: Tensor, used_once: bool = True) -> Exhibit | str:
+    """The exhibit of a result of a submodule, by its own code.
+
+    Args:
+        used_once: whether the parameter, if this is its gradient, is used in one operation.
+
+    Returns:
+        A text: why there is none.
+    """
+    call = one_call(address, calls)
+    if isinstance(call, str):
+        return call
+    if address.phase == WEIGHT_GRAD and not used_once:
+        return "the parameter is used more than once"
+    backward = address.phase in (BACKWARD, WEIGHT_GRAD)
+    slopes = call.gradients[-1:] if backward else []
+
+    def compute(copied: nn.Module, given: Any) -> Tensor:
+        args, options = given
+        output = next(tensors_in(copied(*args, **options)))
+        if not backward:
+            return output
+        wanted = _wanted(copied, given, address)
+        return torch.autograd.grad(output, wanted, slopes[0].cpu().double())[0]
+
+    return _exhibit(call, result, slopes, compute)
+
+
+def result_between(address: Address, outer: Sequence[Call], inner: Sequence[Call], path: Path) -> Exhibit | str:
+    """The exhibit of what a submodule was given inside another one; backward: of its output's gradient.
+
+    Args:
+        outer: calls of the one around it.
+        inner: of itself.
+        path: to it.
+    """
+    around, own = one_call(address, outer), one_call(address, inner)
+    for one in (around, own):
+        if isinstance(one, str):
+            return one
+    assert isinstance(around, Call) and isinstance(own, Call), "texts are returned"
+    backward = address.phase in (BACKWARD, WEIGHT_GRAD)
+    first = own.gradients[-1] if backward else next(tensors_in((own.args, own.options)))
+    slopes = around.gradients[-1:] if backward else []
+
+    def compute(copied: nn.Module, given: Any) -> Tensor:
+        (args, options), seen = given, list[Tensor]()
+        inside = copied.get_submodule(".".join(path))
+
+        def before(_module: nn.Module, args: Any, options: Any) -> None:
+            if not backward:
+                seen.append(next(tensors_in((args, options))))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if backward:
+                seen.append(next(tensors_in(output)))
+
+        handles = inside.register_forward_pre_hook(before, with_kwargs=True), inside.register_forward_hook(after)
+        try:
+            output = next(tensors_in(copied(*args, **options)))
+        finally:
+            for one in handles:
+                one.remove()
+        if len(seen) != 1:
+            raise Unfit(f"{'.'.join(path)} is computed {len(seen)} times in it")
+        return torch.autograd.grad(output, seen, slopes[0].cpu().double())[0] if backward else seen[0]
+
+    return _exhibit(around, first, slopes, compute)
+
+
+def _exhibit(
+    call: Call, result: Tensor, slopes: Sequence[Tensor], compute: Callable[[nn.Module, Any], Tensor]
+) -> Exhibit | str:
+    module = call.module
+    held = [*module.parameters(), *module.buffers()]
+    factors = tuple(one.detach() for one in (*tensors_in((call.args, call.options)), *slopes, *held))
+    kind = _coarsest(call, result, factors)
+    if kind is None or result.dtype not in NARROW:
+        return "it has no floating point numbers of 32 bits and less"
+    given = next(tensors_in((call.args, call.options)))
+    tokens = given.numel() // max(given.shape[-1] if given.is_floating_point() and given.dim() else 1, 1)
+    if tokens * sum(one.numel() for one in module.parameters()) > LARGEST:
+        return "its own code in fp64 would take too long"
+    shape = result.reshape(-1, result.shape[-1] if result.dim() > 1 else max(result.numel(), 1))
+
+    def taken(rows: Tensor, columns: Tensor) -> Exact:
+        before = capture_rng()
+        try:
+            values, off = estimate(lambda: compute(*_in_fp64(call, bool(slopes))), kind)
+        except Unfit:
+            raise
+        except Exception as error:  # of any class: the code is not ours
+            raise Unfit(f"its own code does not run in fp64: {type(error).__name__}: {error}") from error
+        finally:
+            restore_rng(before)
+        values, off = values.reshape(shape.shape), off.reshape(shape.shape)
+        return Exact(values[rows, columns], off[rows, columns])
+
+    return Exhibit(shape.detach(), factors, taken, trust=ESTIMATED)
+
+
+def _coarsest(call: Call, result: Tensor, factors: Sequence[Tensor]) -> torch.dtype | None:
+    kinds = {one.dtype for one in (result, *factors) if one.is_floating_point()} | {call.autocast} - {None}
+    return max((one for one in kinds if one in NARROW), key=lambda one: torch.finfo(one).eps, default=None)
+
+
+def _wanted(copied: nn.Module, given: Any, address: Address) -> Tensor:
+    """What a gradient is of: a parameter, or one of the tensors that the submodule is given."""
+    if address.phase == WEIGHT_GRAD:
+        return copied.get_parameter(address.slot)
+    number = int(address.slot.partition(".")[2] or 0)
+    return list(tensors_in(given))[number]
+
+
+def _in_fp64(call: Call, backward: bool) -> tuple[nn.Module, Any]:
+    """A copy of the submodule, and of what it was given, with random generators as they were then."""
+    assert call.chance is not None, "calls are copied"
+    restore_rng(dict(call.chance))
+    return _copied(call.module, {}), _widened((call.args, dict(call.options)), backward)
+
+
+def _widened(value: Any, backward: bool) -> Any:
+    """On the host, in fp64; of which gradients are taken."""
+    if isinstance(value, Tensor):
+        wide = value.detach().cpu()
+        return wide.double().requires_grad_(backward) if wide.is_floating_point() else wide
+    if type(value) is dict:
+        return {key: _widened(one, backward) for key, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_widened(one, backward) for one in value)
+    return None if type(value).__name__.endswith("Cache") else value  # which has taken keys and values of this call
+
+
+def _apart(value: Any) -> Any:
+    """An attribute that code may add to without changing the submodule's own."""
+    return copy(value) if type(value) in (list, dict, set) else value
+
+
+def _copied(module: nn.Module, made: dict[int, Any]) -> nn.Module:
+    """A module of the same classes with parameters and buffers in fp64 on the host, and without hooks."""
+    if id(module) in made:
+        found: nn.Module = made[id(module)]
+        return found
+    copied = made[id(module)] = module.__class__.__new__(module.__class__)
+    own = vars(copied)
+    own.update({name: _apart(value) for name, value in vars(module).items() if name != "forward"})
+    own.update({name: OrderedDict() for name in HOOKS})
+
+    def wide(one: Tensor | None, parameter: bool) -> Tensor | None:
+        if one is None or id(one) in made:
+            return None if one is None else made[id(one)]
+        on_host = one.detach().cpu()
+        on_host = on_host.double() if on_host.is_floating_point() else on_host.clone()
+        made[id(one)] = nn.Parameter(on_host, one.requires_grad) if parameter else on_host
+        return made[id(one)]  # type: ignore[no-any-return]
+
+    own["_parameters"] = {name: wide(one, True) for name, one in module._parameters.items()}
+    own["_buffers"] = {name: wide(one, False) for name, one in module._buffers.items()}
+    own["_modules"] = {name: None if one is None else _copied(one, made) for name, one in module._modules.items()}
+    return copied
