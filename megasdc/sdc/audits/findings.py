@@ -124,7 +124,7 @@ class AuditFindings:
         golden = ask_golden()
         opinions = self._ask_referee(work, ballot, audit) if self._asks else []
         refereed = {(rank, place): within for place, one in opinions for rank, within in one.within.items()}
-        bases = {place: one.basis for place, one in opinions}
+        bases = {place: one.basis for place, one in opinions if one.within}
         rulings = settle(ballot, repeats, golden, work.earlier, refereed, bases)
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(work.step, ballot, named, golden or {})

@@ -273,7 +273,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
 ) -> None:
     """Votes that differ are ruled with the ranks whose devices are known."""
 
-    def ask(ballot: Any, repeats: Any, golden: Any, earlier: Any, refereed: Any) -> None:
+    def ask(ballot: Any, repeats: Any, golden: Any, earlier: Any, *_: Any) -> None:
         raise Asked(earlier)
 
     disputes, run = started(tmp_path, intermittent="warn")
