@@ -13,9 +13,11 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 CACHE_FOLDER = ".index_cache"
 CHECKSUMS_FILE = "checksums.json"
 """XXH3-64 of each array's file, by name."""
+TOLD_S, POLL_S = 10.0, 0.05
+"""Until it is told that a lock is waited for, and between two looks at it."""
 Arrays = tuple[np.ndarray, ...]
 OnDamage = Callable[[Path, str], object]
 """Called with the folder of a rebuilt index and its problem, in the one process that rebuilds it."""
@@ -129,10 +133,21 @@ def _locked(path: Path) -> Iterator[bool]:
     """Hold a file lock; yields false if the file system has no locks: then the rename lets one writer win."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lock_file(path) as file:
+        yield _lock(file, path)
+
+
+def _lock(file: IO[Any], path: Path) -> bool:
+    """Wait for a lock, and say so once where that takes long; false: the file system has none."""
+    tell_at: float | None = time.monotonic() + TOLD_S
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if tell_at is not None and time.monotonic() > tell_at:
+                logger.warning("waiting for another process, which builds an index of samples and holds %s", path)
+                tell_at = None
+            time.sleep(POLL_S)
         except OSError as error:
             logger.warning("%s cannot be locked (%s)", path, error)
-            alone = False
-        yield alone
+            return False

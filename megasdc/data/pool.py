@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import subprocess
@@ -16,6 +17,9 @@ from typing import Self
 import megasdc
 from megasdc.data.worker import receive, send
 from megasdc.errors import DataError
+from megasdc.parallel.processes import KILLED_S, kill_all
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
@@ -43,7 +47,13 @@ class WorkerPool:
             send(process.stdin, (str(path), list(texts)))
             error = receive(process.stdout)
         except (EOFError, BrokenPipeError) as broken:
-            code = process.wait()
+            try:
+                code = process.wait(KILLED_S)
+            except subprocess.TimeoutExpired:
+                raise DataError(
+                    f"a tokenizer process (pid {process.pid}) has closed its output on shard {path.name} and does not "
+                    "end; see its output"
+                ) from broken
             cause = f"signal {-code} (9: often out of memory)" if code < 0 else f"exit code {code}"
             raise DataError(f"a tokenizer process ended by {cause} on shard {path.name}; see its output") from broken
         finally:
@@ -55,15 +65,19 @@ class WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for process in self._processes:
-            if kind is not None:
-                process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        left = kill_all(self._processes) if kind is not None else []
+        self._threads.shutdown(wait=not left, cancel_futures=True)  # threads of those wait for their answers
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
+            if process.pid in left:
+                continue
             with contextlib.suppress(BrokenPipeError):  # a killed worker: its unfinished work is not needed
                 process.stdin.close()
-            process.wait()
+            try:
+                process.wait(KILLED_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("a tokenizer process (pid %d) does not end with its input: it is killed", process.pid)
+                kill_all([process])
             process.stdout.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
-from megasdc.parallel.processes import Fork
+from megasdc.parallel.processes import Fork, kill_all
 
 LOG_FOLDER = "logs"
 LAST_WORDS_S = 0.5
@@ -58,19 +59,18 @@ class RunningRanks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LAST_WORDS_S)
             self.end()
+            found = [process.poll() for process in self.processes]
+            killed = -int(signal.SIGKILL)  # also what is left of those that do not end
             self._codes = [
-                code if code is not None else process.poll()
-                for code, process in zip(self._codes, self.processes, strict=True)
+                next((one for one in (before, after) if one is not None), killed)
+                for before, after in zip(self._codes, found, strict=True)
             ]
         codes = [code for code in self._codes if code is not None]
         return codes if len(codes) == len(self.processes) else None
 
     def end(self) -> None:
-        """Kills all processes and waits for them."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
+        """Kills all processes and waits for them, see ``kill_all``."""
+        kill_all(self.processes)
 
 
 def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int) -> RunningRanks:

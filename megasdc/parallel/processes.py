@@ -7,6 +7,7 @@ cannot be used after a fork, so on hosts with GPUs every process is fresh.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,10 @@ PRELOAD = (
     "megasdc.imports.frozen",
 )
 """Imported once by the server, in this order."""
+logger = logging.getLogger(__name__)
+
+KILLED_S = 30.0
+"""Seconds until a process that was killed is gone, longer than it takes: one that waits in the kernel may never be."""
 ORPHANED = 79
 """Exit code of a fork whose starter is gone, so that nobody would read its results; that of a lost peer."""
 
@@ -67,6 +73,29 @@ class Process(Protocol):
 
     def kill(self) -> None:
         """End it, if it still runs."""
+
+
+def kill_all(processes: Sequence[Process]) -> list[int]:
+    """Kill processes and wait until they are gone, for ``KILLED_S`` together.
+
+    Returns:
+        Ids of those that are not, which is told: they wait in the kernel, and are left.
+    """
+    for process in processes:
+        process.kill()
+    end, left = time.monotonic() + KILLED_S, list[int]()
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left.append(process.pid)
+    if left:
+        logger.warning(
+            "processes that were killed do not end (pid %s): they wait in the kernel, such as for a disk or a device "
+            "that does not answer; they are left, and may hold files and devices until the host is restarted",
+            ", ".join(map(str, left)),
+        )
+    return left
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -14,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import LaunchError
+from megasdc.parallel.processes import kill_all
 from megasdc.supervisor.host_tests import end_with_parent
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.2
-GRACE_S = 60.0
-"""For a command that was interrupted, to end what it has started."""
+TOLD_S, GRACE_S = 5.0, 60.0
+"""For a command that was interrupted, to end what it has started: until it is told, and then until it is killed."""
 MEGASDC = ("-m", "megasdc")
 COMPARE = ("-c", "from megasdc.program import start; start('megasdc.report.checkpoint_command')")
 """What Python is given to compare checkpoints."""
@@ -116,8 +121,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(GRACE_S)
+        process.wait(TOLD_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("a command (pid %d) ends what it has started, for at most %g s more", process.pid, GRACE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            kill_all([process])

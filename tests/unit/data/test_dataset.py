@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +213,16 @@ def test_an_interrupted_index_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         kept_index(tmp_path / "index", ["one"], lambda: (broken,))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_lock_that_another_process_holds_is_told(tmp_path, monkeypatch, caplog):
+    """It is waited for, as long as an index takes to be built; after a while with a word, once."""
+    monkeypatch.setattr("megasdc.data.index_cache.TOLD_S", 0.0)
+    with open(tmp_path / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        (found,) = kept_index(tmp_path / "index", ["one"], lambda: (np.arange(3),))
+    assert found.tolist() == [0, 1, 2] and caplog.text.count(f"holds {tmp_path / 'lock'}") == 1
 
 
 def test_a_sample_is_read_again_from_the_file_alone(tmp_path, corpus, section_for):

@@ -206,6 +206,15 @@ def test_dead_worker(tmp_path, corpus):
             pool.submit(tmp_path / "00000000-x.npz", ["text"]).result(timeout=30)
 
 
+def test_a_worker_that_does_not_end_is_killed(tmp_path, monkeypatch, caplog):
+    """Once its input has ended and it has had its time; preparation waited for it without a limit or a word."""
+    monkeypatch.setattr("megasdc.data.pool.KILLED_S", 0.5)
+    with WorkerPool("sentencepiece", tmp_path, 1) as pool:
+        (worker,) = pool._processes
+        worker.send_signal(signal.SIGSTOP)
+    assert worker.returncode == -signal.SIGKILL and f"(pid {worker.pid})" in caplog.text
+
+
 def test_worker_reports_its_error(tmp_path, prepared):
     """What a worker cannot do is raised in the caller, by its own name, and the worker goes on."""
     with WorkerPool("sentencepiece", Path(prepared.path) / "tokenizer", 1) as pool:
