@@ -26,7 +26,10 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
     path = section.tokenizer.path
     if path is not None:
         tokenizer["checksum"] = checksum_tokenizer(section.tokenizer.kind, path) if Path(path).exists() else None
+    # Only where it is set: data that were prepared before it existed have the same settings.
+    accepted = {"max_unreadable": section.max_unreadable} if section.max_unreadable else {}
     return {
+        **accepted,
         "seed": section.seed,
         "split": list(section.split),
         "tokenizer": tokenizer,

@@ -23,6 +23,7 @@ from rich.console import Console
 from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
+from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.manifest import (
     FORMAT_VERSION,
     TOKENIZER_FOLDER,
@@ -37,7 +38,6 @@ from megasdc.data.pool import WorkerPool
 from megasdc.data.shards import SHARD_CHARACTERS, group_documents, read_shard, shard_path
 from megasdc.data.sources import (
     LICENCES,
-    LeftOut,
     describe_source,
     iterate_documents,
     sample_documents,
@@ -118,7 +118,7 @@ def _build(
     """Build the whole folder as ``work/result``."""
     tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
     tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
-    stream = _Stream(section.sources)
+    stream = _Stream(section.sources, section.max_unreadable)
     groups = group_documents(stream, shard_characters)
     shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
     result = work / "result"
@@ -159,16 +159,19 @@ def _build(
 
 @dataclass
 class _Stream:
-    """All documents of all sources, with counts."""
+    """All documents of all sources, with counts; DataError if more than ``max_unreadable`` cannot be read."""
 
     sources: list[SourceSection]
+    max_unreadable: int
     num_documents: list[int] = field(default_factory=list)
     skipped: list[LeftOut] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[str]:
         self.num_documents = [0] * len(self.sources)
-        self.skipped = [LeftOut() for _ in self.sources]
+        self.skipped = []
         for index, source in enumerate(self.sources):
+            before = sum(skipped[UNREADABLE] for skipped in self.skipped)
+            self.skipped.append(LeftOut(self.max_unreadable - before))
             for text in iterate_documents(source, self.skipped[index]):
                 self.num_documents[index] += 1
                 yield text
@@ -270,13 +273,16 @@ def _provide_tokenizer(
 
 def _sampled(section: DataSection) -> Iterator[str]:
     """Yield the documents for the tokenizer's sample: all, but only the first of a streamed source."""
+    max_unreadable = section.max_unreadable
     for source in section.sources:
         left = STREAMED_SAMPLE_FACTOR * section.tokenizer.train_characters
-        for text in iterate_documents(source):
+        skipped = LeftOut(max_unreadable)
+        for text in iterate_documents(source, skipped):
             yield text
             left -= len(text)
             if source.streaming and left <= 0:
                 break
+        max_unreadable -= skipped[UNREADABLE]
 
 
 @contextmanager

@@ -1,38 +1,33 @@
 """Sources of text: the standard library, local files, or a hub dataset, in a fixed order.
 
-A document is one string. Local files and hub datasets are read through Hugging Face `datasets`, one file after the
-other and streaming, so that nothing is copied into a cache and an error can name its file. Line ends of ``.txt`` files
-become a single newline. Skipped files and documents (not UTF-8 in the standard library, of other kinds in a folder,
-empty) are counted.
+A document is one string. Local files are read one after the other and streaming, so that nothing is copied into a cache
+and an error can name its file; hub datasets are read through Hugging Face `datasets`. Skipped files and documents (not
+UTF-8 in the standard library, of other kinds in a folder, empty, unreadable within `data.max_unreadable`) are counted.
 """
 
 from __future__ import annotations
 
 import glob
+import os
 import sys
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megasdc.config.sections.data import SourceSection
+from megasdc.data.formats import COMPRESSIONS, KINDS, NUM_PLACES, LeftOut, json_problem, kind_of, read_file, take_texts
 from megasdc.errors import DataError
 
-BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
-"""Builder of `datasets` for each file ending."""
-COMPRESSIONS = (".gz", ".zst")
-"""Endings that may follow those of `BUILDERS`."""
-_BLOCK_BYTES = 1 << 20
-NUM_PLACES = 5
-"""Number of skipped documents that are listed, for each reason."""
 OTHER_KINDS = "files of other kinds"
 """Reason for skipping files of a folder; the place is the ending."""
-KINDS_REMEDY = "rename them to .txt to read them, or give a glob such as 'DIR/**/*.txt' as path in data.sources"
+KINDS_REMEDY = (
+    "write them as JSON lines (.jsonl, an object a line with the text in it), rename those to .txt that hold nothing "
+    "but the text of one document, or give a glob such as 'DIR/**/*.txt' as path in data.sources to leave them out"
+)
 """How to read files that were skipped for `OTHER_KINDS`, or to leave them out on purpose."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
@@ -40,31 +35,6 @@ LICENCES = {
     "hub": "see the dataset's card on the Hugging Face hub",
 }
 """Licence note of each kind of source."""
-
-
-class LeftOut(Counter[str]):
-    """Counts of skipped documents of a source, by reason.
-
-    ``places``: location of the first of each reason, by file and row; rows count from 0. Of files of other kinds: their
-    endings.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: dict[str, list[str]] = {}
-
-    def add(self, reason: str, place: str) -> None:
-        """Count one skipped document."""
-        self[reason] += 1
-        places = self.places.setdefault(reason, [])
-        if len(places) < NUM_PLACES:
-            places.append(place)
-
-    def add_kinds(self, kinds: Counter[str]) -> None:
-        """Count the skipped files of a folder, by ending."""
-        if kinds:
-            self[OTHER_KINDS] += kinds.total()
-            self.places[OTHER_KINDS] = [_told(kinds)]
 
 
 def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) -> Iterator[str]:
@@ -77,7 +47,8 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
         An iterator over non-empty texts; at most `section.max_documents`.
 
     Raises:
-        DataError: a file is missing, empty or damaged, a column is missing, or the source holds no text at all.
+        DataError: a file is missing, empty or damaged, more cannot be read than ``skipped`` accepts, a column is
+            missing, or the source holds no text at all.
     """
     counts = LeftOut() if skipped is None else skipped
     readers = {"stdlib": _read_stdlib, "files": _read_files, "hub": _read_hub}
@@ -152,53 +123,103 @@ def describe_source(section: SourceSection) -> str:
     return f"{section.kind} {section.path!r}" + (f" ({section.name})" if section.name else "")
 
 
-def list_files(section: SourceSection) -> list[Path]:
+def list_files(section: SourceSection, skipped: LeftOut | None = None) -> list[Path]:
     """The files of a `files` source, sorted by name.
 
-    A folder is searched recursively for the known endings; hidden files and folders are skipped. A file or glob must
-    match known endings only. DataError for no file, an unknown ending, an empty file, or no permission.
+    A folder is searched recursively for the known endings, through linked folders too; hidden files and folders are
+    skipped, and .json files that are not JSON lines. A file or glob must match known kinds only. DataError for no file,
+    an unknown kind, an array of JSON that holds the text, or no permission.
+
+    Args:
+        skipped: counts what a folder holds and is not read.
     """
     where = _need_path(section)
     try:
-        return _list_files(where)
+        if Path(where).is_dir():
+            return sorted(_files_of_folder(Path(where), section.text_field, LeftOut() if skipped is None else skipped))
+        return sorted(_files_of_glob(where, section.text_field))
     except OSError as error:
         raise DataError(
             f"{error.filename} cannot be read: {error.strerror}; ask its owner for read permission"
         ) from error
 
 
-def _list_files(where: str) -> list[Path]:
-    known = ", ".join(f"{ending}[.gz|.zst]" for ending in BUILDERS)
-    root = Path(where)
-    if root.is_dir():
-        paths = [path for path in _visible_files(root) if _builder_of(path) is not None]
-        if not paths:
-            others = _kinds_of(_visible_files(root))
-            more = f" but {others.total()} {OTHER_KINDS} ({_told(others)}); {KINDS_REMEDY}" if others else ""
-            raise DataError(f"folder {where} holds no file of a known kind ({known}){more}")
-    else:
-        paths = [root] if root.is_file() else [Path(found) for found in glob.glob(where, recursive=True)]
-        paths = [path for path in paths if path.is_file()]
-        if not paths:
-            raise DataError(f"no file matches {where!r}; give a file, a folder or a glob (now in {Path.cwd()})")
+def _known_endings() -> str:
+    return ", ".join(f"{ending}[.gz|.zst]" for ending in KINDS)
+
+
+def _files_of_folder(root: Path, field: str, skipped: LeftOut) -> list[Path]:
+    paths, others = [], []
+    for path in _visible_files(root, skipped):
+        known = kind_of(path) is not None
+        if known and _is_json(path):
+            problem, is_text = json_problem(path, field) or ("", False)
+            if is_text:
+                raise DataError(f"file {path} {problem}")
+            known = not problem and path.stat().st_size > 0
+        (paths if known else others).append(path)
+    kinds = _kinds_of(others)
+    if not paths:
+        more = f" but {kinds.total()} {OTHER_KINDS} ({_told(kinds)}); {KINDS_REMEDY}" if kinds else ""
+        raise DataError(f"folder {root} holds no file of a known kind ({_known_endings()}){more}")
+    if kinds:
+        skipped[OTHER_KINDS] += kinds.total()
+        skipped.places[OTHER_KINDS] = [_told(kinds)]
+    return paths
+
+
+def _files_of_glob(where: str, field: str) -> list[Path]:
+    paths = [Path(where)] if Path(where).is_file() else [Path(found) for found in glob.glob(where, recursive=True)]
+    paths = [path for path in paths if path.is_file()]
+    if not paths:
+        raise DataError(f"no file matches {where!r}; give a file, a folder or a glob (now in {Path.cwd()})")
     for path in paths:
-        if _builder_of(path) is None:
-            raise DataError(f"file {path} is not of a known kind ({known})")
-        if path.stat().st_size == 0:
-            raise DataError(f"file {path} is empty (0 bytes); remove it or fetch it again")
-    return sorted(paths)
+        if kind_of(path) is None:
+            raise DataError(f"file {path} is not of a known kind ({_known_endings()}); {KINDS_REMEDY}")
+        if _is_json(path) and (problem := json_problem(path, field)):
+            raise DataError(f"file {path} {problem[0]}")
+    return paths
 
 
-def _visible_files(root: Path) -> list[Path]:
-    """All files below a folder that are not hidden, nor in a hidden folder."""
-    paths = [path for path in root.rglob("*") if path.is_file()]
-    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+def _is_json(path: Path) -> bool:
+    """Whether a file's ending leaves open whether it holds JSON lines."""
+    return (Path(path.stem) if path.suffix.lower() in COMPRESSIONS else path).suffix.lower() == ".json"
 
 
-def _other_kinds(section: SourceSection) -> Counter[str]:
-    """Number of files of unknown kinds in the folder of a source, by ending; empty for a file or a glob."""
-    root = Path(_need_path(section))
-    return _kinds_of(path for path in _visible_files(root) if _builder_of(path) is None) if root.is_dir() else Counter()
+def _visible_files(root: Path, skipped: LeftOut) -> list[Path]:
+    """All files below a folder that are not hidden, nor in a hidden folder.
+
+    Links to folders are followed in the order of their names after all that is below the folder itself; no folder is
+    read twice, and none that holds the link to it.
+    """
+    paths: list[Path] = []
+    entered: set[str] = set()
+
+    def closed(error: OSError) -> None:
+        if error.filename == str(root):
+            raise error
+        skipped.add("folders that cannot be opened", f"folder {error.filename}: {error.strerror}")
+
+    links = [root]
+    while links:
+        link = links.pop(0)
+        real = os.path.realpath(link)
+        holds_link = link != root and Path(os.path.realpath(link.parent)).is_relative_to(real)
+        if real in entered or holds_link:
+            skipped.add("linked folders that are read already", f"folder {link}")
+            continue
+        for folder, folders, names in os.walk(link, onerror=closed):
+            entered.add(os.path.realpath(folder))
+            shown = [Path(folder, name) for name in sorted(folders) if not name.startswith(".")]
+            links += [path for path in shown if path.is_symlink()]
+            own = [path for path in shown if not path.is_symlink()]
+            folders[:] = [path.name for path in own if os.path.realpath(path) not in entered]
+            for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                if path.is_file():
+                    paths.append(path)
+                elif path.is_symlink():
+                    skipped.add("links that lead nowhere", f"file {path}")
+    return paths
 
 
 def _kinds_of(paths: Iterable[Path]) -> Counter[str]:
@@ -238,26 +259,13 @@ def _list_stdlib(section: SourceSection) -> list[Path]:
 
 
 def _read_files(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
-    import datasets
-
-    files = list_files(section)
-    skipped.add_kinds(_other_kinds(section))
-    for path in files:
-        builder = _builder_of(path)
-        assert builder is not None, f"{path} passed list_files"
-        by = {"file": "document", "paragraph": "paragraph", "line": "line"}[section.text_unit]
-        options = {"sample_by": by} if builder == "text" else {}
-        column = "text" if builder == "text" else section.text_field
-        try:
-            with _plain_name(path) as name:
-                # Unlike `load_dataset`, these contact no server, not even to count the download.
-                read = getattr(datasets.IterableDataset, f"from_{builder}")
-                yield from _texts(read(name, **options), column, f"file {path}", skipped)
-        except DataError:
-            raise
-        except Exception as error:
-            # Every reader below `datasets` has its own exceptions; all of them mean that this file is unreadable.
-            raise DataError(f"file {path} cannot be read as {builder}: {type(error).__name__}: {error}") from error
+    paths = list_files(section, skipped)
+    empty = {path for path in paths if path.stat().st_size == 0}
+    for path in sorted(empty):
+        skipped.add_unreadable(f"file {path}", "is empty (0 bytes)")
+    for path in paths:
+        if path not in empty:
+            yield from read_file(path, section, skipped)
 
 
 def _read_hub(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
@@ -269,70 +277,19 @@ def _read_hub(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
         rows = datasets.load_dataset(
             name, section.name, split=section.split, streaming=section.streaming, revision=section.revision
         )
-        yield from _texts(rows, section.text_field, place, skipped)
+        values = _column(rows, section.text_field, place)
+        yield from take_texts(values, section.text_field, lambda number: f"{place}, row {number}", skipped)
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{place} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _texts(rows: Iterable[dict[str, Any]], column: str, place: str, skipped: LeftOut) -> Iterator[str]:
+def _column(rows: Iterable[dict[str, Any]], column: str, place: str) -> Iterator[tuple[int, Any]]:
     for number, row in enumerate(rows):
         if column not in row:
             raise DataError(f"{place} has no column {column!r}; its columns are {sorted(row)}; set text_field to one")
-        text = row[column]
-        if text is None:
-            skipped.add("documents without text", f"{place}, row {number}")
-        elif text == "":
-            skipped.add("empty documents", f"{place}, row {number}")
-        elif isinstance(text, str):
-            yield text
-        else:
-            raise DataError(f"{place}, row {number}: column {column!r} holds {type(text).__name__}, not text")
-
-
-@contextmanager
-def _plain_name(path: Path) -> Iterator[str]:
-    """Yield a file name that `datasets` and `fsspec` do not take for a pattern or URL; .zst files are unpacked.
-
-    fsspec 2026.9 reads only the first frame of a .zst file, and accepts a truncated one; so it is unpacked here, into a
-    temporary file.
-    """
-    packed = path.name.lower().endswith(".zst")
-    if not packed and not set(str(path.resolve())) & set("*?[]:#"):
-        yield str(path.resolve())
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if packed:
-            name = Path(folder) / ("input" + Path(path.stem).suffix)
-            _unpack_zst(path, name)
-        else:
-            name = Path(folder) / ("input" + "".join(path.suffixes[-2:]))
-            name.symlink_to(path.resolve())
-        yield str(name)
-
-
-def _unpack_zst(path: Path, target: Path) -> None:
-    """Unpack all frames of a .zst file; DataError if it ends inside a frame."""
-    import zstandard
-
-    with open(path, "rb") as source, open(target, "wb") as unpacked:
-        block = source.read(_BLOCK_BYTES)
-        while block:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            while not frame.eof:
-                if not block:
-                    raise DataError(f"file {path} is cut off: it ends inside a compressed frame; fetch it again")
-                unpacked.write(frame.decompress(block))
-                block = source.read(_BLOCK_BYTES) if not frame.eof else frame.unused_data
-            block = block or source.read(_BLOCK_BYTES)
-
-
-def _builder_of(path: Path) -> str | None:
-    name = path.name.lower()
-    for ending in COMPRESSIONS:
-        name = name.removesuffix(ending)
-    return BUILDERS.get(Path(name).suffix)
+        yield number, row[column]
 
 
 def _need_path(section: SourceSection) -> str:

@@ -37,7 +37,9 @@ class SourceSection(Section):
         "Hugging Face name.",
     )
     path: str | None = setting(
-        None, "files: a file, a folder or a glob of .txt, .jsonl, .parquet (.gz and .zst too); hub: its name."
+        None,
+        "files: a file, a folder or a glob of .txt, .jsonl (.ndjson, and .json that holds JSON lines), .parquet "
+        "(.gz and .zst too); hub: its name.",
     )
     name: str | None = setting(None, "hub: configuration name, such as `en` of allenai/c4.")
     split: str = setting("train", "hub: which split to read.")
@@ -114,6 +116,13 @@ class DataSection(Section):
         min_length=1,
         description="What `prepare-data` reads, in this order.",
         json_schema_extra=NO_MATTER,
+    )
+    max_unreadable: NonNegativeInt = setting(
+        0,
+        "How many documents, lines or files of all sources `prepare-data` may skip because they cannot be read: not "
+        "UTF-8, no JSON, cut off, no text in the column. They are counted and listed; one more is an error. 0: the "
+        "first is an error.",
+        NO_MATTER,
     )
     tokenizer: TokenizerSection = section(TokenizerSection, description="What `prepare-data` tokenizes with.")
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megasdc.data.formats import UNREADABLE
 from megasdc.data.manifest import Manifest
 from megasdc.data.merge import assign_splits, entropy_nats
 from megasdc.data.pool import WorkerPool
@@ -170,6 +171,23 @@ def test_two_at_once(tmp_path, corpus, section_for):
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(section, progress=False)
     prepare(section, progress=False)
+
+
+def test_unreadable_lines_of_all_sources(tmp_path, prepared, section_for):
+    """The limit is that of all sources together, in each pass over them; data that need none keep their settings."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(b'{"text": "%s"}\n{"text"\n' % (name.encode() * 5000))
+    given = {
+        "split": [1, 0, 0],
+        "sources": [{"kind": "files", "path": str(tmp_path / f"{name}.jsonl")} for name in "ab"],
+        "tokenizer": {"vocab_size": 262, "train_characters": 1000},
+    }
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2 cannot be read as JSON"):
+        prepare(section_for(tmp_path / "out", "", **given, max_unreadable=1), progress=False)
+    manifest = prepare(section_for(tmp_path / "out", "", **given, max_unreadable=2), progress=False)
+    assert [source.skipped for source in manifest.sources] == [{UNREADABLE: 1}] * 2
+    assert manifest.settings["max_unreadable"] == 2
+    assert "max_unreadable" not in Manifest.load(prepared.path).settings
 
 
 def test_unwritable_destination(tmp_path, corpus, section_for):

@@ -15,9 +15,9 @@ import pytest
 import zstandard
 
 from megasdc.config.sections.data import SourceSection
+from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.sources import (
     OTHER_KINDS,
-    LeftOut,
     describe_skipped,
     describe_source,
     fingerprint_source,
@@ -115,8 +115,8 @@ def test_text_field_and_documents_without_text(tmp_path):
     assert skipped == {"documents without text": 1, "empty documents": 1}
     path = next(tmp_path.glob("*.jsonl"))
     assert skipped.places == {
-        "documents without text": [f"file {path}, row 1"],
-        "empty documents": [f"file {path}, row 2"],
+        "documents without text": [f"file {path}, line 2"],
+        "empty documents": [f"file {path}, line 3"],
     }
 
 
@@ -148,6 +148,143 @@ def test_local_files_need_no_network(tmp_path, monkeypatch):
     assert list(iterate_documents(files(tmp_path))) == ["t", "j", "p"]
 
 
+NUISANCES = [
+    {"late": 1},
+    {"mixed": 1},
+    {"mixed": "text"},
+    {"null": None},
+    {"null": "text"},
+    {"list": []},
+    {"list": ["text"]},
+    {"list": [{"text": "other"}]},
+    {"number": 1},
+    {"number": 0.5},
+    {"number": float("nan")},
+    {"number": 10**400},
+    {"half": "\ud800"},
+    {"map": {"a": 1}},
+    {"map": {"b": {"text": 1}}},
+    {"type": "user", "message": {"role": "user"}},
+]
+"""What rows hold beside their text, from public data sets that a schema of the first rows does not fit."""
+
+
+def test_rows_hold_what_they_want_beside_their_text(tmp_path):
+    """Only the field is read, so that a file of over 10 MB may hold any other keys and kinds late, and text late."""
+    rows = [{"other": 1}, {"text": None}, *({"text": f"{number} " + "x" * 1000} for number in range(11_000))]
+    rows += [{"text": f"with {number}", **nuisance} for number, nuisance in enumerate(NUISANCES)]
+    lines = [json.dumps(row) for row in rows] + ['{"text": "long", "number": ' + "9" * 5000 + "}"]
+    content = "\n".join(lines).encode() + b'\n{"text": "bytes", "other": "\xff"}\n'
+    assert len(content) > 11_000_000
+    (tmp_path / "a.jsonl").write_bytes(content)
+    skipped = LeftOut()
+    texts = [row["text"] for row in rows[2:]] + ["long", "bytes"]
+    assert list(iterate_documents(files(tmp_path), skipped)) == texts
+    assert skipped == {"documents without text": 2}
+    table = pa.table({"text": ["x"], "other": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))})
+    pq.write_table(table, tmp_path / "b.parquet")
+    assert list(iterate_documents(files(tmp_path / "b.parquet"))) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "a"}{"text": "b"} {"text": "c"}',
+        b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r{"text": "c"}\n',
+        b'{\n "text": "a", "x": [\n1\n]\n}\n{"text":\n"b"}\n{"text": "c"}\n',
+        b'[{"text": "a"},\n {"text": "b"}, {"text": "c"}]',
+        b'["a", "b",\n"c"]',
+    ],
+)
+def test_other_layouts_of_json(tmp_path, content):
+    """Objects that share a line, go on over lines, or are elements of an array in a .jsonl file are read as before."""
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert list(iterate_documents(files(tmp_path))) == ["a", "b", "c"]
+
+
+def test_unreadable_within_a_limit(tmp_path):
+    """Up to max_unreadable documents, lines and files are skipped and counted; one fewer is an error for the last."""
+    (tmp_path / "a.jsonl").write_bytes(
+        jsonl("1") + b'{"text": [\n' + jsonl("2") + b'{"text": "\xff"}\n' + jsonl(5, "3")
+    )
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("4"))[:-4])
+    (tmp_path / "d.jsonl").write_bytes(b"")
+    table = pa.table({"text": pa.array([b"5", b"\xff", b"6"]).view(pa.string())})
+    pq.write_table(table, tmp_path / "e.parquet")
+    skipped = LeftOut(7)
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["1", "2", "3", "4", "5", "6"]
+    assert skipped == {UNREADABLE: 7}
+    names = [place.removeprefix(f"file {tmp_path}/") for place in skipped.places[UNREADABLE]]
+    assert names == ["d.jsonl", *(f"a.jsonl, line {number}" for number in (2, 4, 5)), "b.txt"]
+    with pytest.raises(DataError, match=r"e\.parquet, row 1 is not UTF-8.*\(6 before it were skipped\)"):
+        list(iterate_documents(files(tmp_path), LeftOut(6)))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gz", "zst"])
+def test_json_that_holds_json_lines(tmp_path, pack):
+    """A .json file whose first line is an object with the text is read as JSON lines; others are counted."""
+    suffix = {bytes: "", gzip.compress: ".gz"}.get(pack, ".zst")
+    lines = (
+        b"\n" + json.dumps({"url": "u", "text": "a"}).encode() + b"\n" + json.dumps({"text": "b", "x": [1]}).encode()
+    )
+    (tmp_path / f"c4-train.00000-of-01024.json{suffix}").write_bytes(pack(lines))
+    (tmp_path / "info.json").write_text(json.dumps({"text": "of a description"}, indent=1))
+    (tmp_path / "list.json").write_text('[{"name": "a"}]')
+    (tmp_path / "blank.json").write_text("")
+    skipped = LeftOut()
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["a", "b"]
+    assert (dict(skipped), skipped.places) == ({OTHER_KINDS: 3}, {OTHER_KINDS: [".json 3"]})
+    (tmp_path / "data.json").write_text('[{"text": "a"}]')
+    with pytest.raises(DataError, match=r"data\.json is one JSON array"):
+        list(iterate_documents(files(tmp_path)))
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    """Folders behind links are read, each once, after what is in the folder; loops and dead links are counted."""
+    root = tmp_path / "root"
+    for name in ("root/b", "elsewhere/deep", "elsewhere/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("root/b/b.txt", "elsewhere/e.txt", "elsewhere/deep/d.txt", "elsewhere/.hidden/h.txt"):
+        (tmp_path / name).write_text(Path(name).stem)
+    links = {
+        "a": "b",
+        "c": "../elsewhere/deep",
+        "d": "../elsewhere",
+        "b/up": "..",
+        "top": "../..",
+        "gone.txt": "nothing",
+    }
+    for link, target in links.items():
+        (root / link).symlink_to(target)
+    skipped = LeftOut()
+    assert list(iterate_documents(files(root), skipped)) == ["b", "d", "e"]
+    assert skipped.places == {
+        "links that lead nowhere": [f"file {root}/gone.txt"],
+        "linked folders that are read already": [f"folder {root}/{name}" for name in ("a", "top", "b/up")],
+    }
+
+
+def test_empty_files_are_counted(tmp_path):
+    """A shard without rows, and packed nothing, are counted by name."""
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "c.json.zst").write_bytes(zstandard.compress(b"\n"))
+    (tmp_path / "d.txt").write_text("d")
+    skipped = LeftOut()
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["d"]
+    names = ("a.parquet", "b.jsonl.gz", "c.json.zst")
+    assert skipped.places == {"empty files": [f"file {tmp_path / name}" for name in names]}
+
+
+@pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
+def test_byte_order_mark_is_no_text(tmp_path, unit):
+    """A byte order mark at the start of a file is left out; one within is text."""
+    (tmp_path / "a.txt").write_bytes("\ufeffa\ufeff".encode())
+    (tmp_path / "b.jsonl").write_bytes("\ufeff".encode() + jsonl("\ufeffb"))
+    assert list(iterate_documents(files(tmp_path, text_unit=unit))) == ["a\ufeff", "\ufeffb"]
+
+
 def write_parquet(path, cut=0):
     pq.write_table(pa.table({"text": ["x" * 1000] * 50}), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
@@ -163,13 +300,38 @@ BAD = {
     ),
     "torn zst": (
         lambda d: (d / "x.txt.zst").write_bytes(zstandard.compress(bytes(range(256)) * 99)[:-9]),
-        r"x\.txt\.zst is cut off",
+        r"x\.txt\.zst cannot be read as text: .*cut off",
     ),
-    "not UTF-8": (lambda d: (d / "x.txt").write_bytes(b"\xff\xfe\x00"), r"x\.txt cannot be read as text"),
-    "broken JSON": (lambda d: (d / "x.jsonl").write_bytes(jsonl("a") + b'{"text"\n'), r"x\.jsonl cannot be read"),
-    "lone surrogate": (lambda d: (d / "x.jsonl").write_bytes(b'{"text": "\\ud800 x"}\n'), r"x\.jsonl"),
+    "not UTF-8": (lambda d: (d / "x.txt").write_bytes(b"a\xff\xfe\x00"), r"x\.txt is not UTF-8: character 1 is"),
+    "broken JSON": (
+        lambda d: (d / "x.jsonl").write_bytes(jsonl("a") + b'{"text"\n' + jsonl("b")),
+        r"x\.jsonl, line 2 cannot be read as JSON: Expecting ':' delimiter at character 8; .*data\.max_unreadable",
+    ),
+    "cut off JSON": (
+        lambda d: (d / "x.jsonl").write_bytes(jsonl(*"ab" * 6000)[:-4]),
+        r"x\.jsonl, line 12000 cannot be read as JSON: Unterminated string",
+    ),
+    "lone surrogate": (
+        lambda d: (d / "x.jsonl").write_bytes(b'{"text": "\\ud800 x"}\n'),
+        r"x\.jsonl, line 1 is not UTF-8",
+    ),
+    "key twice": (lambda d: (d / "x.jsonl").write_bytes(b'{"text": "a", "text": "b"}\n'), 'line 1 has "text" twice'),
+    "not an object": (lambda d: (d / "x.jsonl").write_bytes(jsonl("a") + b"\n5\n"), "line 3 is int, not an object"),
+    "array of JSON": (
+        lambda d: (d / "x.json").write_bytes(b'\n [{"text": "a"}]'),
+        r"x\.json is one JSON array; write an object a line: `cat .*x\.json \| jq -c '\.\[\]'` into .* \.jsonl",
+    ),
+    "array of texts": (lambda d: (d / "x.json").write_bytes(b'["a", "b"]'), r"jq -c '\.\[\] \| \{text: \.\}'`"),
+    "object over lines": (
+        lambda d: (d / "x.json.gz").write_bytes(gzip.compress(json.dumps({"text": "a"}, indent=1).encode())),
+        r"x\.json\.gz is not JSON lines: .*`zcat .*x\.json\.gz \| jq -c \.` into .*\.jsonl",
+    ),
+    "JSON of another field": (
+        lambda d: (d / "x.json").write_bytes(b'{"body": "a"}'),
+        r"no 'text', its keys are \['body'\]",
+    ),
     "no column": (lambda d: (d / "x.jsonl").write_bytes(jsonl("a", key="body")), r"no column 'text'.*\['body'\]"),
-    "not text": (lambda d: (d / "x.jsonl").write_bytes(jsonl(5)), "row 0: column 'text' holds int"),
+    "not text": (lambda d: (d / "x.jsonl").write_bytes(jsonl(5)), "line 1 holds int in column 'text', not text"),
     "no text at all": (lambda d: (d / "x.jsonl").write_bytes(jsonl("", None)), "holds no text; skipped"),
     "unknown kind": (lambda d: (d / "x.csv").write_text("a"), "not of a known kind"),
 }
@@ -187,7 +349,9 @@ def test_bad_input_is_named(tmp_path, case):
 def test_folder_without_known_files(tmp_path):
     """A folder that holds nothing readable is refused with the endings that would be."""
     (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(DataError, match=r"no file of a known kind \(\.txt.*1 files of other kinds \(\.csv 1\); rename"):
+    with pytest.raises(
+        DataError, match=r"no file of a known kind \(\.txt.*1 files of other kinds \(\.csv 1\); write them as"
+    ):
         list(iterate_documents(files(tmp_path)))
 
 
@@ -200,7 +364,7 @@ def test_files_of_other_kinds_in_a_folder_are_counted(tmp_path):
     assert list(iterate_documents(files(tmp_path), skipped)) == ["text"]
     assert (dict(skipped), skipped.places) == ({OTHER_KINDS: 3}, {OTHER_KINDS: [".py 2, .md 1"]})
     told = describe_skipped(OTHER_KINDS, 3, skipped.places)
-    assert told.startswith("3 files of other kinds (.py 2, .md 1); rename them to .txt")
+    assert told.startswith("3 files of other kinds (.py 2, .md 1); write them as JSON lines")
     of_glob = LeftOut()
     assert list(iterate_documents(files(tmp_path / "*.txt"), of_glob)) == ["text"]
     assert not of_glob
