@@ -46,6 +46,11 @@ def prepare_data(
         echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
         return
     echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+    if (kept := manifest.round_trip) is not None:
+        echo(
+            f"of {kept.num_characters:,} characters from the sources decoding changes {kept.changed_share:.3%}; "
+            f"{kept.unknown_share:.3%} are unknown to the tokenizer"
+        )
     for source in manifest.sources:
         for reason, count in source.skipped.items():
             echo(f"dropped from {source.source}: {describe_skipped(reason, count, source.skipped_at)}")

@@ -175,12 +175,12 @@ def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list
                 f"{first.end_of_document} and {mine.end_of_document}; prepare one of them again with "
                 f"data.tokenizer.path set to the tokenizer folder of the other"
             )
-    wanted = section.tokenizer.model_dump(mode="json")
+    wanted = section.tokenizer.of_tokens()
     used = [
         {name: value for name, value in manifest.settings.get("tokenizer", {}).items() if name != "checksum"}
         for manifest in manifests
     ]
-    if wanted not in (*used, TokenizerSection.model_validate({}).model_dump(mode="json")):
+    if wanted not in (*used, TokenizerSection.model_validate({}).of_tokens()):
         problems.append(
             f"megasdc.data.tokenizer is {wanted}, but {section.folders[0]} was prepared with {used[0]}; "
             "prepare the data again, point data.path elsewhere, or remove data.tokenizer"

@@ -22,7 +22,7 @@ from megasdc.run_lock import open_lock_file
 
 def describe_settings(section: DataSection) -> dict[str, Any]:
     """Settings that the result depends on, with fingerprints of the input."""
-    tokenizer = section.tokenizer.model_dump()
+    tokenizer = section.tokenizer.of_tokens()
     path = section.tokenizer.path
     if path is not None:
         tokenizer["checksum"] = checksum_tokenizer(section.tokenizer.kind, path) if Path(path).exists() else None

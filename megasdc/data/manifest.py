@@ -55,6 +55,14 @@ class TokenizerRecord(_Record):
     checksum: str
 
 
+class RoundTripRecord(_Record):
+    """What the tokenizer keeps of a sample of the sources: shares of its characters, see `RoundTrip`."""
+
+    num_characters: int = Field(gt=0)
+    changed_share: float = Field(ge=0, le=1)
+    unknown_share: float = Field(ge=0, le=1)
+
+
 class SplitRecord(_Record):
     """Size of one split; tokens include one end-of-document token per document, bytes are those of the UTF-8 text."""
 
@@ -79,6 +87,7 @@ class Manifest(_Record):
         unigram_entropy_nats: entropy of the token frequencies of the training split, in nats per token: the loss of a
             model that knows only frequencies.
         files: all files but the manifest, by path relative to the folder.
+        round_trip: None: the data were prepared by a version that did not measure it.
         block_bytes: see `megasdc.data.blocks`; None: the files have no checksums of blocks (format version 1).
     """
 
@@ -93,6 +102,7 @@ class Manifest(_Record):
     versions: dict[str, str]
     files: dict[str, FileRecord]
     block_bytes: int | None = Field(None, gt=0)
+    round_trip: RoundTripRecord | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Manifest:

@@ -28,6 +28,7 @@ from megasdc.data.manifest import (
     FORMAT_VERSION,
     TOKENIZER_FOLDER,
     Manifest,
+    RoundTripRecord,
     SourceRecord,
     TokenizerRecord,
     digest_settings,
@@ -41,11 +42,13 @@ from megasdc.data.sources import (
     describe_source,
     iterate_documents,
     sample_documents,
+    sample_starts,
 )
 from megasdc.data.tokenizer import (
     SENTENCEPIECE_FILE,
     Tokenizer,
     load_tokenizer,
+    measure_round_trip,
     train_sentencepiece,
 )
 from megasdc.durable import TEMPORARY_PREFIX, sync_path
@@ -53,6 +56,10 @@ from megasdc.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
 
+TRIED_CHARACTERS = 100_000
+"""Characters of each source that the tokenizer is tried on before all are encoded."""
+MAX_UNKNOWN_SHARE = 0.5
+"""A tokenizer that knows less of its sample is refused, unless `data.tokenizer.accept_unknown`."""
 STREAMED_SAMPLE_FACTOR = 4
 """The tokenizer's sample of a streamed source comes from its first `train_characters` times this factor."""
 
@@ -118,6 +125,7 @@ def _build(
     """Build the whole folder as ``work/result``."""
     tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
     tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
+    round_trip = _try_tokenizer(section, tokenizer)
     stream = _Stream(section.sources, section.max_unreadable)
     groups = group_documents(stream, shard_characters)
     shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
@@ -151,10 +159,31 @@ def _build(
         },
         files=record_files(result),
         block_bytes=BLOCK_BYTES,
+        round_trip=round_trip,
     )
     manifest.save(result)
     sync_path(result / TOKENIZER_FOLDER)
     return manifest
+
+
+def _try_tokenizer(section: DataSection, tokenizer: Tokenizer) -> RoundTripRecord | None:
+    """What the tokenizer keeps of a sample of all sources; DataError if it knows less than half and may not."""
+    texts = [text for source in section.sources for text in sample_starts(source, TRIED_CHARACTERS)]
+    found = measure_round_trip(tokenizer, texts)
+    if not found.num_characters:
+        return None
+    record = RoundTripRecord(
+        num_characters=found.num_characters,
+        changed_share=found.changed / found.num_characters,
+        unknown_share=found.unknown / found.num_characters,
+    )
+    if record.unknown_share > MAX_UNKNOWN_SHARE and not section.tokenizer.accept_unknown:
+        raise DataError(
+            f"the tokenizer does not know {record.unknown_share:.1%} of {found.num_characters:,} characters from the "
+            f"sources, more than {MAX_UNKNOWN_SHARE:.0%}: they all become one id; give one that was made for this text "
+            "as data.tokenizer.path, or set data.tokenizer.accept_unknown to true"
+        )
+    return record
 
 
 @dataclass

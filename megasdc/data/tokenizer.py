@@ -11,7 +11,9 @@ import json
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ class Tokenizer(ABC):
         vocab_size: ids are in [0, vocab_size).
         end_of_document: the id put after every document; never produced from text.
         checksum: XXH3-64 of the model files.
+        unknown: the id of text that the tokenizer does not know; None: there is none.
     """
 
+    unknown: int | None = None
     kind: str
     vocab_size: int
     end_of_document: int
@@ -54,6 +58,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; an end-of-document id gives no text."""
+
+    def count_unknown(self, text: str) -> int:
+        """Number of characters that become unknown ids; here the share of these ids."""
+        ids = self.encode([text])[0]
+        return round(len(text) * ids.count(-1 if self.unknown is None else self.unknown) / max(len(ids), 1))
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -90,6 +99,7 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             raise DataError(f"file {self.model_file} is not a SentencePiece model: {error}") from error
         self.vocab_size = self._model.get_piece_size()
+        self.unknown = self._model.unk_id()
         piece = self._model.piece_to_id(END_OF_DOCUMENT_PIECE)
         known = self._model.id_to_piece(piece) == END_OF_DOCUMENT_PIECE
         self.end_of_document = piece if known else self._model.eos_id()
@@ -111,6 +121,11 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
         return self._model.decode([int(token) for token in ids])
+
+    def count_unknown(self, text: str) -> int:
+        """Number of characters that become unknown ids, of which one stands for several characters."""
+        pieces = zip(self._model.encode(text), self._model.encode(text, out_type=str), strict=True)
+        return sum(len(piece) for token, piece in pieces if token == self.unknown)
 
     def save(self, folder: Path) -> None:
         """Copy the model file."""
@@ -139,6 +154,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.model_max_length = int(1e30)  # documents are cut into samples later; no warning per document
         self.vocab_size = max(len(self._model), self._model.eos_token_id + 1)
         self.end_of_document = self._model.eos_token_id
+        # Where it is the end of a document too, as GPT-2's, text never becomes it.
+        self.unknown = self._model.unk_token_id
         self._backend = self._find_backend()
         if Path(path).is_dir():
             self.checksum = checksum_tokenizer(self.kind, path)
@@ -152,6 +169,12 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._backend is not None:
             return self._backend.encode(texts)
         return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def count_unknown(self, text: str) -> int:
+        """Number of characters that become unknown ids; of a tokenizer with Python code the share of these ids."""
+        if self._backend is None or self.unknown is None:
+            return super().count_unknown(text)
+        return self._backend.count_characters(text, self.unknown)
 
     def worker_files(self, folder: Path, scratch: Path) -> tuple[str, Path]:
         """Write the backend if it does all the encoding: workers then need no `transformers`."""
@@ -214,6 +237,11 @@ class BackendTokenizer(Tokenizer):
         """The ids of every text."""
         return [found.ids for found in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def count_characters(self, text: str, token: int) -> int:
+        """Number of characters of a text that became one id."""
+        found = self._model.encode(text, add_special_tokens=False)
+        return sum(end - start for id_, (start, end) in zip(found.ids, found.offsets, strict=True) if id_ == token)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; an end-of-document id gives no text."""
         kept = [int(token) for token in ids if token != self.end_of_document]
@@ -248,6 +276,28 @@ def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
     if kind not in kinds:
         raise ValueError(f"tokenizer kind {kind!r} is not one of {sorted(kinds)}")
     return kinds[kind](path)
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What a tokenizer keeps of a sample of text.
+
+    ``changed``: characters that decoding loses, or adds if those are more; ``unknown``: characters that become unknown
+    ids.
+    """
+
+    num_characters: int
+    changed: int
+    unknown: int
+
+
+def measure_round_trip(tokenizer: Tokenizer, texts: Sequence[str]) -> RoundTrip:
+    """Encode texts, decode the ids, and count the characters, wherever they are, that are not the same."""
+    changed = 0
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        before, after = Counter(text), Counter(tokenizer.decode(ids))
+        changed += min(len(text), max((before - after).total(), (after - before).total()))
+    return RoundTrip(sum(map(len, texts)), changed, sum(map(tokenizer.count_unknown, texts)))
 
 
 def kind_of_files(path: Path | str) -> str:

@@ -181,6 +181,7 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
 
     class Manifest:
         unigram_entropy_nats = 6.5
+        round_trip = None  # as of a version before it was measured
         sources = []
 
         def model_dump(self, mode):

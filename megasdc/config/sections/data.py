@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -71,6 +71,15 @@ class TokenizerSection(Section):
     train_characters: PositiveInt = setting(
         20_000_000, "Characters of text, evenly sampled, that a SentencePiece model is trained on."
     )
+    accept_unknown: bool = setting(
+        False,
+        "Accept a tokenizer that knows less than half of the characters of a sample of the sources; false: it is an "
+        "error.",
+    )
+
+    def of_tokens(self) -> dict[str, Any]:
+        """The settings that tokens depend on, as JSON-compatible values."""
+        return self.model_dump(mode="json", exclude={"accept_unknown"})
 
 
 class BlendSection(Section):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.formats import UNREADABLE
@@ -188,6 +189,29 @@ def test_unreadable_lines_of_all_sources(tmp_path, prepared, section_for):
     assert [source.skipped for source in manifest.sources] == [{UNREADABLE: 1}] * 2
     assert manifest.settings["max_unreadable"] == 2
     assert "max_unreadable" not in Manifest.load(prepared.path).settings
+
+
+def test_tokenizer_that_does_not_know_the_text(tmp_path, prepared, section_for):
+    """One that knows less than half is refused before all is encoded, unless accepted; shares are in the manifest."""
+    model = tmp_path / "t.model"
+    with open(model, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["abc def"] * 50), model_writer=file, vocab_size=12, model_type="char", minloglevel=2
+        )
+    (tmp_path / "a").mkdir()
+    for name, text in (("a", "abcd" * 100), ("b", "สวัสดี " * 200)):
+        (tmp_path / "a" / f"{name}.txt").write_text(text)
+    tokenizer = {"path": str(model)}
+    refused = section_for(tmp_path / "out", tmp_path / "a", split=[1, 0, 0], tokenizer=tokenizer)
+    with pytest.raises(DataError, match=r"does not know 66\.7% of 1,800 characters .*data\.tokenizer\.accept_unknown"):
+        prepare(refused, progress=False)
+    assert not list(work_folder(refused).glob("shards/*"))
+    tokenizer["accept_unknown"] = True
+    accepted = section_for(tmp_path / "out", tmp_path / "a", split=[1, 0, 0], tokenizer=tokenizer)
+    manifest = prepare(accepted, progress=False)
+    assert manifest.round_trip.unknown_share == pytest.approx(1200 / 1800)
+    assert prepare(refused, progress=False) == manifest  # what is there was accepted
+    assert Manifest.load(prepared.path).round_trip.changed_share == 0
 
 
 def test_unwritable_destination(tmp_path, corpus, section_for):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+import sentencepiece
+import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from megasdc.data.sources import iterate_documents
-from megasdc.data.tokenizer import checksum_tokenizer, load_tokenizer, train_sentencepiece
+from megasdc.data.tokenizer import (
+    RoundTrip,
+    checksum_tokenizer,
+    load_tokenizer,
+    measure_round_trip,
+    train_sentencepiece,
+)
 from megasdc.errors import DataError
 
 TRICKY = [
@@ -41,6 +51,45 @@ def test_round_trip(tmp_path, texts, model_type):
     arrays = tokenizer.encode_arrays(TRICKY)
     assert [array.tolist() for array in arrays] == tokenizer.encode(TRICKY)
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
+
+
+def sentencepiece_model(path, rule):
+    """A model of another origin than megasdc: it normalises, and what it does not know is one unknown id."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abcd efgh, ABCD\tEFGH" * 3] * 50),
+        model_writer=model,
+        vocab_size=28,
+        model_type="char",
+        normalization_rule_name=rule,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    path.write_bytes(model.getvalue())
+    return load_tokenizer("sentencepiece", path)
+
+
+def wordlevel_folder(folder):
+    """A Hugging Face tokenizer that knows two words in lower case."""
+    model = Tokenizer(models.WordLevel({"known": 0, "words": 1, "<unk>": 2, "</s>": 3}, unk_token="<unk>"))
+    model.normalizer = normalizers.Lowercase()
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_characters_that_a_tokenizer_changes_or_does_not_know(tmp_path, texts):
+    """Lost newlines, folded case and unknown text are counted by character; a model made here keeps all."""
+    normal = sentencepiece_model(tmp_path / "n", "nmt_nfkc")
+    assert measure_round_trip(normal, ["abcd\nefgh\n"]) == RoundTrip(10, 2, 0)  # one newline becomes a space
+    assert measure_round_trip(normal, ["abcd สวัสดี ab"]) == RoundTrip(14, 6, 6)
+    folded = sentencepiece_model(tmp_path / "f", "nmt_nfkc_cf")
+    assert measure_round_trip(folded, ["ABCD efgh"]) == RoundTrip(9, 4, 0)
+    words = load_tokenizer("huggingface", wordlevel_folder(tmp_path / "w"))
+    assert measure_round_trip(words, ["Known words", "other"]) == RoundTrip(16, 1 + 5, 5)
+    train_sentencepiece(texts, tmp_path / "m.model", 600)
+    assert measure_round_trip(load_tokenizer("sentencepiece", tmp_path / "m.model"), TRICKY[:6]).changed == 0
 
 
 def test_training_is_deterministic(tmp_path, texts):
