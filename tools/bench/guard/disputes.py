@@ -2,9 +2,9 @@
 
 Two replicas of a small Llama, GPT-2 or BERT in one process compute the same batch as two ranks do in an audit. Healthy
 ones compute it in two right ways: in another order of sums, with what an operation has in between in a wider type, with
-another kernel of a submodule, with other threads or without oneDNN, with other code of attention; in fp32, bf16, fp16
-and with automatic mixed precision. Nobody may be named. Then a fault is planted in one of them, at a drawn place: the
-output of a submodule, the gradient of its input, that of its weight, or attention's own operation.
+another kernel of a submodule, with other threads or without oneDNN, with attention of several operations; in fp32,
+bf16, fp16 and with automatic mixed precision. Nobody may be named. Then a fault is planted in one of them, at a drawn
+place: the output of a submodule, the gradient of its input, that of its weight, or attention's own operation.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.guard.record import choose_watched
-from tools.bench.guard.numerics import FUSED, ORDER, Other, other_threads, use_kernel, without_library
+from tools.bench.guard.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.bench.guard.options import DisputeOptions
 from tools.bench.guard.pair import MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
 from tools.bench.guard.trainings import PERSISTENT, Planted
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
 
-KERNEL, ATTENTION, THREADS, LIBRARY = "another kernel", "other code of attention", "two threads", "without oneDNN"
+KERNEL, THREADS, LIBRARY = "another kernel", "two threads", "without oneDNN"
+ATTENTION = "attention of several operations"
 WAYS = (ORDER, FUSED, KERNEL, ORDER, FUSED, ATTENTION, THREADS, LIBRARY)
 """To compute; most differences come from the first ones."""
 SDPA = "scaled_dot_product_attention"
@@ -128,8 +129,7 @@ def draw_healthy(number: int, chance: random.Random) -> Dispute:
 
 def _healthy(name: str, precision: str, way: str, rank: int, chance: random.Random) -> tuple[Side, Side]:
     seed = chance.randrange(1 << 30)
-    codes = ["sdpa", "eager" if way == ATTENTION else "sdpa"]
-    models, batch = [build_model(name, precision, seed, code) for code in codes], draw_batch(precision, seed)
+    models, batch = [build_model(name, precision, seed) for _ in range(2)], draw_batch(precision, seed)
     around: Callable[[], AbstractContextManager[Any]] | None = None
     if way in (ORDER, FUSED):
         all_of_them = Other(way, -1)
@@ -140,8 +140,8 @@ def _healthy(name: str, precision: str, way: str, rank: int, chance: random.Rand
         have = [one.module for one in choose_watched(models[1], None)]
         chance.shuffle(have)
         next(filter(use_kernel, have))
-    elif way in (THREADS, LIBRARY):
-        around = other_threads if way == THREADS else without_library
+    else:
+        around = {THREADS: other_threads, LIBRARY: without_library, ATTENTION: other_attention}[way]
     other = Side(rank, models[1], batch) if around is None else Side(rank, models[1], batch, around)
     pair = Side(1 - rank, models[0], batch), other
     return pair if rank else (pair[1], pair[0])

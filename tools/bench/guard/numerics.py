@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasdc.tensors.nested import map_in, tensors_in
@@ -89,6 +90,13 @@ def _wider(func: Any, args: Any, options: Any) -> Callable[[], Any] | None:
 def other_threads() -> Iterator[None]:
     """With two threads."""
     with cpu_threads(2):
+        yield
+
+
+@contextmanager
+def other_attention() -> Iterator[None]:
+    """With attention of several operations, each rounded to the type."""
+    with sdpa_kernel([SDPBackend.MATH]):
         yield
 
 
