@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,20 +55,20 @@ def subject_of(
     around = {".".join(names[:end]): names[end:] for end in range(len(names) - 1, -1, -1)}
     paths = {name: path for name, path in around.items() if not isinstance(modules[name], CONTAINERS)}
     outer = [modules[name] for name in paths]
-    shared = _shares(modules.values(), own)
-    kept = [own, *outer, *([shared] if shared is not None else [])]
-    makes: list[Make] = []
+    shared = _shares(modules, own)
+    kept = [own, *outer, *([] if shared is None else [modules[shared]])]
 
     def once(address: Address) -> bool:
         return address.phase != WEIGHT_GRAD or uses(f"{address.fqn}.{address.slot}") == 1
 
     def plain(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str | None:
-        return make_plain(address, calls[0], result, once(address))
+        if fqn in hooked:  # perhaps on this rank alone: all ranks show the same kinds of exhibits one after the other
+            return "it has hooks of its own"
+        return make_plain(address, calls[0], result, once(address)) if is_plain(own) else None
 
     def tied(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str | None:
-        if address.phase != WEIGHT_GRAD or uses(f"{address.fqn}.{address.slot}") != 2:
-            return None
-        return tied_words(calls[0], calls[-1], result)
+        of_both = address.phase == WEIGHT_GRAD and uses(f"{address.fqn}.{address.slot}") == 2
+        return tied_words(calls[0], calls[-1], result) if of_both and not {fqn, shared} & {*hooked} else None
 
     def by_code(address: Address, calls: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str:
         return own_result(address, calls[0], result, once(address))
@@ -76,20 +76,16 @@ def subject_of(
     def between(place: int, address: Address, calls: Sequence[Sequence[Call]], _: Tensor) -> Exhibit | str:
         return result_between(address, calls[1 + place], calls[0], list(paths.values())[place])
 
-    if is_plain(own) and fqn not in hooked:
-        makes += [tied] if shared is not None else []
-        makes.append(plain)
-    makes.append(by_code)
-    makes += [partial(between, place) for place in range(len(outer))]
-    return Subject(kept, makes)
+    makes: list[Make] = [tied] if shared is not None else []
+    return Subject(kept, [*makes, plain, by_code, *(partial(between, place) for place in range(len(outer)))])
 
 
 def _has_hooks(module: Any) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
-def _shares(modules: Iterable[nn.Module], own: nn.Module) -> nn.Module | None:
-    """The other submodule that has the weight of one; None: there is none, or there are several."""
+def _shares(modules: Mapping[str, nn.Module], own: nn.Module) -> str | None:
+    """The name of the other submodule that has the weight of one; None: there is none, or there are several."""
     weight = own._parameters.get("weight")
-    found = [one for one in modules if one is not own and one._parameters.get("weight") is weight]
+    found = [name for name, one in modules.items() if one is not own and one._parameters.get("weight") is weight]
     return found[0] if weight is not None and len(found) == 1 else None

@@ -64,13 +64,14 @@ def test_a_wrong_submodule_is_named(model: str, precision: str, submodule: str, 
     assert [one.basis for one in found.rulings] == [basis]
 
 
-def test_eager_attention_and_hooks_of_the_training_are_judged() -> None:
-    """Softmax attention of several operations; a layer with a hook, which is judged by its class's code."""
+@pytest.mark.parametrize("hooked", [(0, 1), (0,), (1,)])
+def test_eager_attention_and_hooks_of_the_training_are_judged(hooked: tuple[int, ...]) -> None:
+    """Softmax attention of several operations; a layer with a hook, also on one rank alone, by its class's code."""
     found = _judged("llama", "fp32", Planted(1, f"{LAYER}.self_attn", "backward", PERSISTENT), attention="eager")
     assert (found.named, found.opinion.basis) == ([1], OWN_CODE)
     models, batch = [build_model("llama", "fp32", 3) for _ in range(2)], draw_batch("fp32", 5)
-    for one in models:
-        one.get_submodule(f"{LAYER}.mlp.up_proj").register_forward_hook(lambda *_: None)
+    for one in hooked:
+        models[one].get_submodule(f"{LAYER}.mlp.up_proj").register_forward_hook(lambda *_: None)
     sides = Side(0, models[0], batch), Side(1, models[1], batch)
     Planted(0, f"{LAYER}.mlp.up_proj", "forward", PERSISTENT).plant(models[0])
     judged = judge_pair(sides)
