@@ -79,7 +79,10 @@ def find_blame(
         (STOPPED, "stopped", "its process is stopped by a signal"),
         (DISK, "disk", "its process waits for a disk"),
     ):
-        if found := [one.rank for one in states if one.process == process and one.phase != Phase.DONE]:
+        at_work = [one.rank for one in states if one.phase != Phase.DONE]
+        if found := [rank for rank in at_work if by_rank[rank].process == process]:
+            if process == STOPPED and len(found) == len(at_work) > 1:
+                return blame(kind, [], f"all {len(found)} ranks are stopped by a signal: the job was suspended")
             return blame(kind, found, why)
     if silent := _silent_pairs(states, names or {}):
         hosts = tuple(sorted({host for pair in silent for host in pair}))

@@ -33,7 +33,7 @@ from megasdc.launcher.records import records_dir
 from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.launcher.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
-from megasdc.launcher.verdict import Met, Verdict, judge, launcher_killed, lines_of, read_met
+from megasdc.launcher.verdict import Met, Verdict, after_suspension, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
 from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
 from megasdc.shared_memory import NAME_VARIABLE
@@ -339,6 +339,7 @@ def _run(
     outlived = incomplete and waited
     clocks = None if agents is None else agents.clocks
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
+    verdict = after_suspension(verdict, records, process.stood_still_s)
     if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
         verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])
     return verdict, code, unreachable

@@ -13,12 +13,14 @@ from typing import IO
 
 import psutil
 
-from megasdc.health.process_state import DISK_S, Waker
+from megasdc.health.process_state import DISK_S, PAUSE_S, Waker
 
 POLL_S = 0.2
 LOOK_S = 2.0
 STOPPED_S = 10.0
 """A launcher may be stopped by a signal for so long."""
+LATE_S = 180.0
+"""After a suspension timeouts that ran out meanwhile end ranks, and with them the launch, within that time."""
 KILL_S = 10.0
 """A launcher that was killed has so long to end."""
 SRUN = "srun"
@@ -44,6 +46,9 @@ class LauncherProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, stdout: IO[str] | None, say: Say) -> None:
         self.stopped_by: int | None = None
+        self.stood_still_s = 0.0
+        """For how long this process itself did not run, as where its host or its job is suspended; 0: it did not, or
+        ``LATE_S`` ago, when timeouts that ran out meanwhile have been met."""
         self._say = say
         self._waker = Waker(STOPPED_S, DISK_S)
         # A session of its own: Ctrl-C in a terminal must reach it once, forwarded by us, not also directly.
@@ -70,10 +75,16 @@ class LauncherProcess:
         """
         number: signal.Signals | None = None
         send_at = math.inf
-        looked_at = time.monotonic()
+        looked_at = resumed_at = time.monotonic()
         while self._process.poll() is None and self._process.pid not in self._waker.given_up:
+            slept_at = time.monotonic()
             time.sleep(POLL_S)
             now = time.monotonic()
+            if now - slept_at > PAUSE_S:  # what is done between sleeps may take its time, on a slow disk
+                self.stood_still_s, resumed_at = now - slept_at, now
+                self._say(f"this launch stood still for {self.stood_still_s:.0f} s: its host or its job was suspended")
+            elif now - resumed_at > LATE_S:
+                self.stood_still_s = 0.0
             if now - looked_at > LOOK_S:
                 looked_at = now
                 self._wake()

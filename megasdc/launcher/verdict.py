@@ -11,7 +11,7 @@ import re
 import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +138,23 @@ def judge(
     stops = dict.fromkeys(done.end for _, done in sorted(records.done.items()) if (done.end or "").startswith("stop"))
     notes[:0] = [f"it {end}" for end in stops]
     return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
+
+
+def after_suspension(verdict: Verdict, records: LaunchRecords, stood_still_s: float) -> Verdict:
+    """The verdict on a launch that stood still shortly before: a timeout that ran out meanwhile is nobody's fault.
+
+    Args:
+        stood_still_s: for how long the front itself did not run; 0: it always did.
+    """
+    failed = [done for done in records.done.values() if done.exit_code != 0]
+    timed_out = all(done.exit_code == HangError.exit_code or _is_consequence(done) for done in failed)
+    if not stood_still_s or verdict.exit_code == 0 or not failed or not timed_out or _agreed(failed):
+        return verdict  # agents, which have agreed on a standstill, do not count what was before it
+    line = (
+        f"this launch stood still for {stood_still_s:.0f} s, as where a machine is paused or a job suspended, and "
+        "ranks that ran again found that their time was up: no rank and no host is the cause; start again"
+    )
+    return replace(verdict, rank=None, host=None, lines=[line, *verdict.lines])
 
 
 def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:

@@ -77,6 +77,15 @@ def test_what_the_system_says_of_a_process_comes_first(process: str, kind: str) 
     assert (blame.kind, blame.ranks) == (kind, (1,))
 
 
+def test_a_job_that_was_suspended_has_no_cause() -> None:
+    """All ranks are stopped, on whatever hosts, but for those that are done; of one that runs the others are it."""
+    stopped = [waiting(rank, process=STOPPED, groups={}) for rank in range(3)]
+    blame = find_blame([*stopped, state(3, Phase.DONE)])
+    assert (blame.kind, blame.ranks, blame.hosts) == ("stopped", (), ()) and "the job was suspended" in blame.text
+    assert find_blame([*stopped, waiting(3)]).ranks == (0, 1, 2)
+    assert find_blame(stopped[:1]).ranks == (0,)
+
+
 def test_a_lost_host_is_named_and_no_rank() -> None:
     """Without its agent nothing is known of its ranks."""
     blame = find_blame([waiting(0), waiting(1)], ["n2"])

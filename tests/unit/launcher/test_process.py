@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from megasdc.launcher import process as process_module
@@ -115,3 +119,30 @@ def test_second_signal_kills(tmp_path: Path) -> None:
     assert ["passed on" in said[0], "killing" in said[1]] == [True, True]
     process.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+SUSPENDED = """
+import os, sys, time
+from megasdc.launcher import process
+process.LOOK_S, process.PAUSE_S, process.LATE_S = 3600.0, 1.0, float(sys.argv[1])
+launcher = process.LauncherProcess(["sleep", "3600"], os.environ, stdout=None, say=lambda line: print(line, flush=True))
+print("ready", flush=True)
+launcher.wait(lambda: None, 1.0)
+print(launcher.stood_still_s, flush=True)
+"""
+
+
+@pytest.mark.parametrize("late_s", [3600.0, 0.0], ids=["just before", "long ago"])
+def test_a_front_notices_that_it_was_suspended(late_s: float) -> None:
+    """As with its machine: for how long, as long as timeouts that ran out meanwhile may still be met."""
+    with subprocess.Popen([sys.executable, "-c", SUSPENDED, str(late_s)], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None and front.stdout.readline() == "ready\n"
+        (launcher,) = psutil.Process(front.pid).children()
+        time.sleep(1.0)
+        front.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        front.send_signal(signal.SIGCONT)
+        assert re.fullmatch(r"this launch stood still for \d+ s: .* was suspended\n", front.stdout.readline())
+        time.sleep(1.0)
+        launcher.kill()
+        assert (float(front.stdout.readline()) > 1.0) is (late_s > 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from megasdc.health.incident import STANDSTILL
 from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord
-from megasdc.launcher.verdict import ABORTED, describe_code, judge
+from megasdc.launcher.verdict import ABORTED, after_suspension, describe_code, judge
 from megasdc.memory_limits import MemoryKill
 from megasdc.moment import HostClock
 
@@ -120,6 +120,28 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
     records.ended[3] = EndedRecord(3, "b", -9, 5.0, memory=asdict(kill))
     del records.done[1]
     assert (unknown := judge(HOSTS, records, 247)).memory == "run" and unknown.host is None
+
+
+def test_timeouts_after_a_suspension_blame_nobody() -> None:
+    """The suspension is told first; other ends, and those of launches that always ran, are what they were."""
+    records = records_of(dict.fromkeys(range(4), 75), {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    verdict = judge(HOSTS, records, 75, clocks=CLOCKS)
+    assert (verdict.exit_code, verdict.host) == (75, "a") and after_suspension(verdict, records, 0.0) == verdict
+    found = after_suspension(verdict, records, 4000.0)
+    assert (found.exit_code, found.rank, found.host) == (75, None, None)
+    assert found.lines[0].startswith("this launch stood still for 4000 s") and found.lines[1:] == verdict.lines
+    for code in (0, 71, 73):
+        others = records_of({**SUCCESS, 1: 75, 2: code} if code else SUCCESS)
+        other = judge(HOSTS, others, code)
+        assert after_suspension(other, others, 4000.0) == other
+    for rank, done in records.done.items():
+        records.done[rank] = replace(done, message=f"{STANDSTILL} 9 s: rank 1 on a")
+    agreed = judge(HOSTS, records, 75)
+    assert after_suspension(agreed, records, 25.0) == agreed, "the front alone was stopped"
+    for text in ("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms", "Connection reset by peer"):
+        for rank, done in records_of(dict.fromkeys(range(4), 1)).done.items():
+            records.done[rank] = replace(done, error_class="RuntimeError", message=text)
+        assert after_suspension(judge(HOSTS, records, 1, clocks=CLOCKS), records, 25.0).host is None
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:
