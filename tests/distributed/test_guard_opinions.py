@@ -68,7 +68,8 @@ def test_of_two_replicas_the_wrong_one_is_named(
     (opinion,) = incident.opinions
     assert opinion.within == {place: False, place + 1 - 2 * rank: True} and opinion.worst is not None
     (event,) = read_events(tmp_path, kind="sdc", name="referee")
-    assert event.fields["reason"] == "" and "fp64" in page.read_text()
+    assert event.fields["reason"] == "" and event.fields["basis"] == basis and "fp64" in (text := page.read_text())
+    assert ("rounding is estimated to make" in text) == (basis != "referee")
 
 
 def test_where_the_referee_is_not_asked_nobody_is_named(tmp_path: Path) -> None:

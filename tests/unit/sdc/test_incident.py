@@ -30,6 +30,7 @@ from megasdc.sdc.incidents.incident import (
     incident_from_json,
     incident_to_json,
 )
+from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.sdc.incidents.page import headline, render_page, write_incident
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.replay import MAJORITY, PERSISTENT, Ruling
@@ -189,6 +190,18 @@ def test_a_page_says_what_where_when_and_what_to_do_first() -> None:
         "x.json",
     ):
         assert needed in text
+
+
+@pytest.mark.parametrize("basis", ["referee", "own code in fp64"])
+def test_a_page_tells_an_estimate_of_rounding_from_a_bound(basis: str) -> None:
+    """Of what the referee computed; so does the incident that comes back from JSON."""
+    worst = Outside((1, 2), 0.5, 0.001, {0: "0.5", 1: "0.75"})
+    opinion = Opinion(Address(7, 0, FORWARD, "m", "output"), {0: True, 1: False}, "", 3, worst, basis)
+    found = incident(basis=basis, opinions=(opinion,))
+    assert incident_from_json(incident_to_json(found)).opinions == (opinion,)
+    text = checked(render_page(found, "x.json")).text
+    assert ("rounding is estimated to make a difference of 0.001" in text) == (basis != "referee")
+    assert ("rounding explains at most a difference of 0.001" in text) == (basis == "referee")
 
 
 def test_an_extra_micro_batch_of_an_audit_is_none_of_the_step() -> None:
