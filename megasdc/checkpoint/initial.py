@@ -25,6 +25,8 @@ from megasdc.durable import parse_json
 from megasdc.errors import CheckpointError, ConfigError
 
 MODEL_FILE = "model.json"
+GENERATION_FILE = "generation_config.json"
+"""Of ``transformers``, as it came with the weights; it is passed on and not read."""
 TOKENIZER_FOLDER = "tokenizer"
 FORMAT_VERSION = 1
 
@@ -45,6 +47,7 @@ class WeightsManifest(Record):
         vocab_size: rows of the word embedding.
         tokenizer_vocab_size: entries of its tokenizer; None: no usable one came with it.
         end_of_document: id from the tokenizer, or from the imported configuration; None: unknown.
+        token_ids: ids of special tokens in the imported configuration, by its keys; None: an older import.
         files: by name, including the tokenizer's.
     """
 
@@ -54,6 +57,7 @@ class WeightsManifest(Record):
     vocab_size: int
     tokenizer_vocab_size: int | None
     end_of_document: int | None
+    token_ids: dict[str, int | list[int] | None] | None = None
     files: dict[str, FileRecord]
 
 

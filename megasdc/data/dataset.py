@@ -14,6 +14,7 @@ Deliberate differences from Megatron's BlendedMegatronDatasetBuilder:
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,12 @@ def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list
                 f"{first.checksum} and {mine.checksum}, {first.vocab_size} and {mine.vocab_size} ids, end of document "
                 f"{first.end_of_document} and {mine.end_of_document}; prepare one of them again with "
                 f"data.tokenizer.path set to the tokenizer folder of the other"
+            )
+    for folder, manifest in zip(section.folders, manifests, strict=True):
+        if (begins := manifest.settings.get("bos")) != section.bos:
+            problems.append(
+                f"megasdc.data.bos is {json.dumps(section.bos)}, but {folder} was prepared with {json.dumps(begins)}; "
+                "set it to that, or prepare the data again"
             )
     wanted = section.tokenizer.of_tokens()
     used = [

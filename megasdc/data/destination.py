@@ -30,6 +30,7 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
     accepted = {"max_unreadable": section.max_unreadable} if section.max_unreadable else {}
     return {
         **accepted,
+        **({"bos": True} if section.bos else {}),
         "seed": section.seed,
         "split": list(section.split),
         "tokenizer": tokenizer,

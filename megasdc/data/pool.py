@@ -26,10 +26,12 @@ class WorkerPool:
     """Worker processes that write shards, each one at a time.
 
     Processes are started through plain `subprocess`: `multiprocessing` would import the caller's main module again, and
-    with it torch, in each of them. ``kind`` and ``tokenizer_folder`` (or file) are those of the tokenizer.
+    with it torch, in each of them. ``kind`` and ``tokenizer_folder`` (or file) are those of the tokenizer;
+    ``beginning``: id that is put before every document, None: none.
     """
 
-    def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int) -> None:
+    def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int, beginning: int | None = None) -> None:
+        self._beginning = beginning
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         self._processes = [_start(kind, tokenizer_folder) for _ in range(num_workers)]
         for process in self._processes:
@@ -44,7 +46,7 @@ class WorkerPool:
         process = self._idle.get()
         assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
         try:
-            send(process.stdin, (str(path), list(texts)))
+            send(process.stdin, (str(path), list(texts), self._beginning))
             error = receive(process.stdout)
         except (EOFError, BrokenPipeError) as broken:
             try:

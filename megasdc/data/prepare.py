@@ -128,7 +128,8 @@ def _build(
     round_trip = _try_tokenizer(section, tokenizer)
     stream = _Stream(section.sources, section.max_unreadable)
     groups = group_documents(stream, shard_characters)
-    shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar)
+    beginning = _beginning(section, tokenizer)
+    shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar, beginning)
     result = work / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
@@ -227,6 +228,7 @@ def _tokenize(
     work: Path,
     workers: int,
     bar: rich.progress.Progress,
+    beginning: int | None,
 ) -> list[Path]:
     """Write every missing shard; return the paths of all in order."""
     folder = work / "shards"
@@ -244,9 +246,9 @@ def _tokenize(
                 future.result()
                 bar.advance(task, running.pop(future))
 
-    with WorkerPool(*tokenizer.worker_files(tokenizer_folder, work), workers) as pool:
+    with WorkerPool(*tokenizer.worker_files(tokenizer_folder, work), workers, beginning) as pool:
         for index, texts in groups:
-            path = shard_path(folder, index, texts, tokenizer.checksum)
+            path = shard_path(folder, index, texts, tokenizer.checksum, beginning)
             paths.append(path)
             size = sum(map(len, texts))
             if _is_whole(path):
@@ -259,6 +261,16 @@ def _tokenize(
     if num_reused:
         logger.info("resumed: %d of %d shards were already tokenized", num_reused, len(paths))
     return paths
+
+
+def _beginning(section: DataSection, tokenizer: Tokenizer) -> int | None:
+    """The id that is put before every document, or None; DataError if the tokenizer has none."""
+    if section.bos and tokenizer.beginning_of_document is None:
+        raise DataError(
+            "megasdc.data.bos is true, but the tokenizer has no beginning-of-sequence token; set bos to null, or "
+            "bos_token in its tokenizer_config.json"
+        )
+    return tokenizer.beginning_of_document if section.bos else None
 
 
 def _is_whole(path: Path) -> bool:

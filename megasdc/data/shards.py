@@ -51,9 +51,13 @@ def group_documents(
         yield index, texts
 
 
-def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksum: str) -> Path:
-    """Path of a shard: its index in the stream, and the checksum of its texts and tokenizer."""
+def shard_path(
+    folder: Path, index: int, texts: Sequence[str], tokenizer_checksum: str, beginning: int | None = None
+) -> Path:
+    """Path of a shard: its index in the stream, and the checksum of its texts, tokenizer and beginning of documents."""
     state = xxhash.xxh3_128(tokenizer_checksum.encode())
+    if beginning is not None:
+        state.update(f"\0beginning {beginning}\0".encode())
     for text in texts:
         content = text.encode("utf-8", "surrogatepass")
         state.update(f"{len(content)}\0".encode())
@@ -61,12 +65,15 @@ def shard_path(folder: Path, index: int, texts: Sequence[str], tokenizer_checksu
     return folder / f"{index:08d}-{state.hexdigest()}.npz"
 
 
-def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+def write_shard(path: Path, tokenizer: Tokenizer, texts: Sequence[str], beginning: int | None = None) -> None:
     """Tokenize texts and write a shard atomically; it is on disk when this returns.
 
-    DataError if the tokenizer returned an id outside its own vocabulary.
+    ``beginning``: id put before every document; None: none. DataError if the tokenizer returned an id
+    outside its own vocabulary.
     """
     ids = tokenizer.encode_arrays(texts)
+    if beginning is not None:
+        ids = [np.concatenate(([beginning], document)) for document in ids]
     lengths = np.array([len(document) + 1 for document in ids], dtype=np.int64)
     tokens = np.empty(int(lengths.sum()), dtype=np.int32)
     end = 0

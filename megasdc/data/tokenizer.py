@@ -24,6 +24,20 @@ from megasdc.durable import parse_json, replacing
 from megasdc.errors import DataError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_FURTHER_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Of a Hugging Face tokenizer, besides files whose name begins with ``tokenizer``."""
+_ON_THE_HUB = ["*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.bpe", "*.codes"]
+"""Patterns of a tokenizer's files in a model's repository, and of the configuration that may tell its class."""
 BACKEND_FILE = "backend.json"
 END_OF_DOCUMENT_PIECE = "<eod>"
 TRAIN_CHUNK_CHARACTERS = 4000
@@ -39,9 +53,11 @@ class Tokenizer(ABC):
         end_of_document: the id put after every document; never produced from text.
         checksum: XXH3-64 of the model files.
         unknown: the id of text that the tokenizer does not know; None: there is none.
+        beginning_of_document: id of the tokenizer's beginning-of-sequence token; None: it has none.
     """
 
     unknown: int | None = None
+    beginning_of_document: int | None = None
     kind: str
     vocab_size: int
     end_of_document: int
@@ -100,6 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"file {self.model_file} is not a SentencePiece model: {error}") from error
         self.vocab_size = self._model.get_piece_size()
         self.unknown = self._model.unk_id()
+        self.beginning_of_document = self._model.bos_id() if self._model.bos_id() >= 0 else None
         piece = self._model.piece_to_id(END_OF_DOCUMENT_PIECE)
         known = self._model.id_to_piece(piece) == END_OF_DOCUMENT_PIECE
         self.end_of_document = piece if known else self._model.eos_id()
@@ -142,7 +159,8 @@ class HuggingFaceTokenizer(Tokenizer):
         import transformers
 
         try:
-            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            self._folder = Path(path) if Path(path).is_dir() else _download(str(path))
+            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
         except Exception as error:
             # transformers raises many kinds here: OSError, ValueError, KeyError, JSON and Rust exceptions.
             raise DataError(f"no tokenizer can be loaded from {path}: {type(error).__name__}: {error}") from error
@@ -156,6 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.end_of_document = self._model.eos_token_id
         # Where it is the end of a document too, as GPT-2's, text never becomes it.
         self.unknown = self._model.unk_token_id
+        self.beginning_of_document = self._model.bos_token_id
         self._backend = self._find_backend()
         if Path(path).is_dir():
             self.checksum = checksum_tokenizer(self.kind, path)
@@ -202,8 +221,57 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode(kept, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Write the files that `transformers` reads."""
-        self._model.save_pretrained(str(folder))
+        """Copy the files that it was loaded from, byte for byte, whatever `transformers` would write today."""
+        copy_tokenizer_files(self._folder, folder, self._model.vocab_files_names.values())
+        complete_tokenizer(self._folder, folder, type(self._model).__name__)
+
+
+def _download(name: str) -> Path:
+    """The folder of a tokenizer of the hub, in the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=_ON_THE_HUB))
+
+
+def copy_tokenizer_files(source: Path, target: Path, further: Iterable[str] = ()) -> list[Path]:
+    """Copy the files of a Hugging Face tokenizer from a folder, which may be a model's; returns the new paths.
+
+    ``further``: names that the tokenizer's class has for some of them.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    found = [path for path in sorted(source.iterdir()) if path.is_file()]
+    return [
+        Path(shutil.copyfile(path, target / path.name))
+        for path in found
+        if path.name.startswith("tokenizer") or path.name in (*_FURTHER_FILES, *further)
+    ]
+
+
+def complete_tokenizer(source: Path, target: Path, kind: str | None = None) -> None:
+    """Add its class to copied files of a Hugging Face tokenizer that do not name it.
+
+    In ``source`` the ``config.json`` of a model may tell it, which in another folder is absent, or of another model.
+
+    Args:
+        kind: name of the class; None: that which `transformers` finds in ``source``.
+
+    Raises:
+        DataError: `transformers` finds none.
+    """
+    path = target / TOKENIZER_CONFIG
+    try:
+        content = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(content, dict) or content.get("tokenizer_class") or not (source / "config.json").is_file():
+            return
+        if kind is None:
+            import transformers
+
+            kind = type(transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)).__name__
+    except Exception as error:  # transformers raises many kinds
+        raise DataError(f"no tokenizer can be loaded from {source}: {type(error).__name__}: {error}") from error
+    if kind == "TokenizersBackend":
+        kind = "PreTrainedTokenizerFast"  # its name before transformers 5, which knows both
+    path.write_text(json.dumps({**content, "tokenizer_class": kind}, indent=2) + "\n", encoding="utf-8")
 
 
 class BackendTokenizer(Tokenizer):
@@ -305,7 +373,7 @@ def kind_of_files(path: Path | str) -> str:
 
     Such a folder may hold a SentencePiece model too, which ``transformers`` does not need.
     """
-    signs = ("tokenizer.json", "vocab.json", "tokenizer_config.json")
+    signs = ("tokenizer.json", "vocab.json", TOKENIZER_CONFIG)
     return "huggingface" if any((Path(path) / name).is_file() for name in signs) else "sentencepiece"
 
 

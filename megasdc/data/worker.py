@@ -42,7 +42,7 @@ def receive(stream: IO[bytes]) -> Any:
 
 
 def main() -> None:
-    """Serve requests ``(shard path, texts)`` until the input ends; reply ``None`` or the error."""
+    """Serve requests ``(shard path, texts, beginning)`` until the input ends; reply ``None`` or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent ends the workers
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break the protocol
@@ -52,12 +52,12 @@ def main() -> None:
     tokenizer = None
     while True:
         try:
-            path, texts = receive(sys.stdin.buffer)
+            path, texts, beginning = receive(sys.stdin.buffer)
         except EOFError:
             return
         try:
             tokenizer = tokenizer or load_tokenizer(kind, folder)
-            write_shard(Path(path), tokenizer, texts)
+            write_shard(Path(path), tokenizer, texts, beginning)
             send(replies, None)
         except (DataError, OSError) as error:
             send(replies, error)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
-from megasdc.checkpoint.initial import TOKENIZER_FOLDER, InitialWeights, same_tokenizer
+from megasdc.checkpoint.initial import GENERATION_FILE, TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer, checksum_tokenizer, kind_of_files, load_tokenizer
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.errors import ConfigError, DataError, StorageError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
-from megasdc.interchange.export_tokenizer import PROBES, export_tokenizer
+from megasdc.interchange.export_tokenizer import PROBES, Encoding, describe_encoding, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
 from megasdc.progress import parts_bar
 from megasdc.tensors.bits import dtype_name
@@ -40,8 +40,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 class ExportResult:
     """Result of an export; ``num_parameters`` is without padding, and counts tied ones once.
 
-    ``step`` is None for initial weights. ``tokenizer`` is ``auto`` if AutoTokenizer loads it with the same ids; else
-    see ``note``, which is about it. ``logits``: comparison with ``transformers``.
+    ``step`` is None for initial weights. ``tokenizer`` is ``auto`` if AutoTokenizer loads it, and some call of it gives
+    the same ids; ``note``: what is to be known of it, such as that call where it is not the plain one. ``logits``:
+    comparison with ``transformers``.
     """
 
     source: str
@@ -125,6 +126,12 @@ def find_tokenizer(weights: WeightSource, given: Path | str | None = None) -> To
     return tokenizer
 
 
+def beginning_of_document(weights: WeightSource, tokenizer: Tokenizer) -> int | None:
+    """The id that stood before every document in the training of weights; None: none, or they are not of a run."""
+    trained = weights.config is not None and weights.config["megasdc"]["data"].get("bos")
+    return tokenizer.beginning_of_document if trained else None
+
+
 def _compare_ids(tokenizer: Tokenizer, folder: Path, own: Path) -> None:
     """DataError unless a tokenizer gives the same ids as the one of the imported weights; file names do not matter."""
     theirs = load_tokenizer(kind_of_files(own), own)
@@ -196,19 +203,21 @@ def export_hf(
     if target.resolve().is_relative_to(weights.path.resolve()):
         raise ConfigError(f"OUT: {out} lies in {weights.path}, which is to be read; give another folder")
     words = find_tokenizer(weights, tokenizer)
-    end = words.end_of_document
+    own, beginning = isinstance(weights, InitialWeights) and tokenizer is None, beginning_of_document(weights, words)
     plan = [_plan_layer(weights, index, dtype) for index in range(num_pipeline_layers(weights.model))]
     shards = divide({name: tensor for layer in plan for name, tensor in layer.items()}, limit)
     saved = next(iter(plan[0].values())).dtype
     with writing_folder(target) as folder:
         with parts_bar("exporting", len(plan), quiet=not progress) as advance:
             _write_shards(folder, shards, _stream(weights, len(plan), dtype, advance))
-        own = isinstance(weights, InitialWeights) and tokenizer is None
-        note = None if own and words.kind == "huggingface" else export_tokenizer(words, folder)
+        note = None if own and words.kind == "huggingface" else export_tokenizer(words, folder, beginning)
         if own:  # what came with the weights goes with them, byte for byte
             for file in sorted((weights.path / TOKENIZER_FOLDER).iterdir()):
                 shutil.copyfile(file, folder / file.name)
-        _write_json(folder / "config.json", hf_config(weights.model, weights.vocab_size, end, dtype_name(saved)))
+        _write_configs(folder, weights, words.end_of_document, beginning, dtype_name(saved))
+        encoding = None if note is not None else _encoding(weights, words, folder, beginning)
+        if encoding is not None and (encoding.adds or encoding.call is None):
+            note = encoding.text
         exported = HfShards(folder)
         exported.check(weights.model, hf_shapes(weights.model, weights.vocab_size))
         result = ExportResult(
@@ -220,12 +229,18 @@ def export_hf(
             num_parameters=sum(tensor.numel() for shard in shards.values() for tensor in shard.values()),
             files=list(shards),
             size_bytes=sum((folder / name).stat().st_size for name in shards),
-            tokenizer="auto" if note is None else "model file",
+            tokenizer="auto" if encoding is not None and encoding.call is not None else "model file",
             note=note,
             logits=compare_logits(weights, exported, rounded_to=_DTYPES.get(dtype), progress=progress),
         )
-        _write_texts(folder, weights, end, result)
+        text = encoding.text if encoding is not None else note or ""
+        _write_readme(folder, weights, (beginning, words.end_of_document), text, result)
     return result
+
+
+def _encoding(weights: WeightSource, tokenizer: Tokenizer, folder: Path, beginning: int | None) -> Encoding:
+    whose = "data that `megasdc prepare-data` makes with it" if weights.config is None else "the data of training"
+    return describe_encoding(tokenizer, folder, beginning, whose)
 
 
 @contextmanager
@@ -301,13 +316,39 @@ def _write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], stream: It
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_texts(folder: Path, weights: WeightSource, end_of_document: int, result: ExportResult) -> None:
-    _write_json(folder / "generation_config.json", {"bos_token_id": end_of_document, "eos_token_id": end_of_document})
+def _write_configs(folder: Path, weights: WeightSource, end: int, beginning: int | None, dtype: str) -> None:
+    """Write ``config.json`` and ``generation_config.json``; special ids as they were imported, if they were."""
+    config = hf_config(weights.model, weights.vocab_size, end, dtype)
+    if isinstance(weights, InitialWeights) and weights.manifest.token_ids is not None:
+        ids = weights.manifest.token_ids
+        config = {key: value for key, value in config.items() if key not in ("bos_token_id", "eos_token_id")} | ids
+        if GENERATION_FILE in weights.manifest.files:
+            shutil.copyfile(weights.path / GENERATION_FILE, folder / GENERATION_FILE)
+    else:
+        ids = {"bos_token_id": end if beginning is None else beginning, "eos_token_id": end}
+        config |= ids
+        _write_json(folder / GENERATION_FILE, ids)
+    _write_json(folder / "config.json", config)
+
+
+def _write_readme(
+    folder: Path, weights: WeightSource, ids: tuple[int | None, int], tokenizer: str, result: ExportResult
+) -> None:
+    """``ids``: before and after a document; ``tokenizer``: what is said of it."""
+    imported = isinstance(weights, InitialWeights)
+    kept = isinstance(weights, InitialWeights) and weights.manifest.token_ids is not None
     of = f"imported from {weights.manifest.source}" if isinstance(weights, InitialWeights) else f"step {result.step}"
-    tokenizer = result.note or "`AutoTokenizer` gives the ids that the model was trained with; no token is added."
+    documents = (
+        "Ids of special tokens are those that were imported."
+        if kept
+        else f"The id that ends a document is {ids[1]}."
+        if imported
+        else f"In training a document ended with token {ids[1]}, and "
+        + ("nothing was put before it." if ids[0] is None else f"began with token {ids[0]}.")
+    )
     text = (
-        f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n"
-        f"A document begins after and ends with token {end_of_document}.\n\n## Tokenizer\n\n{tokenizer}\n"
+        f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n{documents}\n\n"
+        f"## Tokenizer\n\n{tokenizer}\n"
     )
     write_durably(folder / "README.md", text)
 

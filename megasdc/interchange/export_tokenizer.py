@@ -1,7 +1,8 @@
 """Export of a tokenizer to one that ``transformers.AutoTokenizer`` loads, with the same ids.
 
 A Hugging Face tokenizer's files are copied. A SentencePiece model is written as a ``tokenizers`` model; it is kept only
-if it gives the same ids on test texts. Otherwise only the ``.model`` file is written.
+if it gives the same ids on test texts. Otherwise only the ``.model`` file is written. What the written
+files do with a text is found by encoding (``describe_encoding``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import inspect
 import json
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,74 @@ PROBES = (
 """Texts on which tokenizers tend to differ."""
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
+@dataclass(frozen=True)
+class Encoding:
+    """How ``AutoTokenizer`` of an exported folder gives the ids of prepared data.
+
+    Args:
+        call: expression that gives them; None: none does.
+        text: for the export's ``README.md``.
+        adds: whether ``tokenizer(text)`` alone adds or lacks ids, rather than taking text for special tokens.
+    """
+
+    call: str | None
+    text: str
+    adds: bool
+
+
+def describe_encoding(tokenizer: Tokenizer, folder: Path, beginning: int | None, whose: str) -> Encoding:
+    """Compare ``AutoTokenizer`` of an exported folder, which holds the model's configuration too, with the tokenizer.
+
+    Args:
+        tokenizer: that of the prepared data.
+        beginning: id that was put before every document; None: none.
+        whose: what has the ids of the tokenizer, for the text, such as "the data of training".
+    """
+    import transformers
+
+    try:
+        theirs: Any = transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        text = f"`AutoTokenizer` cannot load this tokenizer: {type(error).__name__}: {error}"
+        return Encoding(None, text, True)
+    texts = [*PROBES, inspect.getsource(json)]
+    first = [] if beginning is None else [beginning]
+    needed = [[*first, *ids] for ids in tokenizer.encode(texts)]
+    plain = [_call(theirs, text, {}) for text in texts]
+    options: tuple[dict[str, bool], ...] = ({}, {"add_special_tokens": False}, {"split_special_tokens": True})
+    for before in ([], first) if first else ([],):
+        for given in (*options, {**options[1], **options[2]}):
+            if [[*before, *_call(theirs, text, given)] for text in texts] == needed:
+                call = f"tokenizer({', '.join(['text', *(f'{key}={value}' for key, value in given.items())])})"
+                call = f"{before} + {call}.input_ids" if before else f"{call}.input_ids"
+                text = f"{whose[0].upper()}{whose[1:]} have the ids of `{call}` with `AutoTokenizer`."
+                if before or given:
+                    place = next(index for index, ids in enumerate(plain) if ids != needed[index])
+                    text += (
+                        f" `tokenizer(text)` alone gives others: of {texts[place][:20]!r} {plain[place][:5]}..., not "
+                        f"{needed[place][:5]}..."
+                    )
+                return Encoding(call, text, bool(before) or "add_special_tokens" in given)
+    place = next(index for index, ids in enumerate(plain) if ids != needed[index])
+    text = (
+        f"`AutoTokenizer` does not give the ids of {whose}: of {texts[place][:20]!r} {plain[place][:5]}..., not "
+        f"{needed[place][:5]}..."
+    )
+    return Encoding(None, text, True)
+
+
+def _call(tokenizer: Any, text: str, options: dict[str, bool]) -> list[int]:
+    return list(tokenizer(text, **options)["input_ids"])
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, beginning: int | None = None) -> str | None:
     """Write the tokenizer of the prepared data into an exported model's folder, for ``transformers``.
 
-    Returns None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
+    Args:
+        beginning: id that was put before every document: ``AutoTokenizer`` of a SentencePiece model then adds it too.
+
+    Returns:
+        None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.save(folder)
@@ -42,8 +108,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
     reason = None
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            _convert(tokenizer.model_file, Path(scratch), tokenizer.end_of_document)
-            reason = _first_difference(tokenizer, Path(scratch))
+            _convert(tokenizer.model_file, Path(scratch), tokenizer.end_of_document, beginning)
+            reason = _first_difference(tokenizer, Path(scratch), beginning)
         except Exception as error:  # a foreign model may hold anything; then only the .model file is written
             reason = f"{type(error).__name__}: {error}"
         if reason is None:
@@ -52,17 +118,18 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
     tokenizer.save(folder)
     if reason is None:
         return None
+    before = "" if beginning is None else f"[{beginning}] + "
     return (
         f"transformers cannot express this SentencePiece model with the same ids ({reason}); AutoTokenizer does not "
         f"work here. Tokenize with the sentencepiece package: "
-        f'SentencePieceProcessor(model_file="{SENTENCEPIECE_FILE}").encode(text)'
+        f'{before}SentencePieceProcessor(model_file="{SENTENCEPIECE_FILE}").encode(text)'
     )
 
 
-def _convert(model_file: Path, folder: Path, end_of_document: int) -> None:
+def _convert(model_file: Path, folder: Path, end_of_document: int, beginning: int | None) -> None:
     """Write a SentencePiece model as ``tokenizer.json`` and ``tokenizer_config.json``."""
     from sentencepiece import sentencepiece_model_pb2
-    from tokenizers import Regex, decoders, normalizers
+    from tokenizers import Regex, decoders, normalizers, processors
     from tokenizers import Tokenizer as FastTokenizer
 
     proto = sentencepiece_model_pb2.ModelProto()
@@ -83,11 +150,17 @@ def _convert(model_file: Path, folder: Path, end_of_document: int) -> None:
     if spec.add_dummy_prefix:
         undo.append(decoders.Strip(" ", 1, 0))
     fast.decoder = decoders.Sequence(undo)
-    fast.save(str(folder / "tokenizer.json"))
     pieces = proto.pieces
+    if beginning is not None:
+        piece = pieces[beginning].piece
+        fast.post_processor = processors.TemplateProcessing(
+            single=[piece, "$A"], pair=[piece, "$A", piece, "$B"], special_tokens=[(piece, beginning)]
+        )
+    fast.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": pieces[end_of_document].piece,
+        **({} if beginning is None else {"bos_token": pieces[beginning].piece}),
         "unk_token": pieces[proto.trainer_spec.unk_id].piece,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # text that looks like a special token is text
@@ -130,7 +203,7 @@ def _unigram(proto: Any) -> Any:
     return models.Unigram(vocab, proto.trainer_spec.unk_id, byte_fallback=proto.trainer_spec.byte_fallback)
 
 
-def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
+def _first_difference(tokenizer: Tokenizer, folder: Path, beginning: int | None) -> str | None:
     """Compare ids on probes, standard library sources and a range of characters; None if all are equal."""
     import argparse
     import tarfile
@@ -142,7 +215,7 @@ def _first_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
     real = [inspect.getsource(module) for module in (argparse, tarfile, json)]
     every = "".join(chr(code) for code in range(32, 0x3000) if unicodedata.category(chr(code)) not in ("Cn", "Cs"))
     for text in [*PROBES, *real, every]:
-        ours = tokenizer.encode([text])[0]
+        ours = ([] if beginning is None else [beginning]) + tokenizer.encode([text])[0]
         found = theirs(text)["input_ids"]
         if ours != found:
             place = next((i for i, (a, b) in enumerate(zip(ours, found, strict=False)) if a != b), None)

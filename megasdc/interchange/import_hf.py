@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
 from megasdc.checkpoint.formats.tensor_files import write_tensors
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
+    GENERATION_FILE,
     MODEL_FILE,
     TOKENIZER_FOLDER,
     FileRecord,
@@ -26,20 +28,27 @@ from megasdc.checkpoint.initial import (
     weights_file,
 )
 from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
-from megasdc.data.tokenizer import kind_of_files, load_tokenizer
+from megasdc.data.tokenizer import complete_tokenizer, copy_tokenizer_files, kind_of_files, load_tokenizer
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_hf import check_out, writing_folder
-from megasdc.model.hf import architecture, from_hf, hf_shapes, model_fields, num_pipeline_layers, rules, vocabulary
+from megasdc.model.hf import (
+    architecture,
+    from_hf,
+    hf_shapes,
+    model_fields,
+    num_pipeline_layers,
+    rules,
+    special_token_ids,
+    vocabulary,
+)
 from megasdc.program import why_unreadable
 from megasdc.progress import parts_bar
 from megasdc.tensors.finite import are_finite
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
-_TOKENIZER_FILES = ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Besides files whose name begins with ``tokenizer``."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     count = num_pipeline_layers(model)
     todo = {index: found for index in range(count) if (found := rules(model, index))}
     shards.check(model, hf_shapes(model, vocabulary(config)))
+    token_ids = special_token_ids(config)
     section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
     files: dict[str, FileRecord] = {}
     parameters = 0
@@ -103,13 +113,18 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         tokens, end, note = _copy_tokenizer(folder, work / TOKENIZER_FOLDER)
         for path in sorted((work / TOKENIZER_FOLDER).glob("*")):
             files[f"{TOKENIZER_FOLDER}/{path.name}"] = _record(path)
+        if (folder / GENERATION_FILE).exists():
+            read_json(folder / GENERATION_FILE)
+            shutil.copyfile(folder / GENERATION_FILE, work / GENERATION_FILE)
+            files[GENERATION_FILE] = _record(work / GENERATION_FILE)
         manifest = WeightsManifest(
             format_version=FORMAT_VERSION,
             kind="initial weights",
             source=str(source),
             vocab_size=rows,
             tokenizer_vocab_size=tokens,
-            end_of_document=end if end is not None else _single(config.get("eos_token_id")),
+            end_of_document=end if end is not None else _single(token_ids.get("eos_token_id")),
+            token_ids=token_ids,
             files=files,
         )
         write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
@@ -174,18 +189,13 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
 
     The first two are None if unknown, the last if there is none.
     """
-    names = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and (path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES)
-    ]
     remedy = "prepare the data with the tokenizer that the model was trained with; only its size can be compared"
-    if not names:
+    if not copy_tokenizer_files(folder, target):
+        target.rmdir()
         return None, None, f"no tokenizer came with the model: {remedy}"
-    target.mkdir()
-    for path in names:
-        (target / path.name).write_bytes(path.read_bytes())
     try:
+        if kind_of_files(target) == "huggingface":
+            complete_tokenizer(folder, target)
         tokenizer = load_tokenizer(kind_of_files(target), target)
     except DataError as error:  # training needs the tokenizer of its data only
         return None, None, f"the tokenizer that came with the model cannot be used ({error}): {remedy}"
@@ -196,6 +206,5 @@ def _record(path: Path) -> FileRecord:
     return FileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
 
 
-def _single(value: Any) -> int | None:
-    first = value[0] if isinstance(value, list) and value else value
-    return first if isinstance(first, int) else None
+def _single(value: int | list[int] | None) -> int | None:
+    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None

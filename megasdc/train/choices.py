@@ -14,7 +14,7 @@ from megasdc.checkpoint.views.logical import open_weights
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.durable import parse_json
 from megasdc.errors import DataError
-from megasdc.interchange.export_hf import find_tokenizer
+from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.model.whole import WholeModel
 from megasdc.parallel import groups
 from megasdc.progress import parts_bar
@@ -158,7 +158,8 @@ def answer_questions(
     """The answers of one model; see ``evaluate_choices``."""
     weights = open_weights(source, progress=progress)
     words = find_tokenizer(weights, tokenizer)
-    texts = [tokens_of(words, question, weights.model.max_positions) for question in questions]
+    beginning = beginning_of_document(weights, words)
+    texts = [tokens_of(words, question, weights.model.max_positions, beginning) for question in questions]
     found = []
     with (
         groups.single_process(),
@@ -223,10 +224,13 @@ def _question(line: str, place: str) -> Question:
 _FORM = '{"prompt": TEXT, "choices": [TEXT, ...], "answer": INDEX}'
 
 
-def tokens_of(words: Tokenizer, question: Question, max_positions: int) -> tuple[list[list[int]], int]:
+def tokens_of(
+    words: Tokenizer, question: Question, max_positions: int, beginning: int | None = None
+) -> tuple[list[list[int]], int]:
     """Tokens of the prompt with each choice, and how many of the first tokens are given, the same for all choices.
 
-    At least one is given: before an empty prompt stands the end-of-document token, as where a document begins.
+    At least one is given: before an empty prompt stands the end-of-document token, as where a document begins. Where
+    documents begin with an id of their own, ``beginning``, it stands before every prompt instead.
 
     Raises:
         DataError: the model cannot see so many tokens.
@@ -235,8 +239,9 @@ def tokens_of(words: Tokenizer, question: Question, max_positions: int) -> tuple
     given = 0
     while given < len(prompt) and all(given < len(text) and text[given] == prompt[given] for text in texts):
         given += 1
-    if given == 0:
-        texts, given = [[words.end_of_document, *text] for text in texts], 1
+    if given == 0 or beginning is not None:
+        first = words.end_of_document if beginning is None else beginning
+        texts, given = [[first, *text] for text in texts], given + 1
     longest = max(map(len, texts))
     if longest - 1 > max_positions:
         raise DataError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.errors import ConfigError
-from megasdc.interchange.export_hf import find_tokenizer
+from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.parallel import groups
 from megasdc.progress import parts_bar
 from megasdc.train.inference import build_model
@@ -81,7 +81,8 @@ def generate(
         ) from error
     weights = open_weights(source, progress=progress)
     words = find_tokenizer(weights, tokenizer)
-    ids = words.encode([prompt])[0]
+    beginning = beginning_of_document(weights, words)
+    ids = [*([] if beginning is None else [beginning]), *words.encode([prompt])[0]]
     context = list(ids) or [words.end_of_document]
     added: list[int] = []
     generator = torch.Generator().manual_seed(seed)

@@ -120,6 +120,12 @@ class DataSection(Section):
     mask_end_of_document: bool = setting(
         False, "Exclude the loss at end-of-document tokens from every sum and average.", FLAG
     )
+    bos: Literal[True] | None = setting(
+        None,
+        "Put a beginning-of-sequence token before every document when the data are prepared: true: the tokenizer's own "
+        "(Llama's `<s>`); null: none. It must be that of the prepared data.",
+        UNIVERSAL,
+    )
     sources: list[SourceSection] = Field(
         default_factory=lambda: [SourceSection.model_validate({})],
         min_length=1,

@@ -6,7 +6,7 @@ section. Our names are those of ``megasdc.model.sharding``; theirs those of ``GP
 """
 
 from megasdc.model.hf.classes import HfClass, hf_class, hf_config
-from megasdc.model.hf.fields import architecture, model_fields, vocabulary
+from megasdc.model.hf.fields import architecture, model_fields, special_token_ids, vocabulary
 from megasdc.model.hf.tensors import (
     Form,
     Rule,
@@ -35,6 +35,7 @@ __all__ = [
     "num_pipeline_layers",
     "rules",
     "shape_of_ours",
+    "special_token_ids",
     "split_qkv",
     "to_hf",
     "to_ours",

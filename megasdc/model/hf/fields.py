@@ -110,6 +110,23 @@ def vocabulary(config: Mapping[str, Any]) -> int:
     return found
 
 
+def special_token_ids(config: Mapping[str, Any]) -> dict[str, int | list[int] | None]:
+    """Ids of special tokens in a ``config.json``, by its keys; without those that it has not.
+
+    Raises:
+        ConfigError: one is neither an id, nor a list of them, nor null.
+    """
+    found = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    problems = [
+        f"{key}: got {value!r}; needed is an id, a list of ids, or null."
+        for key, value in found.items()
+        if value is not None and not all(type(one) is int for one in (value if isinstance(value, list) else [value]))
+    ]
+    if problems:
+        raise ConfigError(problems, "config.json of the model")
+    return found
+
+
 def _gpt2_fields(read: _Reader) -> dict[str, Any]:
     read.require("scale_attn_weights", True)
     read.require("scale_attn_by_inverse_layer_idx", False)

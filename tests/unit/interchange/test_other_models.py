@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from small_models import TENSORS, change, edit, made
 
 from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.views.hf_shards import HfShards
@@ -16,42 +17,7 @@ from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf
 from megasdc.model.hf import hf_shapes, model_fields
 
-LLAMA = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "tie_word_embeddings": True}
-TENSORS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
-
-
-def made(folder, kind="llama", **fields):
-    """A folder with a small random model, whose norms and biases matter too."""
-    torch.manual_seed(1)
-    names = {"llama": ("LlamaConfig", "LlamaForCausalLM"), "gpt2": ("GPT2Config", "GPT2LMHeadModel")}
-    config, model = (getattr(transformers, name) for name in names[kind])
-    built = model(config(**{**(LLAMA if kind == "llama" else GPT2), **fields}))
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            centre = 1.0 if parameter.dim() == 1 and "weight" in name else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
-    built.save_pretrained(folder)
-    return folder
-
-
-def edit(folder, **changes):
-    """Change keys of config.json."""
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, **changes}))
-
-
-def change(folder, **tensors):
-    """Replace or add tensors."""
-    save_file({**load_file(folder / TENSORS), **tensors}, folder / TENSORS, {"format": "pt"})
+INDEX, HEAD = "model.safetensors.index.json", "lm_head.weight"
 
 
 def refused(folder, error, message):

@@ -105,6 +105,8 @@ def test_what_is_given_is_common_to_the_prompt_and_all_choices() -> None:
     assert tokens_of(words, Question("xa", ("b", "c"), 0, "q"), 9) == ([[x, 1], [x, a, c]], 1)
     assert tokens_of(words, Question("xx", ("b", "cc"), 0, "q"), 3) == ([[x, x, b], [x, x, c, c]], 2)
     assert tokens_of(words, Question("", ("b", "c"), 0, "q"), 9) == ([[0, b], [0, c]], 1)
+    assert tokens_of(words, Question("", ("b", "c"), 0, "q"), 9, 7) == ([[7, b], [7, c]], 1)
+    assert tokens_of(words, Question("xx", ("b", "cc"), 0, "q"), 9, 7) == ([[7, x, x, b], [7, x, x, c, c]], 3)
     with pytest.raises(DataError, match=r"f, line 3: prompt and choice have 4 tokens, the model sees 3"):
         tokens_of(words, Question("xx", ("b", "cc"), 0, "f, line 3"), 2)
 
