@@ -5,7 +5,7 @@ No value is copied. What the training changes in place afterwards is told by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,8 @@ class MicroBatches:
     Attributes:
         kept: by micro-batch.
         finite: has looked at numbers that the model returned, such as the loss, and at gradients that it was given.
-        losses: slots of the last results of one number from which gradients come.
+        losses: slots of the last results of one number from which gradients come, as a ``Probe`` numbers them.
+        seen_losses: the same, numbered as ``finite`` numbers all results.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, step: Callable[[], int], most_bytes: int) -> None:
@@ -63,6 +64,7 @@ class MicroBatches:
         self.kept: list[Kept] = []
         self.finite = FiniteRecorder()
         self.losses: frozenset[str] = frozenset()
+        self.seen_losses: frozenset[str] = frozenset()
         self._of_step, self._bytes = 0, 0
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -109,8 +111,8 @@ class MicroBatches:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         found = [loss] if isinstance(loss, Tensor) else list(tensors_in(output))
-        of_loss = [tensor.numel() == 1 for tensor in found if tensor.requires_grad]
-        self.losses = frozenset(slot_of("output", number) for number, is_one in enumerate(of_loss) if is_one)
+        self.losses = _losses([one for one in found if one.requires_grad])
+        self.seen_losses = _losses(found)
         for number, tensor in enumerate(found):
             place = partial(Address, self._of_step, len(self.kept) - 1, fqn=ROOT, slot=slot_of("output", number))
             if tensor.numel() == 1:
@@ -121,6 +123,11 @@ class MicroBatches:
     @staticmethod
     def _look(finite: FiniteRecorder, address: Address, gradient: Tensor) -> None:
         finite(address, gradient)
+
+
+def _losses(results: Sequence[Tensor]) -> frozenset[str]:
+    places = [number for number, one in enumerate(results) if one.numel() == 1 and one.requires_grad]
+    return frozenset(slot_of("output", number) for number in places)
 
 
 def _version(tensor: Tensor) -> int | None:

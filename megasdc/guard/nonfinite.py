@@ -7,8 +7,9 @@ finite the step's micro-batches are computed again, as training did, and each re
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,15 +31,20 @@ from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, Origin, e
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-KIND = ("rank", "fqn", "phase", "slot", "value", "reproduced")
+KIND = ("rank", "host", "fqn", "phase", "slot", "value", "reproduced")
 """Fields of what is found in which steps are the same to people."""
 IGNORED = -100
 """Label that PyTorch's cross entropy does not count."""
 GIVEN = "it is the gradient that the model was given, of a loss that the training's loop computes, or a later stage"
-LOSS = "it is the loss, computed from finite results of submodules: look at the labels of the micro-batch, and its mean"
+LOSS = (
+    "it is the loss, computed from finite results of the submodules that are watched: look at the labels of the "
+    "micro-batch, and its mean"
+)
+CHOSEN = "; audit.submodules is set, and can name more of them"
 SEEN = "it is the loss, and nobody looked at results of submodules then"
 NO_LABEL = f"it is the loss, a mean over nothing: all labels of the micro-batch are {IGNORED}, which do not count"
-HIDDEN = "; the log of Trainer does not show it, since logging_nan_inf_filter leaves out losses that are not finite"
+EMPTY = "it is the loss, a mean over nothing: the labels of the micro-batch are empty"
+HIDDEN = "; the log of Trainer shows no loss that is not finite, since logging_nan_inf_filter leaves it out"
 
 
 class GuardNonFinite(Part):
@@ -48,9 +54,7 @@ class GuardNonFinite(Part):
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
         self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.world
         self._tell, self._left = training.tell, settings.searches
-        self._hides = training.hides_losses
-        self._told: dict[tuple[Any, ...], tuple[int, int]] = {}
-        """What was told, with the number of further steps that had the same, and the last one."""
+        self._warnings = Warnings()
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
         recorder = Recorder(engine.module, watched, training.algorithm)
@@ -58,10 +62,12 @@ class GuardNonFinite(Part):
         off = "nonfinite.enabled: got true", "false"
         self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
         self._batches = MicroBatches(engine.module, engine.device, lambda: training.step, settings.keep_mib * MIB)
+        chosen = training.settings.audit.submodules is not None
+        self._meanings = Meanings(self._batches, chosen=chosen, hides=training.hides_losses)
 
     def close(self) -> None:
         """Look at nothing from now on."""
-        self._tell_repeats()
+        self._warnings.tell_repeats()
         self._batches.close()
         self._probe.close()
 
@@ -100,51 +106,15 @@ class GuardNonFinite(Part):
         meaning = None if found.origin is None else found.origin.meaning
         self._tell(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
         if self._dims.rank == 0:
-            self._warn(step, found, lacks)
+            self._warnings.tell(step, found, lacks)
             if self._left == 0:
-                self._tell_repeats()
+                self._warnings.tell_repeats()
                 logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
-
-    def _warn(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
-        """Tell people what was found, if it is not told already: a loss of any rank, else the place and its rank."""
-        meaning = None if found.origin is None else found.origin.meaning
-        kind = (meaning,) if meaning else tuple(found.fields[name] for name in KIND)
-        if kind in self._told:
-            self._told[kind] = self._told[kind][0] + 1, step
-            return
-        self._told[kind] = 0, step
-        text = found.text
-        if found.origin is None and found.reproduced is None:
-            text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
-        logger.warning("step %d: %s", step, "; ".join(filter(None, (text, meaning, *lacks))))
-
-    def _tell_repeats(self) -> None:
-        """Say once how often what was told has come again."""
-        for kind, (times, last) in self._told.items():
-            if times:
-                named = dict(zip(KIND, kind, strict=True)) if len(kind) > 1 else {}
-                place = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None) or kind[0]
-                logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", times, last, place)
-        self._told = {kind: (0, last) for kind, (_, last) in self._told.items()}
-
-    def _meaning(self, address: Address, of_loss: str) -> str | None:
-        """What a result of the whole model is; None: it is of a submodule. ``of_loss``: of a loss with labels."""
-        if address.fqn != ROOT or address.phase not in (FORWARD, BACKWARD):
-            return None
-        if address.phase == BACKWARD:
-            return GIVEN
-        if address.slot not in self._batches.losses or address.micro_batch is None:
-            return None
-        batch = self._batches.kept[address.micro_batch].batch
-        sent = None if batch is None else batch.options.get("labels")
-        labels = sent.value if isinstance(sent, Sent) else None
-        nothing_counts = labels is not None and not labels.is_floating_point() and bool((labels == IGNORED).all())
-        return (NO_LABEL if nothing_counts else of_loss) + (HIDDEN if self._hides else "")
 
     def _origin_seen(self, seen: NonFinite) -> Origin:
         given = seen.address.phase == BACKWARD  # such a result is an input
         origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
-        return replace(origin, meaning=self._meaning(seen.address, SEEN))
+        return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
 
     def _recompute_all(self, step: int) -> tuple[list[Origin | None] | None, list[str]]:
         """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
@@ -185,11 +155,95 @@ class GuardNonFinite(Part):
             *(found, self._inputs.finite(found.address, time), self._parameters(found.address.fqn)), inputs_read=True
         )
         address = replace(found.address, micro_batch=number)
-        return replace(origin, found=replace(found, address=address), meaning=self._meaning(address, LOSS)), problem
+        meaning = self._meanings.of(address, recomputed=True)
+        return replace(origin, found=replace(found, address=address), meaning=meaning), problem
 
     def _parameters(self, fqn: str) -> list[Tensor]:
         model = self._engine.module
         return [one.detach() for one in (model if fqn == ROOT else model.get_submodule(fqn)).parameters()]
+
+
+class Meanings:
+    """What results of the whole model are, in words that are the same for all of a kind.
+
+    Args:
+        batches: of the step.
+        chosen: the submodules that are watched are named in the settings.
+        hides: the log of the training leaves out losses that are not finite.
+    """
+
+    def __init__(self, batches: MicroBatches, *, chosen: bool, hides: bool) -> None:
+        self._batches = batches
+        self._of_loss = LOSS + (CHOSEN if chosen else "")
+        self._end = HIDDEN if hides else ""
+
+    def of(self, address: Address, *, recomputed: bool) -> str | None:
+        """A sentence; None: it is of a submodule, or no loss.
+
+        Args:
+            recomputed: it was seen when the micro-batch was computed again, not in training.
+
+        Sync: waits for the device where it is the loss.
+        """
+        if address.fqn != ROOT or address.phase not in (FORWARD, BACKWARD):
+            return None
+        if address.phase == BACKWARD:
+            return GIVEN + self._end
+        losses = self._batches.losses if recomputed else self._batches.seen_losses
+        if address.slot not in losses or address.micro_batch is None:
+            return None
+        batch = self._batches.kept[address.micro_batch].batch
+        sent = None if batch is None else batch.options.get("labels")
+        labels = sent.value if isinstance(sent, Sent) else None
+        said = self._of_loss if recomputed else SEEN
+        if labels is not None and labels.numel() == 0:
+            said = EMPTY
+        elif labels is not None and not labels.is_floating_point() and bool((labels == IGNORED).all()):
+            said = NO_LABEL
+        return said + self._end
+
+
+@dataclass
+class _Told:
+    """What was told: a sentence, in how many further steps it came again, and in which it did last."""
+
+    text: str
+    times: int
+    last: int
+
+
+class Warnings:
+    """Tells people what was found: once, then how often it came again, at the latest where Python ends."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[Any, ...], _Told] = {}
+        weakref.finalize(self, _tell_repeats, self._told)
+
+    def tell(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
+        """Warn of what is not told already: a loss that is so whenever computed is one for all ranks, else by rank."""
+        meaning = None if found.origin is None else found.origin.meaning
+        of_data = meaning is not None and found.reproduced is True
+        kind = (meaning,) if of_data else (meaning, *(found.fields[name] for name in KIND))
+        if (told := self._told.get(kind)) is not None:
+            told.times, told.last = told.times + 1, step
+            return
+        text = found.text
+        if found.origin is None and found.reproduced is None:
+            text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
+        whole = "; ".join(filter(None, (text, meaning, *lacks)))
+        self._told[kind] = _Told(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
+        logger.warning("step %d: %s", step, whole)
+
+    def tell_repeats(self) -> None:
+        """Say once how often what was told has come again."""
+        _tell_repeats(self._told)
+
+
+def _tell_repeats(told: dict[tuple[Any, ...], _Told]) -> None:
+    for one in told.values():
+        if one.times:
+            logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", one.times, one.last, one.text)
+            one.times = 0
 
 
 def _norm_is_bad(engine: Any) -> Tensor:
