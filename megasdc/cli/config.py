@@ -101,7 +101,7 @@ def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool
 
     with _problems_as_json(file, as_json):
         settings = load_settings(file, overrides)
-    warnings, notes = list(idle_warnings(settings, "")), golden_problems(settings)
+    warnings, notes = list(idle_warnings(settings, "")), golden_problems(settings, writes=True)
     resolved = settings.model_dump(mode="json")
     if as_json:
         result = {"ok": True, "source": str(file), "warnings": warnings, "notes": notes, "resolved": resolved}

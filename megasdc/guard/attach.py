@@ -51,17 +51,19 @@ _starts: dict[Path, Origin] = {}
 P = TypeVar("P", bound=Part)
 
 
-def check_settings(settings: Path | str | Mapping[str, Any]) -> GuardSettings:
+def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> GuardSettings:
     """Check what a guard needs and does not depend on the engine: call it first, before data and model are there.
 
     Args:
-        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``.
+        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``. Or what this function has
+            returned.
 
     Returns:
         The complete settings, which ``attach`` takes.
 
     Raises:
-        ConfigError: with every problem of the settings, or of a GPU's environment.
+        ConfigError: with every problem of the settings, such as a golden file that is not there, for which ``attach``
+            raises a ``TraceError``; or of a GPU's environment.
         LaunchError: a library lacks a private name that is needed.
 
     Collective: none.
@@ -69,9 +71,9 @@ def check_settings(settings: Path | str | Mapping[str, Any]) -> GuardSettings:
     from deepspeed.accelerator import get_accelerator
 
     check_private_names(GUARD)
-    found = load_settings(settings)
-    if problems := golden_problems(found):
-        raise ConfigError(problems, None if isinstance(settings, Mapping) else str(settings))
+    found, _ = _settings_of(settings)
+    if problems := golden_problems(found, writes=os.environ.get("RANK", "0") == "0"):
+        raise ConfigError(problems, str(settings) if isinstance(settings, (str, Path)) else None)
     _check_environment(get_accelerator().device_name(), found)
     return found
 
@@ -96,14 +98,18 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     Collective: all ranks of the world; with a ``Trainer`` none before training begins.
     """
     check_private_names(GUARD)
-    trial = Trial.of(os.environ)
-    found = settings if isinstance(settings, GuardSettings) else load_settings(settings)
-    found = found if trial is None else trial.applied(found)
+    found, trial = _settings_of(settings)
     if is_trainer(engine):
         check_trainer(engine)
         hides = bool(engine.args.logging_nan_inf_filter)
         return TrainerGuard(engine, lambda made: _guard(made, found, trial, hides_losses=hides))
     return _guard(engine, found, trial)
+
+
+def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, Trial | None]:
+    """The settings with what a trial has otherwise, and the trial."""
+    found, trial = given if isinstance(given, GuardSettings) else load_settings(given), Trial.of(os.environ)
+    return (found if trial is None else trial.applied(found)), trial
 
 
 def _guard(engine: Any, settings: GuardSettings, trial: Trial | None, *, hides_losses: bool = False) -> Guard:

@@ -18,7 +18,7 @@ from megasdc.guard.golden_file import Packed, Part, evaluated, key_of, load_part
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder
 from megasdc.guard.seeded import seed_problems, seeded_parameters
-from megasdc.guard.settings import existing
+from megasdc.guard.settings import recording_problems
 from megasdc.guard.training import Part as Protection
 from megasdc.guard.training import Training
 from megasdc.parallel.collectives import gather_objects, gather_objects_on
@@ -102,8 +102,8 @@ class GuardGolden(Protection):
         )
         if not self._settings.record:
             return load_part(self._path, self._dims, self._key)
-        if self._dims.rank == 0 and self._path.exists():
-            raise ConfigError(existing(self._path))
+        if self._dims.rank == 0 and (problems := recording_problems(self._path)):
+            raise ConfigError(problems)
         return None
 
     def _wanted(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,14 +100,50 @@ def load_settings(
     raise ConfigError(problems, source)
 
 
-def golden_problems(settings: GuardSettings) -> list[str]:
-    """What a look at the golden file's path shows on this host."""
+def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
+    """What a look at the golden file's path shows on this host.
+
+    Args:
+        writes: this process is the one that writes a file which is to be recorded.
+    """
     golden = settings.golden
-    if golden.path is None or golden.record != Path(golden.path).exists():
+    if golden.path is None:
         return []
     if golden.record:
-        return [existing(golden.path)]
+        return recording_problems(golden.path) if writes else []
+    exists = _look(golden.path)
+    if isinstance(exists, str):
+        return [exists]
+    if exists:
+        return []
     return [f"golden.path: there is no file {golden.path} on this host; record it by golden.record, or copy it here."]
+
+
+def recording_problems(path: Path | str) -> list[str]:
+    """Why a golden file cannot be recorded there by this host; its folder is made."""
+    exists = _look(path)
+    if isinstance(exists, str):
+        return [exists]
+    if exists:
+        return [existing(path)]
+    folder = next(one for one in Path(path).absolute().parents if os.path.lexists(one))
+    if not folder.is_dir():
+        return [f"golden.path: {path} cannot be written: {folder} is no folder; choose another path."]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"golden.path: {path} cannot be written: this user may not write to {folder}; choose another path."]
+    return []
+
+
+def _look(path: Path | str) -> bool | str:
+    """Whether there is something; a text: why that cannot be seen."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        return f"golden.path: {path} cannot be looked at on this host: {why}; choose another path."
+    return True
 
 
 def existing(path: Path | str) -> str:

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.errors import ConfigError
-from megasdc.guard.engine import COMPILED, ZERO3
+from megasdc.guard.engine import ZERO3
+
+COMPILES = (
+    "TrainingArguments.torch_compile: got True; allowed: False, since the submodules of a compiled model cannot be "
+    "observed. torch_compile_backend and torch_compile_mode set it, too: leave them out."
+)
 
 
 class TrainerGuard:
@@ -86,7 +91,7 @@ def check_trainer(trainer: Any) -> None:
         )
     problems = []
     if trainer.args.torch_compile:
-        problems.append(COMPILED)
+        problems.append(COMPILES)
     if trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
         problems.append(ZERO3)
     if problems:

@@ -15,6 +15,15 @@ from megasdc.cli import app
 from megasdc.config import load_config
 from megasdc.errors import ConfigError
 from megasdc.guard.engine import check_engine
+from megasdc.guard.settings import TRIAL_VARIABLE, golden_problems
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of rank 0 of an ordinary training, on a host with a GPU or without."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name in ("RANK", TRIAL_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 def _written(folder: Path, **content: Any) -> Path:
@@ -56,6 +65,35 @@ def test_a_golden_file_that_is_not_there_is_found_first(tmp_path: Path) -> None:
     megasdc.check_settings(_written(tmp_path, **verifies))
     with pytest.raises(ConfigError, match=r"golden\.record: got true"):
         megasdc.check_settings(_written(tmp_path, golden={"path": str(golden), "record": True}))
+
+
+def test_what_is_refused_first_is_what_attach_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial records and verifies nothing; only rank 0 records; settings that were checked can be checked again."""
+    golden = tmp_path / "trusted.golden"
+    records = _written(tmp_path, golden={"path": str(golden), "record": True})
+    checked = megasdc.check_settings(records)
+    golden.write_text("")
+    monkeypatch.setenv("RANK", "3")
+    assert megasdc.check_settings(records) == checked == megasdc.check_settings(checked)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"golden\.record: got true"):
+        megasdc.check_settings(checked)
+    monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({"folder": str(tmp_path / "trial"), "steps": 2}))
+    found = megasdc.check_settings(records)
+    assert found.golden.path is None and found.logging.run_dir == str(tmp_path / "trial")
+
+
+def test_a_golden_path_that_cannot_be_used_is_a_problem_in_words(tmp_path: Path) -> None:
+    """One that cannot be looked at, and one below a file; a folder that is not there is made when it is recorded."""
+    (tmp_path / "file").write_text("")
+    for record in (False, True):
+        with pytest.raises(ConfigError, match=r"cannot be looked at on this host: File name too long; choose"):
+            megasdc.check_settings(_written(tmp_path, golden={"path": str(tmp_path / ("x" * 300)), "record": record}))
+    below = {"path": str(tmp_path / "file" / "sub" / "trusted.golden"), "record": True}
+    with pytest.raises(ConfigError, match=f"cannot be written: {tmp_path / 'file'} is no folder"):
+        megasdc.check_settings(_written(tmp_path, golden=below))
+    made = megasdc.check_settings(_written(tmp_path, golden={**below, "path": str(tmp_path / "new" / "a.golden")}))
+    assert golden_problems(made, writes=True) == []
 
 
 def test_a_file_of_the_other_kind_is_one_problem(tmp_path: Path) -> None:
