@@ -142,20 +142,52 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
 def single_process() -> Iterator[None]:
     """A world of one rank, with the groups that Megatron-core's modules need; no port, no launcher.
 
+    Groups that are there are used, and those of Megatron-core added where they are missing. An interface that gloo is
+    to use (``GLOO_SOCKET_IFNAME``) is one of the hosts that train, and need not be here.
+
     Raises:
         RuntimeError: the process is a rank of a larger world.
     """
     if dist.is_initialized():
         if dist.get_world_size() != 1:
             raise RuntimeError(f"this process is one of {dist.get_world_size()} ranks, needed is one alone")
-        yield
+        with _own_model_parallel():
+            yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with _any_interface():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        init_model_parallel(1, 1, 600.0)
-        yield
+        with _own_model_parallel():
+            yield
     finally:
         shutdown()
+
+
+@contextmanager
+def _own_model_parallel() -> Iterator[None]:
+    """Megatron-core's groups of one rank; those that are there are left as they are."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        yield
+        return
+    try:
+        with _any_interface():
+            init_model_parallel(1, 1, 600.0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def _any_interface() -> Iterator[None]:
+    """Inside, gloo chooses the interface: a group of one rank talks to nobody."""
+    given = os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = given
 
 
 def set_all_timeouts(timeout_s: float) -> int:

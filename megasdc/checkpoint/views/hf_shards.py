@@ -32,8 +32,8 @@ class HfShards:
     """The safetensors files of a model, with an index by tensor name.
 
     Raises:
-        CheckpointError: there are none, or one in the index is missing; a tensor is in two files, or it is not known
-            which files count.
+        CheckpointError: there are none, or one in the index is missing; a tensor is in two files and differs, or it
+            is not known which files count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,10 +65,12 @@ class HfShards:
             if Path(name).name != name:
                 raise CheckpointError(f"{index} names {name!r}, which is not a file in its folder")
             located = locate_tensors(folder / name)
-            if twice := sorted(located.keys() & self.file_of.keys()):
-                raise CheckpointError(
-                    f"{twice[0]} is in {folder / self.file_of[twice[0]]} and in {folder / name}: remove one of the two"
-                )
+            for twice in sorted(located.keys() & self.file_of.keys()):
+                if not twice.endswith(_BUFFERS) and not _same_bytes(self.extents[twice], located[twice]):
+                    raise CheckpointError(
+                        f"{twice} is in {folder / self.file_of[twice]} and in {folder / name}, and they differ: "
+                        "remove the one that is not of this model"
+                    )
             self.extents |= located
             self.file_of |= dict.fromkeys(located, name)
             self.shape_of |= {key: list(extent.shape) for key, extent in located.items()}
@@ -104,11 +106,16 @@ class HfShards:
             self._check_tied(next(name for name in wanted if name.endswith(_WORD_EMBEDDINGS)))
 
     def _check_tied(self, embedding: str) -> None:
-        """Compare the output with the word embedding, some elements at a time; both may have a gigabyte."""
+        """Compare the output with the word embedding, some elements at a time; both may have a gigabyte.
+
+        Where one of the two is saved with less precision, the other is rounded to it.
+        """
         ours, head = self.extents[self.name_in_file(embedding)], self.extents[HEAD]
+        known = [dtype for dtype in (ours.dtype, head.dtype) if dtype in DTYPES]
+        narrow = min(known, key=lambda dtype: dtype.itemsize) if len(known) == 2 else torch.float32
 
         def read(extent: Extent, start: int) -> Tensor:
-            return read_whole(extent.run(start, min(_ELEMENTS, extent.numel() - start))).float()
+            return _piece(extent, start).to(narrow).float()
 
         starts = range(0, head.numel(), _ELEMENTS)
         if head.shape == ours.shape and all(torch.equal(read(ours, start), read(head, start)) for start in starts):
@@ -175,6 +182,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content
+
+
+def _piece(extent: Extent, start: int) -> Tensor:
+    """Elements [n] of a tensor, at most ``_ELEMENTS``."""
+    return read_whole(extent.run(start, min(_ELEMENTS, extent.numel() - start)))
+
+
+def _same_bytes(one: Extent, other: Extent) -> bool:
+    """Whether two tensors are equal, NaN and signs of zero included."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        torch.equal(_piece(one, start).view(torch.uint8), _piece(other, start).view(torch.uint8))
+        for start in range(0, one.numel(), _ELEMENTS)
+    )
 
 
 def _is_text(value: object) -> bool:

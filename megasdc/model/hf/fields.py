@@ -197,6 +197,8 @@ def _rotary_base(read: _Reader) -> int:
             read.problems.append(f"{key}: got {rope!r}; needed is an object with rope_type and rope_theta.")
             return 1
         for name, value in rope.items():
+            if value is None:  # as if it were not there
+                continue
             if name in ("rope_type", "type") and value != "default":
                 read.problems.append(f"{key}.{name}: got {value!r}; supported is 'default'.")
             elif isinstance(value, dict) or value != _NEUTRAL.get(name, value):

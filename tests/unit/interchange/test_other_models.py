@@ -1,23 +1,42 @@
 """What would be imported as another model than that of transformers is refused, and logits are compared."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from small_models import TENSORS, change, edit, made
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasdc.checkpoint.initial import InitialWeights
+from megasdc.checkpoint.views import hf_shards
 from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.whole import open_hf_view
 from megasdc.errors import CheckpointError, ConfigError
 from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf
 from megasdc.model.hf import hf_shapes, model_fields
+from megasdc.parallel import groups
 
 INDEX, HEAD = "model.safetensors.index.json", "lm_head.weight"
+
+
+def scale(folder, factor, *parts):
+    """Multiply the tensors whose names contain one of ``parts``."""
+    tensors = load_file(folder / TENSORS)
+    change(folder, **{name: value * factor for name, value in tensors.items() if any(part in name for part in parts)})
+
+
+def opened(weights, folder):
+    """Both sides of a comparison."""
+    found, shards = InitialWeights(weights), HfShards(folder)
+    shards.check(found.model, hf_shapes(found.model, found.vocab_size))
+    return found, shards
 
 
 def refused(folder, error, message):
@@ -63,10 +82,22 @@ def test_rotary_settings_that_disagree(tmp_path, changes, message):
     refused(folder, ConfigError, message)
 
 
+def test_rotary_settings_that_are_null(tmp_path):
+    """A key with null is as one that is not there; beside it one that counts is still found."""
+    folder = made(tmp_path / "model")
+    nulls = {"factor": None, "attention_factor": None, "original_max_position_embeddings": None}
+    edit(folder, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **nulls})
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+    shutil.rmtree(tmp_path / "out")
+    edit(folder, rope_parameters={"rope_type": None, "rope_theta": 10000.0, **nulls, "factor": 4.0})
+    refused(folder, ConfigError, "rope_parameters.factor: got 4.0")
+
+
 def test_rotary_settings_that_agree(tmp_path):
     """Older and newer keys may stand side by side."""
     folder = made(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    edit(folder, rope_theta=500, rope_scaling={"type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0})
+    neutral = {"type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0, "factor": None}
+    edit(folder, rope_theta=500, rope_scaling=neutral)
     found = import_hf(folder, tmp_path / "out")
     assert (found.model["rotary_base"], found.logits.difference < 1e-5) == (500, True)
 
@@ -92,7 +123,39 @@ def test_it_is_known_which_file_holds_a_tensor(tmp_path):
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     refused(folder, CheckpointError, f"holds {TENSORS}, which transformers reads, and {INDEX}")
     (folder / TENSORS).unlink()
-    refused(folder, CheckpointError, f"{HEAD} is in .*a.safetensors and in .*b.safetensors")
+    refused(folder, CheckpointError, f"{HEAD} is in .*a.safetensors and in .*b.safetensors, and they differ")
+
+
+def test_tensors_twice_that_change_nothing(tmp_path, monkeypatch):
+    """An equal tensor in two files, of several pieces too, and buffers that are never read are no problem."""
+    folder = made(tmp_path / "model")
+    monkeypatch.setattr(hf_shards, "_ELEMENTS", 100)
+    tensors, buffer = load_file(folder / TENSORS), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**tensors, buffer: torch.ones(4)}, folder / "a.safetensors", {"format": "pt"})
+    save_file({HEAD: tensors[HEAD], buffer: torch.zeros(4)}, folder / "b.safetensors", {"format": "pt"})
+    (folder / TENSORS).unlink()
+    weight_map = {name: "b.safetensors" if name == HEAD else "a.safetensors" for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+    shutil.rmtree(tmp_path / "out")
+    other = tensors[HEAD].clone()
+    other[-1, -1] = torch.nextafter(other[-1, -1], torch.tensor(9.0))
+    save_file({HEAD: other}, folder / "b.safetensors", {"format": "pt"})
+    refused(folder, CheckpointError, f"{HEAD} is in .* and they differ")
+
+
+@pytest.mark.parametrize("rounded", ["words", "head"])
+def test_tied_embeddings_of_two_types(tmp_path, rounded):
+    """The same matrix with less precision in one of both is no other matrix; one that is another even so is."""
+    folder = made(tmp_path / "model", tie_word_embeddings=True)
+    name = "model.embed_tokens.weight"
+    words = load_file(folder / TENSORS)[name]
+    pair = {name: words.bfloat16(), HEAD: words} if rounded == "words" else {name: words, HEAD: words.bfloat16()}
+    change(folder, **pair)
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+    shutil.rmtree(tmp_path / "out")
+    change(folder, **{HEAD: pair[HEAD] * 1.02})
+    refused(folder, ConfigError, f"{HEAD} is another matrix than")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -116,6 +179,98 @@ def test_logits_are_compared_with_transformers(tmp_path, kind, tied):
     assert compare_logits.compare_logits(weights, shards, rounded_to=torch.bfloat16).difference < 1e-5
     with pytest.raises(ConfigError, match=r"logits .* differ from those that transformers computes"):
         compare_logits.compare_logits(weights, shards)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_settings_that_change_no_logits(tmp_path, kind):
+    """Kernels that are not here, outputs in another form and ids of tokens keep no model from being compared."""
+    folder = made(tmp_path / "model", kind)
+    edit(folder, attn_implementation="flash_attention_2", _attn_implementation="flash_attention_2", return_dict=False)
+    edit(folder, use_return_dict=False, output_attentions=True, pad_token_id=99)
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+
+
+def test_what_transformers_cannot_compute_is_not_verified(tmp_path):
+    """The import is made, and the reason is printed."""
+    folder = made(tmp_path / "model")
+    edit(folder, layer_types=["unknown", "unknown"])
+    found = import_hf(folder, tmp_path / "out").logits
+    assert found.difference is None
+    assert found.render().startswith("logits: not verified, transformers cannot compute it: ")
+
+
+def test_attention_with_a_buffer(tmp_path, monkeypatch):
+    """As GPT-2's of transformers 4, with its causal mask: computed with the folder's weights, without dropout."""
+    attention = transformers.models.gpt2.modeling_gpt2.GPT2Attention
+    init, forward = attention.__init__, attention.forward
+
+    def with_mask(self, *args, **settings):
+        init(self, *args, **settings)
+        self.register_buffer("bias", torch.tril(torch.ones(64, 64, dtype=torch.bool)), persistent=False)
+
+    def masked(self, *args, **settings):
+        assert not self.training and bool(self.bias.sum() == 64 * 65 / 2)
+        return forward(self, *args, **settings)
+
+    monkeypatch.setattr(attention, "__init__", with_mask)
+    monkeypatch.setattr(attention, "forward", masked)
+    folder = made(tmp_path / "model", "gpt2")
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+
+
+def peaked(folder):
+    """A model whose attention chooses one token, so that rounding of earlier layers chooses another now and then."""
+    made(folder, num_hidden_layers=8)
+    scale(folder, 40.0, "q_proj", "k_proj")
+    return folder
+
+
+def test_a_model_that_amplifies_rounding_is_not_refused(tmp_path):
+    """Two right computations of it differ: that is told with both numbers, and is neither verified nor refused."""
+    found = import_hf(peaked(tmp_path / "model"), tmp_path / "out").logits
+    assert found.difference is None
+    assert found.render().startswith("logits: not verified, this model amplifies rounding by ")
+
+
+@pytest.mark.parametrize("wrong", ["rotation", "head"])
+def test_another_model_is_refused_though_it_amplifies_rounding(tmp_path, monkeypatch, wrong):
+    """A wrong rotation shows in the first layer, a wrong output in the logits, above what rounding explains there."""
+    folder = peaked(tmp_path / "model")
+    if wrong == "rotation":
+        content = json.loads((folder / "config.json").read_text())
+        edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
+        monkeypatch.setattr("megasdc.interchange.import_hf.model_fields", lambda config: model_fields(content))
+        refused(folder, ConfigError, r"first model.layers.0 by .*, where rounding explains")
+        return
+    import_hf(folder, tmp_path / "out")
+    change(folder, **{HEAD: load_file(folder / TENSORS)[HEAD].flip(0)})
+    with pytest.raises(ConfigError, match=r"first lm_head by .*, where rounding explains"):
+        compare_logits.compare_logits(*opened(tmp_path / "out", folder))
+
+
+def test_an_interface_that_is_not_on_this_host(tmp_path, monkeypatch):
+    """A variable for hosts that train does not stop a process that is alone, and is as before afterwards."""
+    folder = made(tmp_path / "model")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib9")
+    assert import_hf(folder, tmp_path / "out").logits.difference < 1e-5
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib9"
+
+
+def test_in_a_process_that_has_a_group(tmp_path):
+    """In one of its own Megatron-core's groups are added and taken away; as one of several ranks it is not verified."""
+    folder = made(tmp_path / "model")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert import_hf(folder, tmp_path / "one").logits.difference < 1e-5
+        assert dist.is_initialized() and not parallel_state.model_parallel_is_initialized()
+    finally:
+        groups.shutdown()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        found = import_hf(folder, tmp_path / "two").logits
+    finally:
+        groups.shutdown()
+    assert found.render() == "logits: not verified, this process is one of 2 ranks, needed is one alone"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +297,8 @@ def test_a_setting_that_only_transformers_reads_is_found(tmp_path, monkeypatch):
     content = json.loads((folder / "config.json").read_text())
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
     monkeypatch.setattr("megasdc.interchange.import_hf.model_fields", lambda config: model_fields(content))
-    refused(folder, ConfigError, r"logits .* differ .* first model.layers.0 by")
+    both = f"logits of {tmp_path / 'out'} differ from those that transformers computes from {folder}: "
+    refused(folder, ConfigError, f"{both}.* first model.layers.0 by")
 
 
 def test_without_memory_it_is_said(tmp_path, monkeypatch):
