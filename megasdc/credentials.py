@@ -97,7 +97,8 @@ def find_secrets(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[s
     """
     if isinstance(value, dict):
         for key, inner in value.items():
-            if is_secret_name(key) and isinstance(inner, str | int | float) and inner not in ("", False, None):
+            is_value = isinstance(inner, str | int | float) and not isinstance(inner, bool) and inner != ""
+            if is_value and is_secret_name(key):
                 yield (*at, key)
             else:
                 yield from find_secrets(inner, (*at, key))
