@@ -274,7 +274,7 @@ def one_edit(word, kind, place, letter):
     return word[:place] + letter + word[place + 1 :]
 
 
-@example(("sdc.always_on", "tokens"), "drop", 5, "a")
+@example(("megasdc.sdc.always_on", "tokens"), "drop", 5, "a")
 @given(
     st.sampled_from(KEYS),
     st.sampled_from(["drop", "insert", "swap", "replace"]),
