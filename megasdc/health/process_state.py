@@ -40,7 +40,7 @@ def started_at(pid: int) -> float:
 
     Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
     """
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
@@ -120,7 +120,11 @@ def _times_run(pid: int) -> int:
 
     Source: proc_pid_status(5), ``voluntary_ctxt_switches`` and ``nonvoluntary_ctxt_switches``.
     """
-    lines = [line for path in Path(f"/proc/{pid}/task").glob("*/status") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in Path(f"/proc/{pid}/task").glob("*/status")
+        for line in path.read_text(errors="replace").splitlines()
+    ]
     return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
 

@@ -71,7 +71,7 @@ def _is_launcher(pid: int, sign: bytes) -> bool:
 
 def _state(pid: int) -> str:
     try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return ""
 

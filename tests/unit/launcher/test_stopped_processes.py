@@ -28,6 +28,7 @@ from megasdc.launcher import process as process_module
 from megasdc.launcher import supervision
 from megasdc.launcher.environment import STOP_GRACE_VARIABLE
 from megasdc.launcher.hosts import Placement
+from megasdc.launcher.on_host import running
 from megasdc.launcher.process import LauncherProcess
 from megasdc.launcher.records import (
     LAUNCH_ID_VARIABLE,
@@ -395,3 +396,15 @@ def test_what_outlives_its_time_to_end_is_killed(
     with subprocess.Popen([sys.executable, "-S", "-c", PATIENT], env=environment) as rank:
         assert wait_for_ranks(launched, set()) and rank.wait(10) == -signal.SIGKILL
     assert f"still running after 0.1 s, and killed: this host: process {rank.pid}" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_text_hides_no_process() -> None:
+    """A process that has named itself by bytes that end inside a character is found as any other."""
+    program = r"import ctypes, time; ctypes.CDLL(None).prctl(15, b'\xc3'); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as named:
+        try:
+            assert named.stdout and named.stdout.readline()
+            assert b"(\xc3)" in Path(f"/proc/{named.pid}/stat").read_bytes()
+            assert started_at(named.pid) >= started_at(os.getpid()) and running._state(named.pid) in ("R", "S")
+        finally:
+            named.kill()
