@@ -25,6 +25,8 @@ DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
 LONGEST_BUILD_S = 1800.0
 """A lock of a compiled extension that is older is that of no build."""
+CPU_EXTENSIONS = ("cpu_adam", "fused_adam", "deepspeed_shm_comm", "deepspeed_ccl_comm")
+"""What DeepSpeed (0.19.8) compiles for an optimizer and for communication on CPUs; Source: its ``op_builder/cpu``."""
 LOOPBACK = "127."
 STORAGE = StorageError.exit_code
 
@@ -61,7 +63,7 @@ class HostProblem:
     """What prevents a start.
 
     Args:
-        hosts: that have it; empty: it is not known which ones, or this one alone.
+        hosts: that have it; empty: it is not known which ones, this one alone, or it is no fault of theirs.
         text: a sentence that names them, with the remedy.
         code: exit code of the error that a rank there would end with, or LaunchError's.
         silent: the host gave no answer.
@@ -137,7 +139,12 @@ def inspect_hosts(
             several = among_others or len(placement.hosts) > 1
             report.found.extend(_host_problems(answer.host, answer.value, needs, several))
     report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
-    report.found.extend(lock_problems({host: found["locks"] for host, found in report.facts.items()}))
+    for host, name, text in left_behind({host: found["locks"] for host, found in report.facts.items()}):
+        if "ninja" in needs.compilers and _has_none(report.facts[host], needs) and name in CPU_EXTENSIONS:
+            # Of no host: a lock is no fault of one, and no other has to take its place.
+            report.found.append(HostProblem((), text))
+        else:
+            (watch.say or logger.warning)(text)
     report.found.extend(code_problems({host: found["code"] for host, found in report.facts.items()}, trusted))
     if placement.remote:
         (here,) = Transport(remote=False).run(["this host"], program, request, timeout_s=PROBE_TIMEOUT_S, watch=watch)
@@ -187,20 +194,23 @@ def code_problems(code: Mapping[str, Mapping[str, str | None]], trusted: Collect
     return problems
 
 
-def lock_problems(locks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[HostProblem]:
-    """Locks of compiled extensions whose writers have gone, for which ranks would wait without end.
+def left_behind(locks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, str, str]]:
+    """Locks whose writers have gone, for which ranks would wait without end: host, name of the extension and sentence.
 
-    One in a folder that hosts share may be that of a build on a host that is not asked, until it is too old for that.
+    One in a folder that hosts share may be that of a build on a host that is not asked, until it is too old for that,
+    as may one whose possible writers are not all seen.
 
     Args:
         locks: by host, as the probe reports them.
     """
-    held = {one["path"] for own in locks.values() for one in own if one["held"]}
+    held = [one for own in locks.values() for one in own if one["held"]]
     return [
-        HostProblem((host,), f"{host}: {_lock_text(one)}")
+        (host, Path(one["path"]).parent.name, f"{host}: {_lock_text(one)}")
         for host, own in locks.items()
         for one in own
-        if one["path"] not in held and (one["age_s"] > LONGEST_BUILD_S or (one["local"] and one["held"] is False))
+        if not one["held"] and (one["age_s"] > LONGEST_BUILD_S or (one["local"] and one["held"] is False))
+        # A path on disks of two hosts is that of two files.
+        if not any(one["path"] == other["path"] and not (one["local"] and other["local"]) for other in held)
     ]
 
 
@@ -216,7 +226,7 @@ def _lock_text(lock: Mapping[str, Any]) -> str:
     writer = {
         True: "a process of this host has it open, which may be compiling",
         False: "no process of this host has it open: its writer was killed, or is on another host",
-        None: "it is another user's, whose processes cannot be looked at",
+        None: "whether a process has it open is not known, since not all that may are seen",
     }[lock["held"]]
     return (
         f"{lock['path']} locks a compiled extension since {lock['age_s']:.0f} s; {writer}; a rank that needs the "
@@ -274,7 +284,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
             f"{host}: rank 0 cannot listen on port {needs.master_port} ({found['port_problem']}); "
             "end the other run, or choose another with `-- --master_port N`"
         )
-    has_none = needs.cpu_only or not found["has_gpu"]
+    has_none = _has_none(found, needs)
     if has_none:
         problems += _missing_compilers(host, found, needs)
     own = found["own_address"]
@@ -290,6 +300,11 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
         for path, why in found["unwritable"].items()
     ]
     return [*(HostProblem((host,), text) for text in problems), *unwritable]
+
+
+def _has_none(found: Mapping[str, Any], needs: HostNeeds) -> bool:
+    """Whether ranks of a host have no accelerator."""
+    return needs.cpu_only or not found["has_gpu"]
 
 
 def _missing_compilers(host: str, found: Mapping[str, Any], needs: HostNeeds) -> list[str]:

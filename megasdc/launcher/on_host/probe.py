@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from typing import Any
 WRITTEN_BYTES = 1 << 16
 ON_THIS_HOST = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}
 """File systems of one host alone."""
+FIRST_PIDS = "pid:[4026531836]"
+"""Namespace in which all processes of a host are seen; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -149,46 +152,85 @@ def _locks(folder: str | None) -> list[dict[str, Any]]:
     """Locks of extensions that are being compiled, or whose compilation was killed: PyTorch then waits without end.
 
     Each with its ``path``, its age ``age_s``, ``held``: whether a process of this host has it open, as who compiles
-    does (``torch.utils.file_baton``), None: those of its owner cannot be looked at; and ``local``: whether its file
-    system is that of one host.
+    does (``torch.utils.file_baton``), None: not all that may have are seen; and ``local``: whether its file system is
+    that of one host.
     """
     found = []
     for path in sorted(pathlib.Path(folder).glob("*/lock")) if folder is not None else ():
         try:
             seen = path.stat()
+            held = _is_open(seen)
+            now = path.stat()
         except OSError:
             continue  # it was released
-        can_look = os.getuid() in (0, seen.st_uid)
-        held = _is_open(seen) if can_look else None
-        age_s = max(0.0, time.time() - seen.st_mtime)
+        if (now.st_dev, now.st_ino) != (seen.st_dev, seen.st_ino):
+            continue  # it was released meanwhile, and somebody else compiles
+        age_s = max(0.0, time.time() - now.st_mtime)
         found.append({"path": str(path), "age_s": age_s, "held": held, "local": _file_system(path) in ON_THIS_HOST})
     return found
 
 
-def _is_open(seen: os.stat_result) -> bool:
-    """Whether a process of this host has a file open."""
-    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+def _is_open(seen: os.stat_result) -> bool | None:
+    """Whether a process of this host has a file open; None: not known, since a process may have that is not seen.
+
+    Those of another user are not looked at: its writer is the file's owner. In a container processes of others are not
+    seen at all.
+    """
+    is_unseen = os.getuid() not in (0, seen.st_uid) or _process_namespace() != FIRST_PIDS
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            other = os.stat(link)
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                other = _status(f"/proc/{pid}/fd/{name}")
+                if other is not None and (other.st_dev, other.st_ino) == (seen.st_dev, seen.st_ino):
+                    return True
+        except PermissionError:
+            is_unseen = is_unseen or _user_of(pid) in (None, seen.st_uid)
         except OSError:
-            continue  # it has ended, or is another user's
-        if (other.st_dev, other.st_ino) == (seen.st_dev, seen.st_ino):
-            return True
-    return False
+            continue  # it has ended
+    return None if is_unseen else False
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _status(path: str) -> os.stat_result | None:
+    """Of what a path leads to; None: it is gone."""
+    try:
+        return os.stat(path)
+    except PermissionError:
+        raise
+    except OSError:
+        return None
+
+
+def _user_of(pid: str) -> int | None:
+    """The user who runs a process; None: not known, or it has ended."""
+    try:
+        lines = pathlib.Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("Uid:")), None)
+    except OSError:
+        return None
 
 
 def _file_system(path: pathlib.Path) -> str:
-    """Type of the file system that holds a path; empty: not known.
+    r"""Type of the file system that holds a path; empty: not known.
 
-    Source: proc_pid_mountinfo(5): the mount point is field 5, the type comes after a dash.
+    Source: proc_pid_mountinfo(5): the mount point is field 5, with blanks and the like as ``\040``; the type comes
+    after a dash.
     """
     best = "", ""
+    whole = path.resolve()
     try:
         lines = pathlib.Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     for line in lines:
         point, kind = line.split()[4], line.partition(" - ")[2].split()[0]
-        if path.resolve().is_relative_to(point) and len(point) >= len(best[0]):
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
+        if whole.is_relative_to(point) and len(point) >= len(best[0]):
             best = point, kind
     return best[1]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from megasdc.launcher.checks import (
     address_from_here,
     code_problems,
     data_problems,
+    inspect_hosts,
+    left_behind,
     left_locks,
-    lock_problems,
     master_address,
     version_problems,
 )
 from megasdc.launcher.front import launch_run
+from megasdc.launcher.hosts import Placement
 from megasdc.launcher.on_host import files, module, probe
 from megasdc.launcher.remote import Transport, Watch, patience_s
 from megasdc.launcher.request import LaunchRequest
@@ -221,22 +223,91 @@ def test_a_lock_of_a_killed_build_is_named_before_ranks_wait_for_it(tmp_path: Pa
         try:
             assert writer.stdout is not None and writer.stdout.readline() == b"taken\n"
             (live,) = probe._locks(str(tmp_path))
-            assert live["path"] == str(lock) and live["held"] and lock_problems({"a": [live], "b": [live]}) == []
+            assert live["path"] == str(lock) and live["held"] and left_behind({"a": [live], "b": [live]}) == []
         finally:
             writer.kill()
     (left,) = probe._locks(str(tmp_path))
-    assert left["held"] is False and left["age_s"] >= live["age_s"]
-    (problem,) = lock_problems({"a": [{**left, "local": True}], "b": []})
-    assert problem.hosts == ("a",) and f"a: {lock} locks a compiled extension since " in problem.text
-    assert "no process of this host has it open" in problem.text
-    assert lock_problems({"a": [{**left, "local": True}], "b": [live]}) == [], "b compiles it for both"
+    assert not left["held"] and left["age_s"] >= live["age_s"]
+    left |= {"held": False, "local": True}  # as on the host itself, outside of containers
+    ((host, name, text),) = left_behind({"a": [left], "b": []})
+    assert (host, name) == ("a", "an extension") and text.startswith(f"a: {lock} locks a compiled extension since ")
+    assert "no process of this host has it open" in text
     shared = {**left, "local": False}
-    assert lock_problems({"a": [shared]}) == [], "who compiles may be on a host that is not asked"
-    assert len(lock_problems({"a": [{**shared, "age_s": 4000.0}]})) == 1
+    assert left_behind({"a": [shared], "b": [{**live, "local": False}]}) == [], "b compiles it for both"
+    assert len(left_behind({"a": [left], "b": [{**live, "local": True}]})) == 1, "b compiles on its own disk"
+    for unknown in (shared, {**left, "held": None}):
+        assert left_behind({"a": [unknown]}) == [], "who compiles may be on a host that is not asked, or not seen"
+        assert len(left_behind({"a": [{**unknown, "age_s": 4000.0}]})) == 1
     (told,) = left_locks(["here"], Transport(remote=False), str(tmp_path))
     assert told.startswith(f"here: {lock} locks")
     subprocess.run(told.rpartition("remove it (")[2][:-1], shell=True, check=True)
     assert probe._locks(str(tmp_path)) == [] and probe._locks(None) == []
+
+
+def test_a_lock_that_its_writer_releases_meanwhile_was_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one that another has taken then; in a container, or where a process is not seen, it is not known."""
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setattr(probe, "_process_namespace", lambda: probe.FIRST_PIDS)
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [str(os.getpid())] if path == "/proc" else listed(path))
+    assert probe._is_open(lock.stat()) is False
+    with lock.open("rb"):
+        assert probe._is_open(lock.stat()) is True
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_process_namespace", lambda: "pid:[4026532000]")
+        assert probe._is_open(lock.stat()) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "_user_of", lambda pid: lock.stat().st_uid)
+        patch.setattr(os, "listdir", _refused_below(os.listdir))
+        assert probe._is_open(lock.stat()) is None
+    for taken_again in (False, True):
+        lock.touch()
+
+        def released(seen: os.stat_result, taken_again: bool = taken_again) -> bool:
+            (tmp_path / "keeps the number").hardlink_to(lock)
+            lock.unlink()
+            if taken_again:
+                lock.touch()
+            (tmp_path / "keeps the number").unlink()
+            return False
+
+        with monkeypatch.context() as patch:
+            patch.setattr(probe, "_is_open", released)
+            assert probe._locks(str(tmp_path)) == []
+
+
+def _refused_below(listed: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    def refuse(path: str) -> list[str]:
+        if path.endswith("/fd"):
+            raise PermissionError(path)
+        return listed(path)
+
+    return refuse
+
+
+@pytest.mark.parametrize(("compiler", "name"), [("ninja", "cpu_adam"), ("ninja", "own"), ("g++", "cpu_adam")])
+def test_a_left_lock_blames_no_host_and_stops_only_runs_that_compile(tmp_path: Path, compiler: str, name: str) -> None:
+    """Others are told of it: they may never need the extension."""
+    compiles = (compiler, name) == ("ninja", "cpu_adam")
+    lock = tmp_path / name / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (1.0, 1.0))
+    needs = HostNeeds(
+        cwd="/", python_path=[*sys.path], path=[], readable={}, data=[], code=[], writable=[], master_port=None,
+        compilers={compiler: "a setting"}, cpu_only=True, gloo_interface=False, always_gloo=False,
+        extensions=str(tmp_path),
+    )  # fmt: skip
+    said: list[str] = []
+    placement = Placement({"h": [0]}, remote=False)
+    report = inspect_hosts(placement, Transport(remote=False), needs, watch=Watch(say=said.append))
+    (text,) = report.problems if compiles else said
+    assert f"h: {lock} locks a compiled extension since" in text
+    assert all(not one.hosts for one in report.found) and len(report.found) == compiles
 
 
 def test_a_launch_whose_ranks_would_wait_for_a_left_lock_starts_nothing(
@@ -249,6 +320,7 @@ def test_a_launch_whose_ranks_would_wait_for_a_left_lock_starts_nothing(
     os.utime(lock, (1.0, 1.0))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     sets = (f"megasdc.logging.run_dir={tmp_path}/run", f"megasdc.data.path={tmp_path}")
+    sets += ("optimizer.params.torch_adam=false",)
     with pytest.raises(LaunchError, match=f"{lock} locks a compiled extension since"):
         launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
 
@@ -257,6 +329,13 @@ def test_the_file_system_of_a_path_is_known() -> None:
     """By the deepest mount above it."""
     assert probe._file_system(Path("/proc/self")) == "proc"
     assert probe._file_system(Path("/dev/shm")) in probe.ON_THIS_HOST
+
+
+def test_mounts_with_blanks_in_their_names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes these as octal numbers."""
+    lines = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /my\\040disk rw - nfs4 s:/x rw\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: lines)
+    assert probe._file_system(Path("/my disk/x")) == "nfs4" and probe._file_system(Path("/mydisk")) == "ext4"
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
