@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -145,8 +146,22 @@ class Ranks:
 
     def _killed_for_memory(self, rank: str) -> MemoryKill | None:
         """That the kernel has ended a rank for want of memory; None: there is no sign of it."""
-        own = [one.pid for one in psutil.Process().children(recursive=True)]
-        return self._memory.of(self._processes[rank].pid, own)
+        return self._memory.of(self._processes[rank].pid, own_processes())
+
+
+def own_processes() -> set[int]:
+    """Processes of this launch on this host, those too whose ranks have ended, and which are no children any more.
+
+    By the variable that ranks and what they start have, or by the session; one of the user's own counts as well, since
+    to blame the host for less is safer.
+    """
+    found = {one.pid for one in psutil.Process().children(recursive=True)}
+    sign, session = f"{NODE_PID_VARIABLE}={os.getpid()}".encode(), os.getsid(0)
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if os.getsid(pid) == session or sign in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
 
 
 def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -76,6 +77,43 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
     assert process.wait(timeout=20) == 1
     process.stdout.close()
     assert os.path.exists(f"{tmp_path}/saved") == saved
+
+
+LEFT = """
+import json, os, psutil, sys, time
+from megasdc.launcher import node
+os.environ[node.NODE_PID_VARIABLE] = str(os.getpid())
+class Watch:
+    def of(self, pid, own):
+        print(json.dumps(sorted(own)), flush=True)
+program = '''
+import os, signal, time
+if (worker := os.fork()) == 0:
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1), os.dup2(1, 2)
+    {session}
+    time.sleep(60)
+print(worker, flush=True)
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+ranks = node.Ranks(Watch())
+one = ranks.start([sys.executable, "-c", program], env={{**os.environ, "RANK": "0"}})
+while psutil.Process(one.pid).status() != "zombie":
+    time.sleep(0.05)
+ranks.tell_failed()
+"""
+
+
+@pytest.mark.parametrize("session", ["pass", "os.setsid()"])
+def test_workers_that_a_killed_rank_has_left_are_no_other_programs(session: str) -> None:
+    """They have another parent by then, and those of a data loader live on for seconds, with what the rank had."""
+    program = [sys.executable, "-c", LEFT.format(session=session)]
+    done = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    worker, own = map(json.loads, done.stdout.splitlines()[-2:])
+    try:
+        assert worker in own
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 SMALL = """
