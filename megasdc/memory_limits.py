@@ -15,7 +15,8 @@ from pathlib import Path
 PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
 FIRST_PIDS = "pid:[4026531836]"
 """Namespace of process ids that the kernel's log has; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
-_KILLED = re.compile(rb"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB")
+_KILLED = re.compile(rb"(?:ut of memory[^:\n]*:|;) ?Killed process (\d+) \([^\n]*?total-vm:\d+kB, anon-rss:(\d+)kB")
+"""Source: ``__oom_kill_process`` of the kernel's mm/oom_kill.c; until 5.0 the sentence had nothing before it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MemoryKill:
-    """That the kernel has ended a process for want of memory, in bytes.
+    """That the kernel has ended a process for want of memory, in bytes; None: not known.
 
     Args:
         total: that programs may have together there.
@@ -55,22 +56,31 @@ class MemoryKill:
         process: that the process had; None: the kernel's log does not tell.
     """
 
-    total: int
-    others: int
-    before: int
+    total: int | None
+    others: int | None
+    before: int | None
     process: int | None = None
 
 
 class MemoryWatch:
     """Tells whether a process of this host was ended for want of memory since this was made.
 
-    That the memory cgroup of this process counts one more, or that the kernel's log names the process.
+    That the kernel's log names the process; where the log is not read, that the memory cgroup of this process counts
+    more than when all were last seen to run, and more than processes that this was told of.
     """
 
     def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS, log: Path = KERNEL_LOG) -> None:
         self._proc, self._cgroups, self._log = proc, cgroups, log
-        self._count, self._before = self._killed(), memory_use(proc, cgroups)
-        self._logged = {pid for pid, _ in self._entries()}
+        self._count = self._next = self._killed()
+        self._before = self._use()
+        self._logged = set(self._entries() or {})
+
+    def all_run(self) -> None:
+        """Take it that nothing which was counted at the last call has ended a rank: all of them run.
+
+        The kernel counts a process before it has ended.
+        """
+        self._count, self._next = self._next, self._killed()
 
     def of(self, pid: int, own: Iterable[int]) -> MemoryKill | None:
         """Numbers of the end of a process, which SIGKILL has ended; None: there is no sign that memory was the cause.
@@ -78,14 +88,25 @@ class MemoryWatch:
         Args:
             own: processes of the launch that live.
         """
-        logged = dict(self._entries())
-        count = self._killed()
-        grew = count is not None and self._count is not None and count > self._count
-        if not grew and (pid not in logged or pid in self._logged):
-            return None
-        now = memory_use(self._proc, self._cgroups)
+        logged = self._entries()
+        if logged is not None:
+            if pid not in logged or pid in self._logged:
+                return None
+        else:
+            count = self._killed()
+            if count is None or self._count is None or count <= self._count:
+                return None
+            self._count += 1
+        process, now = (logged or {}).get(pid), self._use()
+        if now is None or self._before is None:
+            return MemoryKill(None, None, None, process)
         others = max(0, now.used - sum(_anonymous_of(self._proc, one) for one in own))
-        return MemoryKill(now.total, others, self._before.used, logged.get(pid))
+        return MemoryKill(now.total, others, self._before.used, process)
+
+    def _use(self) -> MemoryUse | None:
+        with suppress(OSError, ValueError, KeyError):
+            return memory_use(self._proc, self._cgroups)
+        return None
 
     def _killed(self) -> int | None:
         """Processes of this one's memory cgroup and those below that were ended so; None: it does not count them."""
@@ -97,16 +118,18 @@ class MemoryWatch:
                         return int(line.split()[1])
         return None
 
-    def _entries(self) -> Iterator[tuple[int, int]]:
-        """Process and its bytes of each entry of the kernel's log; none where its ids are others, or it is not read."""
-        with suppress(OSError):
+    def _entries(self) -> dict[int, int] | None:
+        """Bytes by process of each entry of the kernel's log; None: its process ids are others, or it is not read."""
+        try:
             if os.readlink(self._proc / "self" / "ns" / "pid") != FIRST_PIDS:
-                return
+                return None
             number = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                yield from _entries(number)
+                return dict(_entries(number))
             finally:
                 os.close(number)
+        except OSError:
+            return None
 
 
 def _entries(number: int) -> Iterator[tuple[int, int]]:
@@ -143,7 +166,7 @@ def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimi
 def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
     """Of the host, or of the memory cgroup above this process with the lowest limit."""
     host = _meminfo(proc)
-    best = MemoryUse(host["MemTotal"], host.get("AnonPages", 0))
+    best = MemoryUse(host["MemTotal"] - host.get("Hugetlb", 0), host.get("AnonPages", 0))
     for folder, is_second in _folders(proc, cgroups):
         with suppress(OSError, ValueError):
             limit = folder / f"memory.{'max' if is_second else 'limit_in_bytes'}"
@@ -155,7 +178,7 @@ def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
 def _folders(proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
     """Memory cgroups of this process and of all above it, and whether they are of the second version."""
     try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:
         return
     for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 LARGEST_INTEGER = 2**53
+"""Largest integer that every JSON reader keeps exactly (RFC 8259, section 6); no counter needs a larger one."""
 ABSENT = "absent: "
 """Begins, in a description, what a field is where it is not given, if the default of its class does not say it."""
-"""Largest integer that every JSON reader keeps exactly (RFC 8259, section 6); no counter needs a larger one."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]

@@ -98,8 +98,9 @@ def _default_remedy(raw: Any, path: Path_, info: FieldInfo | None) -> str:
     if info is None or info.is_required() or ABSENT in (info.description or ""):
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
-    if path[:-1] == ("megasdc", "model") and (preset := PRESETS.get(raw["megasdc"]["model"].get("preset"))):
-        default = preset.get(str(path[-1]), default)
+    if path[:-1] == ("megasdc", "model"):
+        name = raw["megasdc"]["model"].get("preset")
+        default = PRESETS.get(name if isinstance(name, str) else "", {}).get(str(path[-1]), default)
     return "" if isinstance(default, (BaseModel, list)) else f"; leave it out for {shown(default)}"
 
 

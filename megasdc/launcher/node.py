@@ -101,6 +101,20 @@ def kill_tree(process: psutil.Process) -> None:
         return
 
 
+class _Rank(subprocess.Popen[bytes]):
+    """A rank's process, which reports when launch.py has seen that it runs."""
+
+    def __init__(self, command: list[str], runs: Callable[[], None], **options: Any) -> None:
+        super().__init__(command, **options)
+        self._runs = runs
+
+    def poll(self) -> int | None:
+        """As of any process."""
+        if (code := super().poll()) is None:
+            self._runs()
+        return code
+
+
 class Ranks:
     """The ranks of this host, as launch.py starts and ends them."""
 
@@ -110,13 +124,25 @@ class Ranks:
         self._buffers: list[str] = []
         self._end = launch.terminate_process_tree
         self._are_ended = False
+        self._looked_at = time.monotonic()
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Replacement of ``subprocess.Popen`` in launch.py."""
-        process = subprocess.Popen(command, **options)
+        process = _Rank(command, self._look, **options)
         self._processes[options["env"]["RANK"]] = process
         self._buffers.append(deepspeed_buffer(options["env"]["RANK"], options["env"]))
         return process
+
+    def _look(self) -> None:
+        """launch.py has seen that a rank runs; it looks at each of them every second."""
+        now = time.monotonic()
+        if now - self._looked_at < 1.0 or any(
+            subprocess.Popen.poll(one) is not None for one in self._processes.values()
+        ):
+            return
+        self._looked_at = now
+        with suppress(OSError, ValueError):
+            self._memory.all_run()
 
     def remove_buffers(self) -> None:
         """Remove what DeepSpeed has left of them in shared memory, of those that were killed too."""
@@ -124,8 +150,10 @@ class Ranks:
 
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
-        self.tell_failed()
-        self._end(pid)
+        try:
+            self.tell_failed()
+        finally:
+            self._end(pid)
 
     def tell_failed(self) -> None:
         """Tell which ranks have failed by themselves, once, before the others are ended.
@@ -146,7 +174,9 @@ class Ranks:
 
     def _killed_for_memory(self, rank: str) -> MemoryKill | None:
         """That the kernel has ended a rank for want of memory; None: there is no sign of it."""
-        return self._memory.of(self._processes[rank].pid, own_processes())
+        with suppress(OSError, ValueError, psutil.Error):
+            return self._memory.of(self._processes[rank].pid, own_processes())
+        return None
 
 
 def own_processes() -> set[int]:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
+from typing import TypeVar
 
 from megasdc import origin
 from megasdc.credentials import without_credentials
@@ -251,20 +253,48 @@ def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
     for name, text in sorted(texts.items()):
         try:
             if name.startswith("started_"):
-                started = StartedRecord(**parse_json(text))
+                started = _checked(StartedRecord(**parse_json(text)))
                 records.started[started.rank] = started
             elif name.startswith("rank_"):
-                done = DoneRecord(**parse_json(text))
+                done = _checked(DoneRecord(**parse_json(text)))
                 records.done[done.rank] = done
             elif name.startswith("ended_"):
-                ended = EndedRecord(**parse_json(text))
+                ended = _checked(EndedRecord(**parse_json(text)))
                 records.ended[ended.rank] = ended
             elif name.startswith("host_"):
-                failed = HostRecord(**parse_json(text))
+                failed = _checked(HostRecord(**parse_json(text)))
                 records.failed_hosts[failed.host] = failed
         except (ValueError, TypeError) as error:
             records.unreadable.append(f"{name} is not a record: {error}")
     return records
+
+
+Record = TypeVar("Record", StartedRecord, DoneRecord, EndedRecord, HostRecord)
+_NUMBER: tuple[type, ...] = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "rank": (int,),
+    "host": (str,),
+    "exit_code": (int,),
+    "time": _NUMBER,
+    "boot_id": (str, NoneType),
+    "monotonic": (*_NUMBER, NoneType),
+    "memory_bytes": (int, NoneType),
+    "memory": (dict, NoneType),
+}
+"""Of fields that are calculated with."""
+
+
+def _checked(record: Record) -> Record:
+    """The record; ValueError: a field is of another type than its class says."""
+    own = {name: getattr(record, name) for name in _TYPES if hasattr(record, name)}
+    wrong = [name for name, value in own.items() if isinstance(value, bool) or not isinstance(value, _TYPES[name])]
+    memory = own.get("memory")
+    if not wrong and memory is not None:
+        numbers = asdict(MemoryKill(**memory)).values()
+        wrong = [] if all(one is None or type(one) is int for one in numbers) else ["memory"]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {own[wrong[0]]!r}")
+    return record
 
 
 def _write_of_rank(run_dir: Path | str, name: str, record: dict[str, object]) -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -343,7 +344,9 @@ def _ranks_missing(
         # One code of all: their hosts were not told apart, what has ended them is.
         codes = {records.ended[rank].exit_code if rank in records.ended else 0 for rank in first}
         ended_by = -codes.pop() if len(codes) == 1 and min(codes) < 0 else None
-        memory = RUN_MEMORY if is_short else None
+        killed = [records.ended[rank] for rank in first if rank in records.ended and records.ended[rank].memory]
+        is_of_run = len(killed) == len(first) and not any(_why_of_host(one, host_of_rank, records) for one in killed)
+        memory = RUN_MEMORY if is_of_run else None
         return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by, memory=memory)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
@@ -362,6 +365,8 @@ def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: Laun
         return ""
     kill = MemoryKill(**seen.memory)  # type: ignore[arg-type]
     had = "" if kill.process is None else f", of which it had {_gib(kill.process)}"
+    if kill.total is None or kill.others is None or kill.before is None:
+        return "how much there is, and who uses it, is not known"
     others = f"other programs use {_gib(kill.others)} there, and used {_gib(kill.before)} at its start"
     remedy = _why_of_host(seen, host_of_rank, records) or (
         "the run needs more than that: give ranks less to hold (smaller micro-batches, fewer ranks on a host, more "
@@ -373,16 +378,19 @@ def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: Laun
 def _why_of_host(seen: EndedRecord, host_of_rank: Sequence[str], records: LaunchRecords) -> str:
     """Why the host is the cause that a rank ran out of memory, and not the run; empty: it is not known to be."""
     kill = MemoryKill(**(seen.memory or {}))  # type: ignore[arg-type]
+    if kill.total is None or kill.others is None or kill.before is None:
+        return ""
     if kill.others - kill.before > MEMORY_SHARE * kill.total:
         return "other programs have taken it meanwhile: end them, or take another host"
-    own = host_of_rank[seen.rank]
+    own, ranks = host_of_rank[seen.rank], Counter(host_of_rank)
     elsewhere = [
-        one.memory_bytes
+        one.memory_bytes / ranks[host_of_rank[rank]]
         for rank, one in records.started.items()
         if rank < len(host_of_rank) and host_of_rank[rank] != own and one.memory_bytes is not None
     ]
-    if elsewhere and kill.total - kill.before < (1.0 - MEMORY_SHARE) * statistics.median(elsewhere):
-        return f"other hosts had {_gib(statistics.median(elsewhere))} left for ranks: this one has less"
+    had = (kill.total - kill.before) / ranks[own]
+    if elsewhere and had < (1.0 - MEMORY_SHARE) * statistics.median(elsewhere):
+        return f"other hosts had {_gib(statistics.median(elsewhere))} left for each rank: this one had {_gib(had)}"
     return ""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.memory_limits import FIRST_PIDS, MemoryKill, MemoryWatch
+from megasdc.memory_limits import FIRST_PIDS, MemoryKill, MemoryWatch, memory_use
 
 MIB = 1 << 20
 LINE = "3,900,{at},-;{what} Killed process {pid} (python) total-vm:9kB, anon-rss:{kib}kB, file-rss:4kB, shmem-rss:0kB\n"
@@ -59,30 +59,64 @@ class Host:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_count_of_the_cgroup_that_grew_says_so(tmp_path: Path, version: int) -> None:
-    """What was counted before does not; the numbers leave out what ranks that live have."""
+    """Where the log is not read. What was counted before does not; the numbers leave out what ranks that live have."""
     host = Host(tmp_path, version)
+    host.log.unlink()
     host.uses(used=100, kills=3)
     watch = host.watch()
     host.runs(8, 250)
     assert watch.of(7, [8]) is None, "somebody else has killed it"
     host.uses(used=370, kills=4)
     assert watch.of(7, [8, 9]) == MemoryKill(800 * MIB, 120 * MIB, 100 * MIB, None)
-    host.says(7, 333)
-    assert watch.of(7, [8]) == MemoryKill(800 * MIB, 120 * MIB, 100 * MIB, 333 * MIB)
+    assert watch.of(6, [8]) is None, "one was counted, and told of"
+    host.uses(used=370, kills=5)
+    watch.all_run()
+    watch.all_run()
+    assert watch.of(6, [8]) is None, "a worker was it, and all ranks went on"
 
 
-def test_the_log_of_the_kernel_says_so_where_no_cgroup_counts(tmp_path: Path) -> None:
-    """Of the process itself and since then; not where its ids are those of other processes."""
-    host = Host(tmp_path, 0)
+def test_the_log_of_the_kernel_says_so_where_it_is_read(tmp_path: Path) -> None:
+    """Of the process itself and since then, whatever a cgroup counts; not where its ids are those of others."""
+    host = Host(tmp_path, 2)
     host.says(5, 1)
     watch = host.watch()
-    host.uses(used=900)
+    host.uses(used=700, kills=1)
     host.says(7, 600, "Out of memory:")
     assert watch.of(6, []) is None and watch.of(5, []) is None
-    assert watch.of(7, []) == MemoryKill(1000 * MIB, 900 * MIB, 100 * MIB, 600 * MIB)
+    assert watch.of(7, []) == MemoryKill(800 * MIB, 700 * MIB, 100 * MIB, 600 * MIB)
     (host.proc / "self" / "ns" / "pid").unlink()
     (host.proc / "self" / "ns" / "pid").symlink_to("pid:[4026532000]")
+    host.version = 0
+    (host.proc / "self" / "cgroup").write_text("0::/\n")
     assert watch.of(7, []) is None
+
+
+@pytest.mark.parametrize("what", ["Out of memory (oom_kill_allocating_task):", "", "Memory cgroup out of memory:"])
+def test_entries_of_all_kernels_are_read(tmp_path: Path, what: str) -> None:
+    """With what one of a sysctl says before, and with nothing, as until 5.0."""
+    host = Host(tmp_path, 0)
+    watch = host.watch()
+    host.says(7, 600, what)
+    assert (kill := watch.of(7, [])) is not None and kill.process == 600 * MIB
+
+
+def test_numbers_that_a_host_does_not_tell_are_none(tmp_path: Path) -> None:
+    """The launcher goes on, and so it does with a cgroup whose name is no UTF-8."""
+    host = Host(tmp_path, 0)
+    (host.proc / "self" / "cgroup").write_bytes(b"0::/\xff\n")
+    assert host.watch().of(7, []) is None
+    (host.proc / "meminfo").unlink()
+    watch = host.watch()
+    host.says(7, 600)
+    assert watch.of(7, []) == MemoryKill(None, None, None, 600 * MIB)
+
+
+def test_memory_that_is_set_apart_as_huge_pages_is_not_for_programs(tmp_path: Path) -> None:
+    """Which get none of it without asking."""
+    host = Host(tmp_path, 0)
+    with (host.proc / "meminfo").open("a") as file:
+        file.write(f"Hugetlb: {300 * 1024} kB\n")
+    assert memory_use(host.proc, host.cgroups).total == 700 * MIB
 
 
 def test_a_host_that_tells_nothing_has_no_sign_of_it(tmp_path: Path) -> None:

@@ -45,3 +45,11 @@ def test_a_remedy_for_a_size_is_that_of_the_preset() -> None:
         (problem,) = [one.text for one in type_problems(raw, WholeFile).values()]
         told = REMEDY.search(problem)
         assert told is not None and told[1] == shown(value)
+
+
+@pytest.mark.parametrize("preset", [["gpt2-124m"], {}, 5])
+def test_a_preset_that_is_no_name_is_told_as_any_other_wrong_value(preset: object) -> None:
+    """With the sizes that are wrong too."""
+    raw = copy.deepcopy(context_of(("megasdc",)))
+    raw["megasdc"]["model"] = {**PRESETS["gpt2-124m"], "preset": preset, "num_layers": "x"}
+    assert {path[-1] for path in type_problems(raw, WholeFile)} >= {"preset", "num_layers"}

@@ -116,6 +116,42 @@ def test_workers_that_a_killed_rank_has_left_are_no_other_programs(session: str)
         os.kill(worker, signal.SIGKILL)
 
 
+FAILS = """
+import os, subprocess, sys, time
+from megasdc.launcher import node
+looks = []
+class Watch:
+    def of(self, pid, own):
+        raise RuntimeError("made up")
+    def all_run(self):
+        looks.append(1)
+ranks = node.Ranks(Watch())
+programs = ["import time; time.sleep(60)", "import os, time; time.sleep(2); os.kill(os.getpid(), 9)"]
+found = [
+    ranks.start([sys.executable, "-c", one], env={**os.environ, "RANK": str(rank)})
+    for rank, one in enumerate(programs)
+]
+while found[1].poll() is None:
+    found[0].poll()
+    time.sleep(0.05)
+assert looks, "nobody has seen that all run"
+looks.clear()
+time.sleep(1.1)
+assert found[0].poll() is None and not looks, "not all run any more"
+try:
+    ranks.end(found[0].pid)
+except RuntimeError:
+    found[0].wait(timeout=30)  # else it would raise
+    print("ended")
+"""
+
+
+def test_other_ranks_are_ended_whatever_the_question_after_memory_meets() -> None:
+    """And the kernel's count is taken as known only while all ranks run."""
+    done = subprocess.run([sys.executable, "-c", FAILS], stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines()[-1] == "ended"
+
+
 SMALL = """
 import json, os, psutil, sys, time
 from pathlib import Path

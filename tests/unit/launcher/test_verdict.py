@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megasdc.health.incident import STANDSTILL
-from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord
+from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
 from megasdc.launcher.verdict import ABORTED, after_suspension, describe_code, judge
 from megasdc.memory_limits import MemoryKill
 from megasdc.moment import HostClock
@@ -95,7 +95,7 @@ GIB = 1 << 30
     [
         (1.0, 7.5, "run", "the run needs more than that"),
         (2.5, 7.5, "host", "other programs have taken it meanwhile"),
-        (1.0, 12.0, "host", "other hosts had 12.00 GiB left for ranks: this one has less"),
+        (1.0, 12.0, "host", "other hosts had 6.00 GiB left for each rank: this one had 3.50 GiB"),
         (1.0, None, "run", "the run needs more than that"),
     ],
 )
@@ -119,7 +119,40 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
     records.ended[1] = EndedRecord(1, "a", -9, 5.0)
     records.ended[3] = EndedRecord(3, "b", -9, 5.0, memory=asdict(kill))
     del records.done[1]
-    assert (unknown := judge(HOSTS, records, 247)).memory == "run" and unknown.host is None
+    assert judge(HOSTS, records, 247).memory is None, "of the other nobody knows"
+    records.ended[1] = EndedRecord(1, "a", -9, 5.0, memory=asdict(kill))
+    assert (unknown := judge(HOSTS, records, 247)).memory == (whose if whose == "run" else None)
+    assert unknown.host is None
+
+
+def test_hosts_with_other_numbers_of_ranks_are_compared_by_what_each_rank_has() -> None:
+    """Half the ranks on half the memory are as well off; numbers that are not known say nothing of a host."""
+    hosts = ["a"] * 8 + ["b"] * 4
+    started = {
+        rank: StartedRecord(rank, host, 1, 0.0, memory_bytes=(500 if host == "a" else 250) * GIB)
+        for rank, host in enumerate(hosts)
+    }
+    kill = MemoryKill(256 * GIB, 4 * GIB, 4 * GIB, 63 * GIB)
+    for known in (kill, MemoryKill(None, None, None, 63 * GIB)):
+        ended = {9: EndedRecord(9, "b", -9, 5.0, memory=asdict(known))}
+        assert judge(hosts, LaunchRecords(started=started, ended=ended), 247).memory == "run"
+
+
+@pytest.mark.parametrize(
+    ("memory", "more"),
+    [
+        ('"x"', ""), ("[]", ""), ('{"total": 5}', ""), ('{"total": "a", "others": 1, "before": 2}', ""),
+        ('{"total": 5, "others": 1, "before": 2, "new": 1}', ""), ("null", ', "exit_code": "-9"'),
+    ],
+)  # fmt: skip
+def test_an_odd_record_of_an_end_is_told_and_not_used(memory: str, more: str) -> None:
+    """As any other that is no record."""
+    text = f'{{"rank": 1, "host": "b", "exit_code": -9, "time": 5.0, "memory": {memory}{more}}}'
+    records = parse_records({"ended_00001.json": text})
+    assert not records.ended and records.unreadable[0].startswith("ended_00001.json is not a record: ")
+    assert records.unreadable[0] in judge(["a", "b"], records, 247).lines
+    started = '{"rank": 1, "host": "b", "pid": 1, "time": 5.0, "memory_bytes": "1"}'
+    assert parse_records({"started_00001.json": started}).unreadable
 
 
 def test_timeouts_after_a_suspension_blame_nobody() -> None:
