@@ -39,10 +39,12 @@ class MemoryUse:
     Args:
         total: bytes that they may have together.
         used: of them.
+        shared: what shared memory and files in memory, as in ``/dev/shm``, take beside that.
     """
 
     total: int
     used: int
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,14 @@ class MemoryKill:
         others: that other programs than those of the launch had right after.
         before: that all programs had when the launch began there.
         process: that the process had; None: the kernel's log does not tell.
+        shared: that shared memory and files in memory took, of whom is not known: it is counted as nobody's.
     """
 
     total: int | None
     others: int | None
     before: int | None
     process: int | None = None
+    shared: int | None = None
 
 
 class MemoryWatch:
@@ -101,7 +105,7 @@ class MemoryWatch:
         if now is None or self._before is None:
             return MemoryKill(None, None, None, process)
         others = max(0, now.used - sum(_anonymous_of(self._proc, one) for one in own))
-        return MemoryKill(now.total, others, self._before.used, process)
+        return MemoryKill(now.total, others, self._before.used, process, now.shared or None)
 
     def _use(self) -> MemoryUse | None:
         with suppress(OSError, ValueError, KeyError):
@@ -166,12 +170,13 @@ def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimi
 def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
     """Of the host, or of the memory cgroup above this process with the lowest limit."""
     host = _meminfo(proc)
-    best = MemoryUse(host["MemTotal"] - host.get("Hugetlb", 0), host.get("AnonPages", 0))
+    best = MemoryUse(host["MemTotal"] - host.get("Hugetlb", 0), host.get("AnonPages", 0), host.get("Shmem", 0))
     for folder, is_second in _folders(proc, cgroups):
         with suppress(OSError, ValueError):
             limit = folder / f"memory.{'max' if is_second else 'limit_in_bytes'}"
             if (most := int(limit.read_text(encoding="utf-8"))) < best.total:
-                best = MemoryUse(most, _stat(folder, "anon" if is_second else "total_rss"))
+                names = ("anon", "shmem") if is_second else ("total_rss", "total_shmem")
+                best = MemoryUse(most, *(_stat(folder, name) for name in names))
     return best
 
 

@@ -56,10 +56,13 @@ def unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def home_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
-    """Texts that begin with a home folder as shells write it, which to a program is a folder of the name ``~``."""
+    """Texts that begin with a home folder as shells write it, which to a program is a folder of the name ``~``.
+
+    Not arguments of an alert command, which may be a shell's.
+    """
     found: dict[Path_, Problem] = {}
     for path, text in _texts(raw, ()):
-        if _HOME.match(text):
+        if _HOME.match(text) and not (path[-2:-1] == ("alert_command",) and path[-1] != 0):
             whole = os.path.expanduser(text)
             meant = "the whole path" if whole == text else shown(whole)
             what = f"got {shown(text)}, and `~` is no home folder in a file; write {meant}, or {shown(f'./{text}')} for"

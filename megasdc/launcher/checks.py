@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("megasdc", "torch", "deepspeed", "megatron-core")
 PROBE_TIMEOUT_S = 60.0
+LOCKS_TIMEOUT_S = 20.0
+"""After ranks were stuck, perhaps since a host hangs."""
 LONGEST_BUILD_S = 1800.0
 """A lock of a compiled extension that is older is that of no build."""
 CPU_EXTENSIONS = ("cpu_adam", "fused_adam", "deepspeed_shm_comm", "deepspeed_ccl_comm")
@@ -214,10 +216,10 @@ def left_behind(locks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[
     ]
 
 
-def left_locks(hosts: Sequence[str], transport: Transport, extensions: str | None) -> list[str]:
+def left_locks(hosts: Sequence[str], transport: Transport, extensions: str) -> list[str]:
     """What is known of locks of compiled extensions that lie on hosts after ranks were stuck, in sentences."""
     asked = {"extensions": extensions}
-    answers = transport.run(hosts, Path(probe.__file__), asked, timeout_s=PROBE_TIMEOUT_S)
+    answers = transport.run(hosts, Path(probe.__file__), asked, timeout_s=LOCKS_TIMEOUT_S)
     locks = {answer.host: answer.value["locks"] for answer in answers if not answer.problem}
     return [f"{host}: {_lock_text(one)}" for host, own in locks.items() for one in own]
 
@@ -320,7 +322,7 @@ def master_address(first_host: str, found: Mapping[str, Any]) -> str:
     """The address that the first host's name resolves to, if the host has it on a network interface.
 
     Else the first of its own, as DeepSpeed takes it, which may be that of a container bridge; where it tells none, the
-    one that its own name leads it to.
+    one that its own name leads it to, or that its name leads to here.
 
     Args:
         found: what the probe reports of that host.
@@ -328,16 +330,26 @@ def master_address(first_host: str, found: Mapping[str, Any]) -> str:
     Raises:
         LaunchError: it has none that other hosts can reach.
     """
-    address, addresses = _resolved(first_host), found["addresses"]
+    address, addresses = _resolved(first_host), list(filter(_is_address, found["addresses"]))
     if address is not None and address in addresses:
         return address
-    for own in (*addresses, found["own_address"]):
+    # The last one: as seen from here, where the host itself tells none.
+    for own in (*addresses, found["own_address"], address):
         if own is not None and not ipaddress.ip_address(own).is_loopback:
             return str(own)
     raise LaunchError(
         f"{first_host}: none of its addresses is known, at which other ranks could reach rank 0; "
         "give one by `-- --master_addr ADDRESS`"
     )
+
+
+def _is_address(text: str) -> bool:
+    """Whether a word is one; other programs of the name ``hostname`` may print anything."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def address_from_here(host: str) -> str | None:

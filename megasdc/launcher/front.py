@@ -156,14 +156,19 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
             verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
         away.update(unreachable)
         if verdict.exit_code == HangError.exit_code:
-            hosts = [host for host in plan.placement.hosts if host not in away]
-            locks = left_locks(hosts, plan.transport, plan.needs.extensions) if hosts else []
-            verdict = replace(verdict, lines=[*verdict.lines, *locks])
+            verdict = replace(verdict, lines=[*verdict.lines, *_left_locks(plan, away)])
         result = _result(plan, verdict, launcher_code)
         _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
         for line in (*verdict.lines, *lines_of(result.met)):
             say(line)
     return result
+
+
+def _left_locks(plan: LaunchPlan, away: Mapping[str, str]) -> list[str]:
+    """Locks of compiled extensions on hosts that answer; under SLURM, where no other is reached, of one host alone."""
+    hosts, extensions = [host for host in plan.placement.hosts if host not in away], plan.needs.extensions
+    is_reached = plan.transport.remote or len(plan.placement.hosts) == 1
+    return left_locks(hosts, plan.transport, extensions) if hosts and extensions is not None and is_reached else []
 
 
 def _inspected(plan: LaunchPlan) -> Placement:

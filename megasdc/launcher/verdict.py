@@ -368,6 +368,8 @@ def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: Laun
     if kill.total is None or kill.others is None or kill.before is None:
         return "how much there is, and who uses it, is not known"
     others = f"other programs use {_gib(kill.others)} there, and used {_gib(kill.before)} at its start"
+    if kill.shared:
+        others += f"; shared memory and files in /dev/shm took {_gib(kill.shared)}, of whoever has made them"
     remedy = _why_of_host(seen, host_of_rank, records) or (
         "the run needs more than that: give ranks less to hold (smaller micro-batches, fewer ranks on a host, more "
         "ranks to a model), or hosts more memory"

@@ -119,6 +119,21 @@ def test_memory_that_is_set_apart_as_huge_pages_is_not_for_programs(tmp_path: Pa
     assert memory_use(host.proc, host.cgroups).total == 700 * MIB
 
 
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_shared_memory_is_told_and_is_nobodys(tmp_path: Path, version: int) -> None:
+    """What lies in /dev/shm may be the run's own snapshots: a host is not blamed for it."""
+    host = Host(tmp_path, version)
+    watch = host.watch()
+    if version:
+        with (host.own / "memory.stat").open("a") as file:
+            file.write(f"{'shmem' if version == 2 else 'total_shmem'} {200 * MIB}\n")
+    else:
+        with (host.proc / "meminfo").open("a") as file:
+            file.write(f"Shmem: {200 * 1024} kB\n")
+    host.says(7, 600)
+    assert (kill := watch.of(7, [])) is not None and (kill.others, kill.shared) == (100 * MIB, 200 * MIB)
+
+
 def test_a_host_that_tells_nothing_has_no_sign_of_it(tmp_path: Path) -> None:
     """No log that this user may read, and no cgroup."""
     host = Host(tmp_path, 0)

@@ -159,8 +159,8 @@ def test_a_home_folder_as_shells_write_it_is_refused(monkeypatch, path, text):
 
 
 def test_a_guard_has_no_home_folder_as_shells_write_it_either():
-    """Nor a word of its alert command, which no shell reads."""
-    given = {"logging": {"run_dir": "~/runs/x"}, "health": {"alert_command": ["~/bin/alert"]}}
+    """Nor the program of its alert command, which no shell reads; what follows may be a shell's."""
+    given = {"logging": {"run_dir": "~/runs/x"}, "health": {"alert_command": ["~/bin/alert", "~/x"]}}
     with pytest.raises(ConfigError) as caught:
         load_settings(given)
     assert [one.partition(":")[0] for one in caught.value.problems] == ["logging.run_dir", "health.alert_command.0"]

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megasdc.errors import LaunchError, StorageError
+from megasdc.launcher import checks, front
 from megasdc.launcher.checks import (
     DISTRIBUTIONS,
     HostNeeds,
@@ -182,13 +184,17 @@ def test_failures_give_host_and_remedy(
     assert answer.problem.startswith("h: ") and said in answer.problem
 
 
-def test_master_address_must_be_on_a_card_of_that_host() -> None:
-    """Otherwise it is the host's first one, else the one that its own name leads to; without any it is asked for."""
+def test_master_address_must_be_on_a_card_of_that_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it is the first of its own, else the one that its own name leads to, or its name here; no words."""
     found = {"addresses": ["10.0.0.1", "172.17.0.1"], "own_address": None}
     assert master_address("127.0.0.1", {**found, "addresses": ["10.0.0.1", "127.0.0.1"]}) == "127.0.0.1"
     assert master_address("127.0.0.1", found) == "10.0.0.1"
     assert master_address("no-such-host.invalid", found) == "10.0.0.1"
     assert master_address("no-such-host.invalid", {"addresses": [], "own_address": "10.0.0.7"}) == "10.0.0.7"
+    odd = ["hostname:", "invalid", "option"]
+    assert master_address("127.0.0.1", {"addresses": [*odd, "10.0.0.1"], "own_address": None}) == "10.0.0.1"
+    monkeypatch.setattr(checks, "_resolved", lambda host: "10.0.0.9" if host == "known" else None)
+    assert master_address("known", {"addresses": odd, "own_address": "127.0.1.1"}) == "10.0.0.9"
     for own in (None, "127.0.1.1"):
         with pytest.raises(LaunchError, match=r"none of its addresses is known.*--master_addr"):
             master_address("no-such-host.invalid", {"addresses": [], "own_address": own})
@@ -323,6 +329,22 @@ def test_a_launch_whose_ranks_would_wait_for_a_left_lock_starts_nothing(
     sets += ("optimizer.params.torch_adam=false",)
     with pytest.raises(LaunchError, match=f"{lock} locks a compiled extension since"):
         launch_run(LaunchRequest(SMOKE, num_gpus=2, overrides=sets), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("remote", "hosts", "extensions", "asked"),
+    [(True, 2, "/x", 2), (False, 1, "/x", 1), (False, 2, "/x", 0), (True, 2, None, 0)],
+)
+def test_locks_are_asked_for_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, remote: bool, hosts: int, extensions: str | None, asked: int
+) -> None:
+    """Under SLURM this host would answer under every other's name."""
+    found: list[str] = []
+    monkeypatch.setattr(front, "left_locks", lambda of, *_: found.extend(of) or [])
+    needs = SimpleNamespace(extensions=extensions)
+    placement = Placement({f"h{number}": [0] for number in range(hosts)}, remote=hosts > 1)
+    plan = SimpleNamespace(placement=placement, transport=Transport(remote=remote), needs=needs)
+    assert front._left_locks(plan, {}) == [] and len(found) == asked  # type: ignore[arg-type]
 
 
 def test_the_file_system_of_a_path_is_known() -> None:

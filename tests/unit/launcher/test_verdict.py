@@ -133,9 +133,12 @@ def test_hosts_with_other_numbers_of_ranks_are_compared_by_what_each_rank_has() 
         for rank, host in enumerate(hosts)
     }
     kill = MemoryKill(256 * GIB, 4 * GIB, 4 * GIB, 63 * GIB)
-    for known in (kill, MemoryKill(None, None, None, 63 * GIB)):
+    for known in (kill, replace(kill, shared=90 * GIB), MemoryKill(None, None, None, 63 * GIB)):
         ended = {9: EndedRecord(9, "b", -9, 5.0, memory=asdict(known))}
-        assert judge(hosts, LaunchRecords(started=started, ended=ended), 247).memory == "run"
+        verdict = judge(hosts, LaunchRecords(started=started, ended=ended), 247)
+        assert verdict.memory == "run" and ("files in /dev/shm took 90.00 GiB" in verdict.lines[0]) == bool(
+            known.shared
+        )
 
 
 @pytest.mark.parametrize(
