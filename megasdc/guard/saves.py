@@ -9,6 +9,7 @@ import datetime
 import inspect
 import json
 import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,47 @@ import torch
 import torch.distributed as dist
 
 from megasdc.durable import write_durably
+from megasdc.errors import CheckpointError
+from megasdc.guard.saved import (
+    MARK,
+    check_makers,
+    find_makers,
+    forget_save,
+    is_marked,
+    note_save,
+    read_saved,
+    same_folder,
+)
 from megasdc.guard.training import Part, Training
+from megasdc.parallel.collectives import gather_objects
 from megasdc.room import END_S, wait_for_room
 from megasdc.tensors.finite import are_finite
 
 logger = logging.getLogger(__name__)
 
-MARK = "megasdc_verified.json"
 FORMAT = "megasdc.guard_verified.v1"
+_ATTACHED_LATER = (
+    "a checkpoint was loaded before the guard was attached, so that its folder is not known: attach first, or give it "
+    "to guard.loaded"
+)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What this training goes on from, as this rank knows it.
+
+    Args:
+        folder: None: not known.
+        problem: why an audit must not mark it; None: nothing is known to be.
+        save_id: of its save; None: not known.
+        told: it was told why it is not marked.
+    """
+
+    step: int
+    folder: Path | None
+    problem: str | None = None
+    save_id: str | None = None
+    told: bool = False
 
 
 class SaveMarks(Part):
@@ -31,7 +65,8 @@ class SaveMarks(Part):
 
     What was saved before a checkpoint was loaded is not marked any more: the steps that follow do not depend on it. The
     step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
-    computed anything that can be relied on. A state that is not finite is never marked.
+    computed anything that can be relied on. A state that is not finite is never marked. An audit says something of the
+    devices that take part in it: what others have saved, or nobody knows who, is not marked when it is gone on from.
 
     Args:
         saves: false: nothing is saved at all.
@@ -39,22 +74,25 @@ class SaveMarks(Part):
     Attributes:
         verified: folder of the newest marked checkpoint; None: there is none.
         candidate: folder of the newest one that is not marked; None: likewise.
+
+    Collective: all ranks of the world, where it is made.
     """
 
     def __init__(self, training: Training, *, saves: bool) -> None:
-        self._engine = engine = training.engine
-        self._tell, self._writes, self._saves = training.tell, training.dims.rank == 0, saves
-        self._world = training.world
+        self._training, self._engine = training, training.engine
+        self._tell, self._world, self._saves = training.tell, training.world, saves
+        self._place = find_makers(training)
+        self._count = 0
+        """Saves so far."""
         self._agreed: tuple[int, int] | None = None
         """Step of the last audit, whose step is not taken yet, and the steps that were skipped before it."""
-        self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
+        self._save, self._load = self._engine.save_checkpoint, self._engine.load_checkpoint
         self._waiting: list[tuple[int, Path]] = []
-        self._loaded: tuple[int, Path, bool] | None = None
-        """What this training goes on from, by step, folder and whether the state was finite then, on this rank."""
-        self._loaded_before = getattr(engine, "loaded_checkpoint_dp_world_size", None) is not None
-        """Whether a checkpoint was loaded of which nothing else is known."""
+        self._loaded: _Loaded | None = None
+        if getattr(self._engine, "loaded_checkpoint_dp_world_size", None) is not None:
+            self._loaded = _Loaded(int(self._engine.global_steps), None, _ATTACHED_LATER)
         self.verified: Path | None = None
-        engine.save_checkpoint, engine.load_checkpoint = self._noting, self._loading
+        self._engine.save_checkpoint, self._engine.load_checkpoint = self._noting, self._loading
 
     def close(self) -> None:
         """Give the engine back its own methods."""
@@ -64,40 +102,74 @@ class SaveMarks(Part):
     @property
     def candidate(self) -> Path | None:
         """See the class."""
-        newest = [*([] if self._loaded is None else [self._loaded[:2]]), *self._waiting]
-        return newest[-1][1] if newest else None
+        if self._waiting:
+            return self._waiting[-1][1]
+        return None if self._loaded is None else self._loaded.folder
 
     def _noting(self, save_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
         step = int(self._engine.global_steps)
         if not self._saves:
             self._tell("guard", "not_saved", step=step)
             return True
-        result = self._save(save_dir, tag, *args, **options)
         folder = Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))
+        self._replace(folder)
+        result = self._save(save_dir, tag, *args, **options)
+        if self._place.leader:
+            try:
+                note_save(folder, self._training, self._place, self._count)
+            except OSError as error:
+                logger.warning("guard: once it is gone on from, %s cannot be marked as verified: %s", folder, error)
+        self._count += 1
         if self._on_all(are_finite(self._state()))[0]:
             self._waiting.append((step, folder))
         else:
             self._tell("warning", "checkpoint_not_finite", step=step, path=str(folder))
-            if self._writes:
+            if self._place.leader:
                 logger.warning("guard: %s is saved, but its state is not finite: go back to an earlier one", folder)
         return result
 
+    def _replace(self, folder: Path) -> None:
+        """What lies in a folder is saved over: nothing that is known of it holds any more."""
+        self._waiting = [one for one in self._waiting if not same_folder(folder, one[1])]
+        if self._loaded is not None and same_folder(folder, self._loaded.folder):
+            self._loaded = None
+        if same_folder(folder, self.verified):
+            self.verified = None
+        if self._place.leader:
+            try:
+                forget_save(folder)
+            except OSError as error:  # what it says is of other files, and is not believed
+                logger.warning("guard: the mark of what %s held before cannot be removed: %s", folder, error)
+
     def _loading(self, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
-        self._waiting, self._loaded, self._loaded_before = [], None, False
+        before, self._waiting, self._loaded = (self._waiting, self._loaded), [], None  # also where it ends half-way
         path, state = self._load(load_dir, tag, *args, **options)
+        if path is None:  # nothing was found, and the training is what it was
+            self._waiting, self._loaded = before
+            return path, state
+        self._agreed = None
         given = inspect.signature(self._load).bind(load_dir, tag, *args, **options).arguments
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
-        if path is not None and whole and given.get("custom_load_fn") is None:
+        if whole and given.get("load_module_strict", True) and given.get("custom_load_fn") is None:
             self.loaded(Path(path).parent)
         return path, state
 
     def loaded(self, folder: Path) -> None:
         """The training goes on from a checkpoint, whose state all ranks have now, and have not trained on yet."""
-        self._waiting, self._loaded, self._loaded_before = [], None, False
-        if (folder / MARK).is_file():
-            self.verified = folder
-        else:
-            self._loaded = int(self._engine.global_steps), folder, are_finite(self._state())
+        step, problem, save_id = int(self._engine.global_steps), None, None
+        self._agreed, self._waiting = None, []
+        if is_marked(folder):
+            self.verified, self._loaded = folder, None
+            return
+        try:
+            saved = read_saved(folder)
+            check_makers(saved, self._training, self._place)
+            save_id = saved.save_id
+        except CheckpointError as error:
+            problem = str(error)
+        if not are_finite(self._state()):
+            problem = "its state is not finite"
+        self._loaded = _Loaded(step, folder, problem, save_id)
 
     def _state(self) -> list[torch.Tensor]:
         """Weights, masters and moments of this rank."""
@@ -131,29 +203,41 @@ class SaveMarks(Part):
         if self._agreed is None:
             return
         (audit_step, skipped), self._agreed = self._agreed, None
-        loaded, self._loaded_before = self._loaded, self._loaded_before and self._tell_unknown(audit_step)
-        finite, goes_on = self._on_all(are_finite(self._state()), loaded is not None and loaded[2])
+        if audit_step != step:  # that one ended with an error
+            return
+        finite, settled = self._on_all(are_finite(self._state()), self._loaded is None or self._loaded.told)
         if int(self._engine.skipped_steps) > skipped or not finite:
             self._tell(
                 "audit", "not_finite", step=audit_step, reason="the step was skipped, or its state is not finite"
             )
             return
-        found = [one for one in self._waiting if one[0] < audit_step]
-        self._waiting, self._loaded = self._waiting[len(found) :], None
-        if loaded is not None and goes_on:
-            found.insert(0, loaded[:2])
-        for saved, folder in found:
+        found = [] if settled else self._settle(audit_step)
+        ready = [one for one in self._waiting if one[0] < audit_step]
+        self._waiting = self._waiting[len(ready) :]
+        for saved, folder in found + ready:
             self.verified = folder
-            if self._writes:
+            if self._place.leader:
                 self._mark(folder, saved, audit_step)
 
-    def _tell_unknown(self, step: int) -> bool:
-        """Say once why what this training went on from is not marked; false: it is told."""
-        reason = "a checkpoint was loaded before the guard was attached, so that its folder is not known: attach first"
-        self._tell("guard", "not_marked", step=step, reason=reason)
-        if self._writes:
-            logger.warning("guard: %s, or give it to guard.loaded", reason)
-        return False
+    def _settle(self, audit_step: int) -> list[tuple[int, Path]]:
+        """What the training went on from, by step and folder, if it may be marked; else it is told why not, once.
+
+        Collective: all ranks of the world.
+        """
+        own = self._loaded
+        known = None if own is None else (own.step, own.problem, own.save_id)
+        answers = gather_objects(known, self._world)
+        problems = [one[1] for one in answers if one is not None and one[1] is not None]
+        if not problems and any(one != answers[0] for one in answers):
+            problems, self._waiting = ["not all ranks have loaded the same save"], []
+        self._loaded = own and replace(own, told=True) if problems else None
+        if not problems:
+            return [] if own is None or own.folder is None else [(own.step, own.folder)]
+        where = None if own is None or own.folder is None else str(own.folder)
+        self._tell("guard", "not_marked", step=audit_step, path=where, reason=problems[0])
+        if self._place.leader:
+            logger.warning("guard: %s is not marked as verified: %s", where or "a checkpoint", problems[0])
+        return []
 
     def _mark(self, folder: Path, step: int, audit_step: int) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

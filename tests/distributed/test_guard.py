@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -171,28 +173,33 @@ def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
 
 
 def _resumed(folder: str) -> list[Any]:
-    """Body of a rank: guards of engines that go on from checkpoints, and back; the marked folders after each."""
+    """Body of a rank: guards of engines that go on from checkpoints, and back; what is marked after each."""
     saved, found = Path(folder) / "saved", list[Any]()
 
     def note(guard: Any) -> None:
         dist.barrier()
         marked = sorted(path.parent.name for path in saved.glob("*/megasdc_verified.json"))
-        found.append((marked, guard._saves.verified and guard._saves.verified.name))
+        found.append((marked, *(one and one.name for one in (guard._saves.verified, guard._saves.candidate))))
+        dist.barrier()
 
     first = _engine(1)
-    train(first, 2, dist.get_rank())
-    first.save_checkpoint(str(saved))  # no audit follows: the process ends
+    with contextlib.closing(megasdc.attach(first, _settings(folder))):
+        train(first, 2, dist.get_rank())
+        first.save_checkpoint(str(saved))  # no audit follows: the process ends
     engine = _engine(1)
     guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
     engine.load_checkpoint(str(saved), load_module_only=True)
     train(engine, 1, dist.get_rank())
     note(guard)  # weights alone: not this checkpoint
     engine.load_checkpoint(str(saved))
+    assert engine.load_checkpoint(str(saved / "nothing")) == (None, None)
     train(engine, 2, dist.get_rank())
     note(guard)
     engine.save_checkpoint(str(saved), "of_another_line")
     engine.load_checkpoint(str(saved), "global_step2")
     train(engine, 4, dist.get_rank())
+    note(guard)
+    engine.save_checkpoint(str(saved), "global_step2")  # in the place of what is verified
     note(guard)
     guard.close()
     engine.save_checkpoint(str(saved), "unguarded")
@@ -210,12 +217,63 @@ def _resumed(folder: str) -> list[Any]:
 
 
 def test_a_checkpoint_that_is_gone_on_from_is_marked(tmp_path: Path) -> None:
-    """By an audit after it was loaded; not one of which weights alone were, or that the training has gone back from."""
-    none, one = list[str](), ["global_step2"]
-    wanted = [(none, None), (one, *one), (one, *one), (one, None), ([*one, "unguarded"], "unguarded")]
-    assert run_distributed(_resumed, 2, str(tmp_path)) == [wanted] * 2
-    (told,) = read_events(tmp_path, kind="guard", name="not_marked")
-    assert "before the guard was attached" in told.fields["reason"]
+    """By an audit after it was loaded, if these ranks have saved it; not one of which weights alone were loaded."""
+    step2, unguarded = "global_step2", "unguarded"
+    wanted = [([], None, None), *[([step2], step2, None)] * 2, ([], None, step2), ([], None, None)]
+    assert run_distributed(_resumed, 2, str(tmp_path)) == [[*wanted, ([], None, unguarded)]] * 2
+    later, unknown = (event.fields for event in read_events(tmp_path, kind="guard", name="not_marked"))
+    assert "before the guard was attached" in later["reason"] and later["path"] is None
+    assert "without a guard" in unknown["reason"] and unknown["path"].endswith(unguarded)
+
+
+def _gone_on(folder: str, host: str, again: str | None = None) -> None:
+    """Body of a rank on a host of this name: save with a guard; then go on from what another start has saved."""
+    socket.gethostname = lambda: host
+    saved, engine = f"{folder}/saved", _engine()
+    with contextlib.closing(megasdc.attach(engine, _settings(folder, audit={"interval": 1}))):
+        if again is None:
+            for tag in ("one", "two", "three"):
+                engine.save_checkpoint(saved, tag)
+        else:
+            engine.load_checkpoint(saved, again)
+            train(engine, 1, dist.get_rank())
+
+
+def test_what_others_have_saved_is_not_marked(tmp_path: Path) -> None:
+    """After a load all replicas have the same weights: that they agree says nothing of who has made them."""
+    run_distributed(_gone_on, 2, str(tmp_path), "a")
+    run_distributed(_gone_on, 2, str(tmp_path), "b", "one")
+    shard = next((tmp_path / "saved" / "two").glob("*zero_pp_rank_1*"))
+    shard.write_bytes(shard.read_bytes())  # as a training without a guard does that saves over it
+    for tag in ("two", "three"):
+        run_distributed(_gone_on, 2, str(tmp_path), "a", tag)
+    told = [event.fields for event in read_events(tmp_path, kind="guard", name="not_marked")]
+    assert [Path(one["path"]).name for one in told] == ["one", "two"]
+    assert "saved with a, of which no rank" in told[0]["reason"] and "was replaced" in told[1]["reason"]
+    assert [path.parent.name for path in tmp_path.rglob("megasdc_verified.json")] == ["three"]
+
+
+def _failed(folder: str) -> list[str]:
+    """Body of a rank: audits before steps 1 and 3; the latter ends with an error, and training goes back to step 1."""
+    engine = _engine(1)
+    with contextlib.closing(megasdc.attach(engine, _settings(folder, audit={"interval": 3}))) as guard:
+        train(engine, 1, dist.get_rank())
+        engine.save_checkpoint(f"{folder}/saved")
+        train(engine, 1, dist.get_rank())
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
+            patch.setattr(engine.optimizer, "step", None)
+            train(engine, 1, dist.get_rank())
+        assert guard.audits == 2
+        engine.load_checkpoint(f"{folder}/saved")
+        train(engine, 1, dist.get_rank())
+        assert guard.audits == 2
+    dist.barrier()
+    return [path.parent.name for path in Path(folder).rglob("megasdc_verified.json")]
+
+
+def test_an_audit_of_a_step_that_was_not_taken_marks_nothing(tmp_path: Path) -> None:
+    """It was of weights that the training has gone back from."""
+    assert run_distributed(_failed, 2, str(tmp_path)) == [[]] * 2
 
 
 def _trainer_resumed(folder: str) -> list[str]:
@@ -224,10 +282,9 @@ def _trainer_resumed(folder: str) -> list[str]:
         trainer = llama_trainer(deepspeed_config(1, "fp32"), None, folder, 4 if resume else 2)
         trainer.args.save_strategy = "no" if resume else "steps"
         trainer.args.save_steps = 2
-        if resume:
-            guard = megasdc.attach(trainer, _settings(folder, audit={"interval": 3}))
+        guard = megasdc.attach(trainer, _settings(folder, audit={"interval": 3}))
         trainer.train(resume_from_checkpoint=resume)
-    guard.close()
+        guard.close()
     assert "train" not in vars(trainer)
     dist.barrier()
     return [str(path.parent.relative_to(folder)) for path in Path(folder).rglob("megasdc_verified.json")]
