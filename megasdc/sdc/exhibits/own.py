@@ -7,13 +7,16 @@ are what it says, and where those of one rank are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy, deepcopy
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megasdc.addresses import BACKWARD, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng, restore_rng
@@ -25,6 +28,10 @@ from megasdc.tensors.nested import tensors_in
 LARGEST = 2**37
 """Most products of a parameter and a token: above, fp64 on the host would take minutes."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+METHODS = ("forward", "_compiled_call_impl")
+"""Of a submodule alone, in place of its class's."""
+SHARED = (dist.ProcessGroup, ModuleType, type)
+"""What computing changes nothing of, and cannot be copied."""
 
 Path = Sequence[str]
 """Names of a submodule inside another one, from the outside in."""
@@ -118,7 +125,8 @@ def _exhibit(
     def taken(rows: Tensor, columns: Tensor) -> Exact:
         before = capture_rng()
         try:
-            values, off = estimate(lambda: compute(*_in_fp64(call, bool(slopes))), kind)
+            with torch.enable_grad():  # whatever the training is at
+                values, off = estimate(lambda: compute(*_in_fp64(call, bool(slopes))), kind)
         except Unfit:
             raise
         except Exception as error:  # of any class: the code is not ours
@@ -148,45 +156,93 @@ def _in_fp64(call: Call, backward: bool) -> tuple[nn.Module, Any]:
     """A copy of the submodule, and of what it was given, with random generators as they were then."""
     assert call.chance is not None, "calls are copied"
     restore_rng(dict(call.chance))
-    return _copied(call.module, {}), _widened((call.args, dict(call.options)), backward)
+    with _disable_current_modes():  # copies have no errors of rounding
+        return _Copies(call.module).of(call.module), _widened((call.args, dict(call.options)), backward)
 
 
 def _widened(value: Any, backward: bool) -> Any:
     """On the host, in fp64; of which gradients are taken."""
     if isinstance(value, Tensor):
-        wide = value.detach().cpu()
-        return wide.double().requires_grad_(backward) if wide.is_floating_point() else wide
+        wide = _wide(value)
+        return wide.requires_grad_(backward) if wide.is_floating_point() else wide
     if type(value) is dict:
         return {key: _widened(one, backward) for key, one in value.items()}
     if type(value) in (tuple, list):
         return type(value)(_widened(one, backward) for one in value)
-    return None if type(value).__name__.endswith("Cache") else value  # which has taken keys and values of this call
+    if isinstance(value, SHARED):
+        return value
+    return None if type(value).__name__.endswith("Cache") else deepcopy(value)  # which has taken keys of this call
 
 
-def _apart(value: Any) -> Any:
-    """An attribute that code may add to without changing the submodule's own."""
-    return copy(value) if type(value) in (list, dict, set) else value
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy on the host, in fp64, which nothing else is written to by."""
+    kind = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", kind, copy=True)
 
 
-def _copied(module: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """A module of the same classes with parameters and buffers in fp64 on the host, and without hooks."""
-    if id(module) in made:
-        found: nn.Module = made[id(module)]
-        return found
-    copied = made[id(module)] = module.__class__.__new__(module.__class__)
-    own = vars(copied)
-    own.update({name: _apart(value) for name, value in vars(module).items() if name != "forward"})
-    own.update({name: OrderedDict() for name in HOOKS})
+class _Copies:
+    """Copies of a submodule and of all that is in it, each made once, so that what is shared in it stays shared.
 
-    def wide(one: Tensor | None, parameter: bool) -> Tensor | None:
-        if one is None or id(one) in made:
-            return None if one is None else made[id(one)]
-        on_host = one.detach().cpu()
-        on_host = on_host.double() if on_host.is_floating_point() else on_host.clone()
-        made[id(one)] = nn.Parameter(on_host, one.requires_grad) if parameter else on_host
-        return made[id(one)]  # type: ignore[no-any-return]
+    Args:
+        module: the whole one.
+    """
 
-    own["_parameters"] = {name: wide(one, True) for name, one in module._parameters.items()}
-    own["_buffers"] = {name: wide(one, False) for name, one in module._buffers.items()}
-    own["_modules"] = {name: None if one is None else _copied(one, made) for name, one in module._modules.items()}
-    return copied
+    def __init__(self, module: nn.Module) -> None:
+        self._inside = {id(one) for one in module.modules()}
+        self._made: dict[int, Any] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """A module of the same classes with tensors in fp64 on the host, and without hooks.
+
+        Raises:
+            Unfit: it has a module that is no submodule, or is compiled.
+        """
+        if id(module) in self._made:
+            found: nn.Module = self._made[id(module)]
+            return found
+        if isinstance(module, torch.jit.ScriptModule) or id(module) not in self._inside:
+            raise Unfit(f"it uses {type(module).__name__}, which cannot be copied as its submodule")
+        copied = self._made[id(module)] = module.__class__.__new__(module.__class__)
+        own, blank = vars(copied), vars(nn.Module())
+        own.update(blank, training=module.training)
+        own["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        own["_parameters"] = {name: self._tensor(one) for name, one in module._parameters.items()}
+        own["_buffers"] = {name: self._tensor(one) for name, one in module._buffers.items()}
+        own["_modules"] = {name: None if one is None else self.of(one) for name, one in module._modules.items()}
+        for name, value in vars(module).items():
+            if name not in blank and name not in METHODS:
+                own[name] = self._apart(value)
+        return copied
+
+    def _tensor(self, one: Tensor | None) -> Tensor | None:
+        if one is None or id(one) in self._made:
+            return None if one is None else self._made[id(one)]
+        wide = _wide(one)
+        self._made[id(one)] = nn.Parameter(wide, one.requires_grad) if isinstance(one, nn.Parameter) else wide
+        return self._made[id(one)]  # type: ignore[no-any-return]
+
+    def _apart(self, value: Any) -> Any:
+        """An attribute that code may change without changing the submodule's own."""
+        kind = type(value)
+        if isinstance(value, SHARED):
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return self.of(value)
+        if kind is MethodType:
+            return MethodType(value.__func__, self._apart(value.__self__))
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if kind in (dict, OrderedDict, defaultdict):
+            copied = self._made[id(value)] = copy(value)
+            copied.update({key: self._apart(one) for key, one in value.items()})
+        elif kind in (list, deque):
+            copied = self._made[id(value)] = copy(value)
+            for place, one in enumerate(value):
+                copied[place] = self._apart(one)
+        elif kind in (tuple, set, frozenset):
+            copied = self._made[id(value)] = kind(self._apart(one) for one in value)
+        else:
+            copied = deepcopy(value, self._made)
+        return copied

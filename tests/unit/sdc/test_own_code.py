@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +148,100 @@ def test_what_is_computed_several_times_is_not_judged() -> None:
     found = own_result(Address(1, 0, BACKWARD, "m", "input"), calls, given.grad)
     assert found == "it is computed several times in a micro-batch"
     assert "used more than once" in str(own_result(Address(1, 0, WEIGHT_GRAD, "m", "w"), calls[:1], given, False))
+
+
+class _Held:
+    """Of no container: what code keeps in an object of its own."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(2)
+
+
+class _Keeps(nn.Module):
+    """Writes what it is given into all that it has, as statistics are kept."""
+
+    wide: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("wide", torch.zeros(2, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.plain, self.count, self.held = torch.zeros(2), [0], _Held()
+        self.inside = {"list": [torch.zeros(2)], "deque": deque([torch.zeros(2)]), "tuple": (torch.zeros(2),)}
+        self.norm = nn.BatchNorm1d(2, dtype=torch.float32)
+        self.again, self.bound = [self.norm], self.add
+
+    def add(self, given: Tensor) -> None:
+        """By a method that is kept bound."""
+        with torch.no_grad():
+            kept = [self.wide, self.weight, self.plain, self.held.seen]
+            for one in [*kept, *self.inside["list"], *self.inside["deque"], *self.inside["tuple"]]:
+                one.add_(given.mean(0).to(one.dtype))
+            self.count[0] += 1
+
+    def forward(self, given: Tensor, apart: _Held) -> Tensor:
+        """Twice what its norm makes of it."""
+        self.bound(given)
+        apart.seen.add_(1)
+        return self.again[0](given) * 2
+
+
+def _state(value: Any) -> Any:
+    """What a module has, as bytes."""
+    return pickle.dumps((value.state_dict(), value.plain, value.count, vars(value.held), value.inside))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_computed_in_fp64_changes_nothing_of_the_submodule(grad: bool) -> None:
+    """Buffers of fp64 on the host, tensors in attributes and containers, objects; also without gradients around."""
+    torch.manual_seed(3)
+    module, apart, given = _Keeps(), _Held(), torch.randn(5, 2, requires_grad=True)
+    with kept_calls(module) as calls:
+        output = module(given, apart)
+        (gradient,) = torch.autograd.grad(output, given, torch.randn(5, 2))
+    before, seen = _state(module), apart.seen.clone()
+    for phase, slot, found in ((FORWARD, "output", output.detach()), (BACKWARD, "input", gradient)):
+        with torch.set_grad_enabled(grad):
+            values, exact = _exact(own_result(Address(1, 0, phase, "m", slot), calls, found))
+        assert is_within(values.double(), exact, ESTIMATED.inner).all(), slot
+    assert _state(module) == before and torch.equal(apart.seen, seen)
+
+
+def test_compiled_calls_are_not_made_for_the_submodule() -> None:
+    """A compiled call is bound to the submodule itself, whose statistics it would write."""
+    module, given = nn.BatchNorm1d(2), torch.randn(5, 2)
+    module._compiled_call_impl = module._call_impl  # type: ignore[assignment]  # as ``compile`` sets it
+    with kept_calls(module) as calls:
+        output = module(given)
+    _exact(own_result(Address(1, 0, FORWARD, "m", "output"), calls, output.detach()))
+    assert module.num_batches_tracked == 1
+
+
+def _scripted() -> nn.Module:
+    module = nn.Sequential(nn.BatchNorm1d(4))
+    module[0] = torch.jit.script(module[0])
+    return module
+
+
+class _Around(nn.Module):
+    """Uses a module that is none of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = [nn.BatchNorm1d(4)]
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Of the other one."""
+        return self.outside[0](given)
+
+
+@pytest.mark.parametrize("kind", [_scripted, _Around])
+def test_modules_that_cannot_be_copied_are_not_used(kind: Callable[[], nn.Module]) -> None:
+    """They are the training's own."""
+    module = kind()
+    with kept_calls(module) as calls:
+        output = module(torch.randn(3, 4)).detach()
+    exhibit = own_result(Address(1, 0, FORWARD, "m", "output"), calls, output)
+    assert isinstance(exhibit, Exhibit)
+    with pytest.raises(Unfit, match="cannot be copied"):
+        exhibit.compute(torch.tensor([0]), torch.tensor([0]))
