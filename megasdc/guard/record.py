@@ -148,7 +148,7 @@ class Recorder:
         for number, tensor in enumerate(outputs):
             self._add(FORWARD, ROOT, slot_of("output", number), tensor, micro_batch)
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin_backward(micro_batch))
+                self._hold(tensor.register_hook(lambda _: self._begin_backward(micro_batch)))
 
     def take(self) -> Trace:
         """The trace since it was attached.

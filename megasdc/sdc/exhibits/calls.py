@@ -23,8 +23,10 @@ from megasdc.tensors.nested import map_in, tensors_in
 
 LOCAL = "_forward_impl"
 """Method of Megatron-core's parallel linear layers that computes this rank's own part."""
-METHODS = (LOCAL, "per_token", "forward")
-"""Methods whose calls are seen, of which a module has the first: ``per_token`` is the loss's."""
+METHODS = (LOCAL, "per_token")
+"""Methods whose calls are seen in place of ``forward``, where a module has them by a class of ``OWNERS``: ``per_token``
+is the loss's."""
+OWNERS = ("megasdc", "megatron")
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,21 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
     """Inside, calls of a module are kept, in their order; None: nothing is.
 
     Args:
-        seen: to which they are added, with tensors as they are, which is enough as long as nothing changes them; None:
-            a new list, with copies.
+        seen: to which they are added, with tensors as they are, which is enough as long as nothing changes them, and
+            with gradients that come later; None: a new list, with copies, and with those that come inside.
     """
     calls, copies = ([], True) if seen is None else (seen, False)
     if module is None:
         yield calls
         return
-    name = next(one for one in METHODS if hasattr(module, one))
+    name = _method_of(module)
     own, was = getattr(module, name), vars(module).get(name)
+    hooks: list[Any] = []
+
+    def when_known(tensor: Tensor, gradients: list[Tensor]) -> None:
+        if tensor.requires_grad:
+            hook = tensor.register_hook(lambda gradient: gradients.append(_detached(gradient, copies)))
+            hooks.extend([hook] if copies else [])  # else the gradient may come after calls are kept no more
 
     def kept(*args: Any, **options: Any) -> Any:
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
@@ -121,24 +129,34 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
             call = replace(call, options=named, chance=capture_rng(), autocast=_autocast((given, named)))
         calls.append(call)  # before, since a listener may be called inside
         inputs = options.get("input", args[0] if args else None)
-        if copies and isinstance(inputs, Tensor) and inputs.requires_grad:
-            inputs.register_hook(lambda gradient: call.received.append(_detached(gradient, copies)))
+        if copies and isinstance(inputs, Tensor):
+            when_known(inputs, call.received)
         output = own(*args, **options)
         first = next(tensors_in(output), None)
         if first is not None:
             calls[place] = replace(call, output=first.detach(), mask=_mask_of(module, args))
-            if first.requires_grad:
-                first.register_hook(lambda gradient: call.gradients.append(_detached(gradient, copies)))
+            when_known(first, call.gradients)
         return output
 
     setattr(module, name, kept)
     try:
         yield calls
     finally:
+        for hook in hooks:  # those of a parameter would stay for as long as it does
+            hook.remove()
         if was is None:
             delattr(module, name)
         else:
             setattr(module, name, was)
+
+
+def _method_of(module: Any) -> str:
+    """The method whose calls are seen: a user's module may have others of the same names."""
+    for name in METHODS:
+        made_by = next((one.__module__ for one in type(module).__mro__ if name in vars(one)), "")
+        if made_by.partition(".")[0] in OWNERS:
+            return name
+    return "forward"
 
 
 def _detached(value: Any, copies: bool) -> Any:
