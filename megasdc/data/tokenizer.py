@@ -42,6 +42,20 @@ BACKEND_FILE = "backend.json"
 END_OF_DOCUMENT_PIECE = "<eod>"
 TRAIN_CHUNK_CHARACTERS = 4000
 """Maximum length of a training text of SentencePiece; at most 16000 bytes, below its limit of 16384."""
+PROBES = (
+    "def f(x):\n    return x  # two  spaces\n\n\n\tif x:\n\t\tpass\n",
+    " leading, trailing and        many spaces   ",
+    "\n\n \n  \n    \n\t\n \t \r\n",
+    "caf\u00e9 na\u00efve \u4f60\u597d \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600\U0001f680",
+    "\u2581 \u00a0 \ufeff \u200b",
+    "<eod> <unk> <s> </s> <0x41> [CLS] <|endoftext|>",
+    "0123456789 3.14159 1e-10 0xff a_b-c+d*e/f==g!=h<=i>=j",
+    "",
+    " ",
+    "    " * 9 + "x" + " " * 17 + "the the  the   the    the",
+    "\x00\x01\x7f",
+)
+"""Texts on which tokenizers tend to differ."""
 
 
 class Tokenizer(ABC):
@@ -160,7 +174,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
         try:
             self._folder = Path(path) if Path(path).is_dir() else _download(str(path))
-            self._model: Any = transformers.AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
+            name, options = str(self._folder), dict[str, str]()
+            if not Path(path).is_dir() and (self._folder / "config.json").is_file():
+                # With a model's config.json the name on the hub may decide about the class; the files are the same.
+                name = str(path)
+                options = {"revision": self._folder.name, "cache_dir": str(self._folder.parents[2])}
+            self._model: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
         except Exception as error:
             # transformers raises many kinds here: OSError, ValueError, KeyError, JSON and Rust exceptions.
             raise DataError(f"no tokenizer can be loaded from {path}: {type(error).__name__}: {error}") from error
@@ -221,9 +240,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode(kept, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Copy the files that it was loaded from, byte for byte, whatever `transformers` would write today."""
+        """Copy the files that it was loaded from, byte for byte, whatever `transformers` would write today.
+
+        Raises:
+            DataError: what is loaded from the copy gives other ids, whatever class it names.
+        """
         copy_tokenizer_files(self._folder, folder, self._model.vocab_files_names.values())
-        complete_tokenizer(self._folder, folder, type(self._model).__name__)
+        complete_tokenizer(self._folder, folder, self._model)
 
 
 def _download(name: str) -> Path:
@@ -247,31 +270,61 @@ def copy_tokenizer_files(source: Path, target: Path, further: Iterable[str] = ()
     ]
 
 
-def complete_tokenizer(source: Path, target: Path, kind: str | None = None) -> None:
-    """Add its class to copied files of a Hugging Face tokenizer that do not name it.
+def complete_tokenizer(source: Path, target: Path, model: Any = None) -> None:
+    """Write its class into copied files of a Hugging Face tokenizer from which `transformers` would load another.
 
-    In ``source`` the ``config.json`` of a model may tell it, which in another folder is absent, or of another model.
+    `transformers` decides by the name on the hub and by the ``config.json`` of a model too, which the copy has not.
 
     Args:
-        kind: name of the class; None: that which `transformers` finds in ``source``.
+        model: the tokenizer as `transformers` loads it; None: from ``source``.
 
     Raises:
-        DataError: `transformers` finds none.
+        DataError: `transformers` loads none from ``source``, or another one from the copy with this class too.
     """
+    model = _load_model(source) if model is None else model
     path = target / TOKENIZER_CONFIG
     try:
         content = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not isinstance(content, dict) or content.get("tokenizer_class") or not (source / "config.json").is_file():
-            return
-        if kind is None:
-            import transformers
-
-            kind = type(transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)).__name__
-    except Exception as error:  # transformers raises many kinds
-        raise DataError(f"no tokenizer can be loaded from {source}: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise DataError(f"file {path} cannot be read as JSON: {error}") from error
+    wanted = _behaviour(model)
+    if (content.get("tokenizer_class") or not (source / "config.json").is_file()) and _loads(target, wanted):
+        return
+    kind = type(model).__name__
     if kind == "TokenizersBackend":
         kind = "PreTrainedTokenizerFast"  # its name before transformers 5, which knows both
     path.write_text(json.dumps({**content, "tokenizer_class": kind}, indent=2) + "\n", encoding="utf-8")
+    if not _loads(target, wanted):
+        raise DataError(
+            f"the tokenizer of {source} gives other ids without the config.json of the model, also as {kind}: save it "
+            "by AutoTokenizer.from_pretrained(...).save_pretrained(DIR) and give DIR"
+        )
+
+
+def _load_model(folder: Path) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        raise DataError(f"no tokenizer can be loaded from {folder}: {type(error).__name__}: {error}") from error
+
+
+def _loads(folder: Path, wanted: tuple[Any, ...]) -> bool:
+    """Whether the tokenizer of a folder can be loaded and behaves as wanted."""
+    try:
+        return _behaviour(_load_model(folder)) == wanted
+    except DataError:
+        return False
+
+
+def _behaviour(model: Any) -> tuple[Any, ...]:
+    """What decides about ids: the class, special ids, ids of some texts, and the definition of the Rust part."""
+    special = (len(model), model.bos_token_id, model.eos_token_id, model.unk_token_id)
+    ids = model(list(PROBES), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    # Last: the first call sets truncation and padding, which are part of the definition.
+    definition = model.backend_tokenizer.to_str() if hasattr(model, "backend_tokenizer") else None
+    return type(model), special, ids, definition
 
 
 class BackendTokenizer(Tokenizer):

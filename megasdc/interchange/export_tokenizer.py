@@ -15,22 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.data.tokenizer import SENTENCEPIECE_FILE, SentencePieceTokenizer, Tokenizer
-
-PROBES = (
-    "def f(x):\n    return x  # two  spaces\n\n\n\tif x:\n\t\tpass\n",
-    " leading, trailing and        many spaces   ",
-    "\n\n \n  \n    \n\t\n \t \r\n",
-    "caf\u00e9 na\u00efve \u4f60\u597d \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600\U0001f680",
-    "\u2581 \u00a0 \ufeff \u200b",
-    "<eod> <unk> <s> </s> <0x41> [CLS] <|endoftext|>",
-    "0123456789 3.14159 1e-10 0xff a_b-c+d*e/f==g!=h<=i>=j",
-    "",
-    " ",
-    "    " * 9 + "x" + " " * 17 + "the the  the   the    the",
-    "\x00\x01\x7f",
-)
-"""Texts on which tokenizers tend to differ."""
+from megasdc.data.tokenizer import PROBES, SENTENCEPIECE_FILE, SentencePieceTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import sentencepiece
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import (
+    TOKENIZER_CONFIG,
     RoundTrip,
     checksum_tokenizer,
     load_tokenizer,
@@ -120,6 +121,54 @@ def test_huggingface_round_trip(tmp_path, huggingface_folder):
         assert tokenizer.decode(ids) == text
         assert tokenizer.end_of_document not in ids
         assert again.encode([text]) == [ids]
+
+
+def model_folder(folder, model_type):
+    """A model's tokenizer, of a class that would split its digits in another way, and its configuration."""
+    folder.mkdir(parents=True)
+    model = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    digits, spaces = pre_tokenizers.Digits(True), pre_tokenizers.Metaspace(prepend_scheme="never")
+    model.pre_tokenizer = pre_tokenizers.Sequence([digits, spaces])
+    model.decoder = decoders.Metaspace(prepend_scheme="never")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    model.train_from_iterator([f"hello this is text number {i} of 1999" for i in range(200)], trainer)
+    model.save(str(folder / "tokenizer.json"))
+    tokens = {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(tokens))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+@pytest.mark.parametrize("known", ["by its type", "by its name", "not"])
+def test_copy_gives_the_ids_of_the_model(tmp_path, monkeypatch, known):
+    """Also where transformers takes the class from config.json or the name on the hub, which a copy has not."""
+    cache = tmp_path / "cache" / "models--deepseek-ai--deepseek-coder-x"
+    source = model_folder(cache / "snapshots" / "abc", "phi3" if known == "by its type" else "llama")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    tokenizer = load_tokenizer("huggingface", "deepseek-ai/deepseek-coder-x" if known == "by its name" else source)
+    tokenizer.save(tmp_path / "copy")
+    copy = load_tokenizer("huggingface", tmp_path / "copy")
+    texts = ["text", "hello 2024", " this\n is 1999"]
+    assert copy.encode(texts) == tokenizer.encode(texts)
+    whole = Tokenizer.from_file(str(source / "tokenizer.json"))
+    assert (copy.encode(texts) == [whole.encode(text).ids for text in texts]) == (known != "not")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+    written = {name for name, content in files.items() if content == (source / name).read_bytes()}
+    assert written == ({"tokenizer.json", TOKENIZER_CONFIG} if known == "not" else {"tokenizer.json"})
+
+
+def test_copy_with_other_ids_is_refused(tmp_path, huggingface_folder, monkeypatch):
+    """Where no class makes the copy what the source is."""
+    real = transformers.AutoTokenizer.from_pretrained
+    other = wordlevel_folder(tmp_path / "other")
+    chosen = {str(huggingface_folder): str(huggingface_folder)}
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **_: real(chosen.get(path, other)))
+    with pytest.raises(DataError, match=r"gives other ids without the config\.json.*save_pretrained\(DIR\)"):
+        load_tokenizer("huggingface", huggingface_folder).save(tmp_path / "copy")
 
 
 def test_huggingface_without_end_token(tmp_path, huggingface_folder):
