@@ -8,8 +8,9 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,18 +33,36 @@ class WorkerPool:
 
     def __init__(self, kind: str, tokenizer_folder: Path, num_workers: int, beginning: int | None = None) -> None:
         self._beginning = beginning
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Future[None], Path, Sequence[str]] | None] = queue.SimpleQueue()
         self._processes = [_start(kind, tokenizer_folder) for _ in range(num_workers)]
-        for process in self._processes:
-            self._idle.put(process)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
+        # Daemons, unlike those of an executor: at its end Python would join one whose worker cannot be killed.
+        self._threads = [
+            threading.Thread(target=self._serve, args=(process,), name=f"tokenize-{index}", daemon=True)
+            for index, process in enumerate(self._processes)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, path: Path, texts: Sequence[str]) -> Future[None]:
         """Submit a shard to be written; the future raises the worker's error."""
-        return self._threads.submit(self._request, path, texts)
+        future: Future[None] = Future()
+        self._requests.put((future, path, texts))
+        return future
 
-    def _request(self, path: Path, texts: Sequence[str]) -> None:
-        process = self._idle.get()
+    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+        """Hand requests to one worker until None comes."""
+        while (request := self._requests.get()) is not None:
+            future, path, texts = request
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                self._request(process, path, texts)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    def _request(self, process: subprocess.Popen[bytes], path: Path, texts: Sequence[str]) -> None:
         assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
         try:
             send(process.stdin, (str(path), list(texts), self._beginning))
@@ -58,8 +77,6 @@ class WorkerPool:
                 ) from broken
             cause = f"signal {-code} (9: often out of memory)" if code < 0 else f"exit code {code}"
             raise DataError(f"a tokenizer process ended by {cause} on shard {path.name}; see its output") from broken
-        finally:
-            self._idle.put(process)
         if error is not None:
             raise error
 
@@ -68,7 +85,14 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         left = kill_all(self._processes) if kind is not None else []
-        self._threads.shutdown(wait=not left, cancel_futures=True)  # threads of those wait for their answers
+        with contextlib.suppress(queue.Empty):
+            while (request := self._requests.get_nowait()) is not None:
+                request[0].cancel()
+        for _ in self._threads:
+            self._requests.put(None)
+        for process, thread in zip(self._processes, self._threads, strict=True):
+            if process.pid not in left:  # threads of those wait for their answers
+                thread.join()
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None, "workers are started with pipes"
             if process.pid in left:

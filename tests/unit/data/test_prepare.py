@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -226,10 +227,10 @@ def test_full_disk_in_a_worker(tmp_path, corpus, section_for, monkeypatch):
     section = section_for(tmp_path / "out", corpus)
     request = WorkerPool._request
 
-    def fill_up(pool, path, texts):
+    def fill_up(pool, process, path, texts):
         if path.name.startswith("00000003"):
             raise OSError(28, "No space left on device")
-        request(pool, path, texts)
+        request(pool, process, path, texts)
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkerPool, "_request", fill_up)
@@ -255,6 +256,38 @@ def test_a_worker_that_does_not_end_is_killed(tmp_path, monkeypatch, caplog):
         (worker,) = pool._processes
         worker.send_signal(signal.SIGSTOP)
     assert worker.returncode == -signal.SIGKILL and f"(pid {worker.pid})" in caplog.text
+
+
+UNENDING = """
+import signal, sys, time
+from pathlib import Path
+from megasdc.data import pool
+from megasdc.parallel import processes
+
+processes.KILLED_S = 0.2
+workers = pool.WorkerPool("sentencepiece", Path("none"), 1)
+worker = workers._processes[0]
+Path(sys.argv[1]).write_text(str(worker.pid))
+worker.send_signal(signal.SIGSTOP)
+worker.kill = lambda: None  # as where it waits in the kernel
+try:
+    with workers:
+        running = workers.submit(Path("none"), ["text"])
+        while not running.running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_a_worker_that_cannot_be_killed_is_left(tmp_path):
+    """Preparation ends with its own exit code; Python waited at its end for the thread that waits for the worker."""
+    pid = tmp_path / "pid"
+    try:
+        assert subprocess.run([sys.executable, "-c", UNENDING, str(pid)], check=False, timeout=120).returncode == 7
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_worker_reports_its_error(tmp_path, prepared):

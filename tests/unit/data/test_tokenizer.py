@@ -85,6 +85,7 @@ def test_characters_that_a_tokenizer_changes_or_does_not_know(tmp_path, texts):
     normal = sentencepiece_model(tmp_path / "n", "nmt_nfkc")
     assert measure_round_trip(normal, ["abcd\nefgh\n"]) == RoundTrip(10, 2, 0)  # one newline becomes a space
     assert measure_round_trip(normal, ["abcd สวัสดี ab"]) == RoundTrip(14, 6, 6)
+    assert measure_round_trip(normal, ["\u334d" * 9, "ab"]) == RoundTrip(11, 9, 9)  # each becomes four characters
     folded = sentencepiece_model(tmp_path / "f", "nmt_nfkc_cf")
     assert measure_round_trip(folded, ["ABCD efgh"]) == RoundTrip(9, 4, 0)
     words = load_tokenizer("huggingface", wordlevel_folder(tmp_path / "w"))
