@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from megasdc.addresses import Address
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.exhibits.calls import Call, Exhibit, kept_calls
+from megasdc.sdc.exhibits.calls import Call, Exhibit, Trust, kept_calls
 from megasdc.sdc.fp64.bounds import Exact
-from megasdc.sdc.fp64.noise import Unfit
+from megasdc.sdc.fp64.noise import Budget, Unfit
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 
@@ -93,11 +94,18 @@ class Referee:
         self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
     ) -> Iterator[Exhibit | str]:
         """What this rank can show of a result, once it has repeated it; arguments as of ``ask``."""
-        subject = self._subject_of(address.fqn) if self._rank in values else None
+        subject = _tried(partial(self._subject_of, address.fqn)) if self._rank in values else None
+        kept: list[list[Call]] | str = []
         with ExitStack() as stack:
-            kept = [stack.enter_context(kept_calls(one)) for one in (subject.modules if subject is not None else ())]
+            if isinstance(subject, Subject):
+                modules = subject.modules
+                kept = _tried(lambda: [stack.enter_context(kept_calls(one)) for one in modules])
             result, again = self.keep(None if subject is None else address, repeat)
         repeated = again.get(self._rank) == values.get(self._rank)
+        for text in (subject, kept):
+            if isinstance(text, str):
+                return iter([text])
+        assert not isinstance(subject, str) and not isinstance(kept, str), "returned"
         return shown_by(subject, address, kept, result, repeated=repeated)
 
     def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
@@ -130,7 +138,11 @@ def shown_by(
         yield "it did not repeat"
     else:
         for make in subject.makes:
-            yield make(address, kept, result) or NO_KIND
+            yield _tried(partial(_made, make, address, kept, result))
+
+
+def _made(make: Make, address: Address, kept: Sequence[Sequence[Call]], result: Tensor) -> Exhibit | str:
+    return make(address, kept, result) or NO_KIND
 
 
 def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str]) -> Hearing:
@@ -140,17 +152,17 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         ranks: those that differ.
         mine: from ``shown_by``; of a rank that does not differ nothing is taken.
     """
-    opinion, reasons = Opinion(address, {}), list[str]()
+    opinion, reasons, budget = Opinion(address, {}), list[str](), Budget()
     while True:
         one = next(mine, None)
-        shown = yield one if one is None or isinstance(one, str) else _digests(one)
+        shown = yield one if one is None or isinstance(one, str) else _tried(partial(_digests, one))
         by_rank = {rank: shown[rank] for rank in ranks}
         if any(found is None for found in by_rank.values()):
             return replace(opinion, reason="; ".join(dict.fromkeys(reasons)))
         if texts := {rank: found for rank, found in by_rank.items() if isinstance(found, str)}:
             reasons.append(_told(texts))
             continue
-        opinion = yield from _compared(address, by_rank, one if isinstance(one, Exhibit) else None)
+        opinion = yield from _compared(address, by_rank, one if isinstance(one, Exhibit) else None, budget)
         if not opinion.reason:
             return opinion
         reasons.append(opinion.reason)
@@ -166,17 +178,16 @@ def _ranks(some: Sequence[int]) -> str:
     return f"rank {some[0]}" if len(some) == 1 else f"ranks {sorted(some)}"
 
 
-def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None) -> Hearing:
+def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, budget: Budget) -> Hearing:
     """An opinion from one exhibit of each rank; ``known``: their digests."""
-    rows = _differing_rows([digests for _, digests in known.values()])
-    reason = ""
     if len({operands for operands, _ in known.values()}) > 1:
-        reason = DIFFERS
-    elif not rows:
-        reason = "the results are equal when they are repeated"
-    if reason:
-        return Opinion(address, {}, reason)
-    sent = yield None if mine is None else (mine.result[rows].cpu().double(), mine.trust)
+        return Opinion(address, {}, DIFFERS)
+    rows = _differing_rows([digests for _, digests in known.values()])
+    if not rows:
+        return Opinion(address, {}, "the results are equal when they are repeated")
+    sent = yield None if mine is None else _tried(partial(_sent, mine, rows))
+    if texts := {rank: sent[rank] for rank in known if isinstance(sent[rank], str)}:
+        return Opinion(address, {}, _told(texts))
     results, trust = {rank: sent[rank][0] for rank in known}, sent[next(iter(known))][1]
     different = _different(list(results.values()))
     places = different.nonzero()[:ELEMENTS]
@@ -184,7 +195,7 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None) 
         return Opinion(address, {}, "the rows that were sent differ in signs of zeros, or bits of NaN, alone")
     agreeing = (~different).nonzero()[:ELEMENTS] if trust.compared else places[:0]
     both = torch.cat((places, agreeing))
-    exact = yield None if mine is None else _computed(mine, torch.tensor(rows)[both[:, 0]], both[:, 1])
+    exact = yield None if mine is None else _computed(mine, torch.tensor(rows)[both[:, 0]], both[:, 1], budget)
     if texts := {rank: exact[rank] for rank in known if isinstance(exact[rank], str)}:
         return Opinion(address, {}, _told(texts), len(places))
     reference = agreed([exact[rank] for rank in known])
@@ -202,12 +213,27 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None) 
     return Opinion(address, within, "", count, _worst(rows, places, taken, within, reference), trust.basis)
 
 
-def _computed(mine: Exhibit, rows: Tensor, columns: Tensor) -> Exact | str:
+def _sent(mine: Exhibit, rows: Sequence[int]) -> tuple[Tensor, Trust]:
+    return mine.result[rows].cpu().double(), mine.trust
+
+
+def _computed(mine: Exhibit, rows: Tensor, columns: Tensor, budget: Budget) -> Exact | str:
     """Elements in fp64; a text: why there are none."""
+    with budget.spent():
+        return _tried(lambda: mine.compute(rows, columns))
+
+
+def _tried(make: Callable[[], T]) -> T | str:
+    """What is made of tensors and code that may be of any kind; a text: why it is not.
+
+    Whatever is raised on one rank, it answers as often as the others, who would wait.
+    """
     try:
-        return mine.compute(rows, columns)
+        return make()
     except Unfit as error:
         return str(error)
+    except Exception as error:  # of any class: tensors and code are not ours
+        return f"it cannot be judged: {type(error).__name__}: {error}"
 
 
 def _part(exact: Exact, some: slice) -> Exact:
@@ -215,8 +241,8 @@ def _part(exact: Exact, some: slice) -> Exact:
 
 
 def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int]]:
-    """Checksums of what the result was made of, and of its rows."""
-    return tuple(map(_digest, exhibit.factors)), [_digest(row) for row in exhibit.result.cpu()]
+    """Checksums of what the result was made of, with its shape, and of its rows."""
+    return (*map(_digest, exhibit.factors), *exhibit.result.shape), [_digest(row) for row in exhibit.result.cpu()]
 
 
 def _differing_rows(digests: Sequence[Sequence[int]]) -> list[int]:

@@ -13,7 +13,10 @@ A sum of K terms has random roundings of the root of K times one, relative to th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from time import monotonic
 from typing import Any
 
 import torch
@@ -28,6 +31,12 @@ SAMPLES = 8
 SEED = 20_231
 MOST = 2**26
 """Elements that an operation may have as a result, or is given: with errors and gradients there are several GiB."""
+MOST_PRODUCTS = 2**33
+"""Of two numbers that one operation may add up: a core takes seconds for as many."""
+BUDGET_S = 60.0
+"""Longest time that a rank computes for one dispute, since all others wait for it."""
+_UNTIL: ContextVar[float] = ContextVar("until", default=math.inf)
+"""When what is computed in this thread has taken too long."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 TALKS = ("c10d", "_c10d_functional")
 CHOOSES = frozenset(
@@ -47,6 +56,24 @@ COARSE = ("embedding_dense_backward", "embedding_backward", "index_add", "index_
 
 class Unfit(Exception):
     """A computation that is not made in fp64; the text says why."""
+
+
+class Budget:
+    """Time that is left to estimates, until as much as ``BUDGET_S`` is spent."""
+
+    def __init__(self) -> None:
+        self._left = BUDGET_S
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Inside, time is spent; estimates raise ``Unfit`` once none is left."""
+        began = monotonic()
+        token = _UNTIL.set(began + self._left)
+        try:
+            yield
+        finally:
+            _UNTIL.reset(token)
+            self._left -= monotonic() - began
 
 
 def estimate(compute: Callable[[], Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -103,7 +130,7 @@ class _Noisy(TorchDispatchMode):
 
     def __init__(self, kind: torch.dtype, seed: int | None) -> None:
         super().__init__()
-        self._kind, self.largest = kind, 0.0
+        self._kind, self.largest, self._until = kind, 0.0, _UNTIL.get()
         self._draw = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +139,9 @@ class _Noisy(TorchDispatchMode):
         wide = [one for one in tensors_in((args, options)) if one.dtype == torch.float64]
         if func.namespace in TALKS:
             raise Unfit("it communicates with other ranks")
-        if any(one.numel() > MOST for one in wide):
+        if monotonic() > self._until:
+            raise Unfit(f"its own code in fp64, with that around it, takes more than {BUDGET_S:.0f} s")
+        if any(one.numel() > MOST for one in wide) or _products(name, wide) > MOST_PRODUCTS:
             raise Unfit(f"an operation inside ({name}) has too many elements for fp64 on the host")
         if name in CHOOSES and wide:
             raise Unfit(f"it chooses by values ({name})")
@@ -165,6 +194,13 @@ def _of_function(name: str, given: list[Tensor]) -> Tensor | None:
     if "backward" not in name or len(sizes) == 1:
         return INACCURACY * sizes[0].clamp(min=1.0)
     return INACCURACY * sizes[0] * (4 + sizes[1] + sizes[1] ** 3)
+
+
+def _products(name: str, factors: list[Tensor]) -> int:
+    """How many products of two numbers a product of matrices is made of."""
+    place = PRODUCTS.get(name, len(factors))
+    pair = factors[place : place + 2]
+    return pair[0].numel() * pair[1].shape[-1] if len(pair) == 2 and pair[1].dim() > 1 else 0
 
 
 def _terms(name: str, factors: list[Tensor]) -> int:
