@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +25,9 @@ from megasdc.sdc.incidents.opinion import Opinion, Outside
 T = TypeVar("T")
 Hearing = Generator[Any, Sequence[Any], Opinion]
 ROWS, ELEMENTS = 16, 1024
-"""Most rows that are sent, and most elements of them that are computed."""
+"""Most rows of a kind, on which ranks differ or agree, that are sent, and most elements of these that are computed."""
+TELLING = 8
+"""Fewest elements on which ranks agree, and which are not 0 by rounding, that show what the ranks have computed."""
 
 
 Make = Callable[[Address, Sequence[Sequence[Call]], Tensor], Exhibit | str | None]
@@ -182,9 +185,10 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     """An opinion from one exhibit of each rank; ``known``: their digests."""
     if len({operands for operands, _ in known.values()}) > 1:
         return Opinion(address, {}, DIFFERS)
-    rows = _differing_rows([digests for _, digests in known.values()])
+    rows, agreeing_rows = _rows([digests for _, digests in known.values()])
     if not rows:
         return Opinion(address, {}, "the results are equal when they are repeated")
+    rows = [*rows, *agreeing_rows]
     sent = yield None if mine is None else _tried(partial(_sent, mine, rows))
     if texts := {rank: sent[rank] for rank in known if isinstance(sent[rank], str)}:
         return Opinion(address, {}, _told(texts))
@@ -193,7 +197,7 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     places = different.nonzero()[:ELEMENTS]
     if not len(places):
         return Opinion(address, {}, "the rows that were sent differ in signs of zeros, or bits of NaN, alone")
-    agreeing = (~different).nonzero()[:ELEMENTS] if trust.compared else places[:0]
+    agreeing = _some((~different).nonzero(), ELEMENTS) if trust.compared else places[:0]
     both = torch.cat((places, agreeing))
     exact = yield None if mine is None else _computed(mine, torch.tensor(rows)[both[:, 0]], both[:, 1], budget)
     if texts := {rank: exact[rank] for rank in known if isinstance(exact[rank], str)}:
@@ -203,11 +207,16 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
         return Opinion(address, {}, FP64, len(places))
     count = len(places)
     alike = next(iter(results.values()))[agreeing[:, 0], agreeing[:, 1]]
-    if not is_within(alike, _part(reference, slice(count, None)), trust.inner).all():
+    alike_exact, reference = _part(reference, slice(count, None)), _part(reference, slice(count))
+    if not is_within(alike, alike_exact, trust.inner).all():
         return Opinion(address, {}, "elements that agree are not what the referee takes them for", count)
-    reference = _part(reference, slice(count))
+    outer = trust.outer
+    if trust.compared and (alike.abs() > trust.inner * alike_exact.bounds).sum() < TELLING:
+        outer = trust.alone
+    if outer == math.inf:
+        return Opinion(address, {}, "ranks agree on too few elements to show what they have computed", count)
     taken = {rank: one[places[:, 0], places[:, 1]] for rank, one in results.items()}
-    within = judge(taken, reference, trust.inner, trust.outer)
+    within = judge(taken, reference, trust.inner, outer)
     if not within:
         return Opinion(address, {}, "rounding explains all results, or none", count)
     return Opinion(address, within, "", count, _worst(rows, places, taken, within, reference), trust.basis)
@@ -245,9 +254,16 @@ def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int]]:
     return (*map(_digest, exhibit.factors), *exhibit.result.shape), [_digest(row) for row in exhibit.result.cpu()]
 
 
-def _differing_rows(digests: Sequence[Sequence[int]]) -> list[int]:
-    """The first rows at which checksums differ between ranks."""
-    return [row for row, found in enumerate(zip(*digests, strict=True)) if len(set(found)) > 1][:ROWS]
+def _rows(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The first rows at which checksums differ between ranks, and some of those at which they are equal."""
+    equal = [len(set(found)) == 1 for found in zip(*digests, strict=True)]
+    different = [row for row, same in enumerate(equal) if not same]
+    return different[:ROWS], _some([row for row, same in enumerate(equal) if same], ROWS)
+
+
+def _some(all_of_them: T, most: int) -> T:
+    """At most so many, from the first on, at equal distances."""
+    return all_of_them[:: max(len(all_of_them) // most, 1)][:most]  # type: ignore[index,arg-type,no-any-return]
 
 
 def _digest(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ A result is a matrix: rows are tokens, or those of a weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,20 +66,32 @@ class Trust:
         inner: times the bound: what a right result is off by at most.
         outer: times the bound: what a wrong one is off by at least, in some element.
         compared: whether elements that agree are to be within ``inner`` times their bounds, too.
+        alone: in place of ``outer`` where too few of those tell anything.
     """
 
     basis: str
     inner: float = 1.0
     outer: float = 1.0
     compared: bool = False
+    alone: float = 1.0
 
 
 PROVED = Trust(REFEREE)
 """A sum, or function, that is known, and a bound that is proved."""
-LIKELY = Trust(REFEREE, compared=True)
-"""A bound that is proved, of what a submodule seems to compute by its structure."""
-ESTIMATED = Trust(OWN_CODE, 8.0, 32.0, compared=True)
+LIKELY = Trust(REFEREE, 1.0, 4.0, compared=True, alone=math.inf)
+"""A bound that is proved, of what a submodule seems to compute by its structure: two right results of another function
+are at most two bounds apart, so that none is outside of four where the other is within one.
+"""
+ESTIMATED = Trust(OWN_CODE, 8.0, 32.0, compared=True, alone=math.inf)
 """A submodule's own code in fp64, and an estimate of what rounding makes of it."""
+
+
+def estimated(kind: torch.dtype) -> Trust:
+    """The trust in an estimate for a type: where ranks agree on nothing, a wrong result is outside of what bf16, which
+    the code of one of them may have had on the way, makes of it.
+    """
+    coarser = torch.finfo(torch.bfloat16).eps / torch.finfo(kind).eps
+    return replace(ESTIMATED, alone=max(ESTIMATED.outer, ESTIMATED.inner * coarser))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ def _norm_factors(call: Call) -> tuple[Tensor, ...]:
 
 
 def _moments(call: Call, rows: Tensor) -> Moments:
-    return Moments.of(rows, call.module.eps, centred=_is_centred(call))
+    """In a norm of a class of its own each operation may round to the type of what it is given."""
+    steps = call.args[0].dtype if hasattr(call.module, "centred") else WORKING
+    return Moments.of(rows, call.module.eps, centred=_is_centred(call), steps=steps)
 
 
 def norm_output(call: Call, result: Tensor) -> Exhibit:

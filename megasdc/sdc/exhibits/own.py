@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megasdc.addresses import BACKWARD, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng, restore_rng
-from megasdc.sdc.exhibits.calls import ESTIMATED, Call, Exhibit, one_call
+from megasdc.sdc.exhibits.calls import Call, Exhibit, estimated, one_call
 from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.noise import NARROW, Unfit, estimate
 from megasdc.tensors.nested import tensors_in
@@ -115,7 +115,7 @@ def _exhibit(
     factors = tuple(one.detach() for one in (*tensors_in((call.args, call.options)), *slopes, *held))
     kind = _coarsest(call, result, factors)
     if kind is None or result.dtype not in NARROW:
-        return "it has no floating point numbers of 32 bits and less"
+        return "it does not compute in fp32, bf16 or fp16 alone"
     if not result.numel():
         return "it has no elements"
     given = next(tensors_in((call.args, call.options)))
@@ -138,12 +138,18 @@ def _exhibit(
         values, off = values.reshape(shape.shape), off.reshape(shape.shape)
         return Exact(values[rows, columns], off[rows, columns])
 
-    return Exhibit(shape.detach(), factors, taken, trust=ESTIMATED)
+    return Exhibit(shape.detach(), factors, taken, trust=estimated(kind))
 
 
 def _coarsest(call: Call, result: Tensor, factors: Sequence[Tensor]) -> torch.dtype | None:
-    kinds = {one.dtype for one in (result, *factors) if one.is_floating_point()} | {call.autocast} - {None}
+    kinds = {one.dtype for one in (result, *factors) if not _is_whole(one.dtype)} | {call.autocast} - {None}
+    if kinds - {*NARROW, torch.float64}:
+        return None
     return max((one for one in kinds if one in NARROW), key=lambda one: torch.finfo(one).eps, default=None)
+
+
+def _is_whole(kind: torch.dtype) -> bool:
+    return kind in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _wanted(copied: nn.Module, given: Any, address: Address) -> Tensor:

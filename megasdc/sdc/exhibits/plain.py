@@ -154,12 +154,15 @@ def _norm(make: Maker) -> Maker:
 
 
 def _own_norm(make: Maker) -> Maker:
-    """Of a norm of a class of its own, which may add up gradients of parameters in the type of the result."""
+    """Of a norm of a class of its own, which may add up gradients of parameters in the type of the result, and round
+    what each of its operations gives to it.
+    """
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         module, given = call.module, call.args[0]
         kinds = {one.dtype for one in (given, module.weight, result, *call.gradients)}
-        if len(kinds) > 1 or result.dtype not in TYPES or module.weight.shape != given.shape[-1:]:
+        overflows = result.dtype == torch.float16  # squares, and powers of the factor, do in its own operations
+        if len(kinds) > 1 or result.dtype not in TYPES or overflows or module.weight.shape != given.shape[-1:]:
             return None
         bias = getattr(module, "bias", None)
         like = SimpleNamespace(weight=module.weight, bias=bias, eps=_eps_of(module), centred=bias is not None)

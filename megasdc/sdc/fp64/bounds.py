@@ -14,7 +14,7 @@ TDPBF16PS); and the same bound of the fp64 sum itself. ``docs/design/referee.md`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,19 +94,22 @@ class Moments:
     Args:
         mean: 0 for an RMSNorm.
         factor: one over the root of the variance, or of the mean square, and eps.
+        steps: type that each operation of the norm has its result in; sums are added up in ``WORKING``.
     """
 
     mean: Tensor
     mean_off: Tensor
     factor: Tensor
     factor_off: Tensor
+    steps: torch.dtype = WORKING
 
     @classmethod
-    def of(cls, rows: Tensor, eps: float, *, centred: bool) -> Moments:
+    def of(cls, rows: Tensor, eps: float, *, centred: bool, steps: torch.dtype = WORKING) -> Moments:
         """Those of rows, [..., K]; of a LayerNorm where they are centred.
 
         The variance may be computed in one pass or two, or updated with each element: its error is at most four times
-        gamma_(K+2) of the mean square.
+        gamma_(K+2) of the mean square. Where operations round to a narrower type, so are squares, mean and difference:
+        at most eight roundings of the mean square.
         """
         rows, count = rows.double(), rows.shape[-1]
         squares = rows.square().mean(-1, keepdim=True)
@@ -114,18 +117,20 @@ class Moments:
         if centred:
             mean = rows.mean(-1, keepdim=True)
             mean_off = gamma(count + 1, WORKING) * rows.abs().mean(-1, keepdim=True)
+            mean_off = mean_off if steps == WORKING else rounded(mean_off, mean, steps)
         variance = (rows - mean).square().mean(-1, keepdim=True)
         off = 4 * gamma(count + 2, WORKING) * squares + 2 * mean.abs() * mean_off + mean_off.square()
-        roundoff = torch.finfo(WORKING).eps / 2
+        roundoff = torch.finfo(steps).eps / 2
+        off = off if steps == WORKING else off + 8 * roundoff * squares
         share = off / (variance + eps) + 2 * roundoff
         factor = (variance + eps).rsqrt()
         factor_off = factor * torch.where(share < 0.5, share / (1 - share) + 4 * roundoff, torch.inf)
-        return cls(mean, mean_off, factor, factor_off)
+        return cls(mean, mean_off, factor, factor_off, steps)
 
     def stored(self, kind: torch.dtype) -> Moments:
         """As a backward pass has them, which some devices keep in the type of the result."""
         mean_off = rounded(self.mean_off, self.mean, kind)
-        return Moments(self.mean, mean_off, self.factor, rounded(self.factor_off, self.factor, kind))
+        return replace(self, mean_off=mean_off, factor_off=rounded(self.factor_off, self.factor, kind))
 
 
 def normalized(
@@ -143,7 +148,7 @@ def normalized(
     values, bounds, reach = values[:, 0], bounds[:, 0], reach[:, 0]
     if bias is not None:
         values = values + bias.double()
-        bounds = rounded(bounds, values, kind) + torch.finfo(WORKING).eps * values.abs()
+        bounds = rounded(bounds, values, kind) + torch.finfo(moments.steps).eps * values.abs()
     return _finite(values, bounds, reach + values.abs(), count, kind)
 
 
@@ -152,7 +157,7 @@ def _normalized(own: Tensor, moments: Moments, scale: Tensor, kind: torch.dtype)
     values = (own - moments.mean) * moments.factor * scale
     reach = (own.abs() + moments.mean.abs()) * moments.factor * scale.abs()
     off = (own - moments.mean).abs() * moments.factor_off + (moments.factor + moments.factor_off) * moments.mean_off
-    bounds = scale.abs() * off + 4 * torch.finfo(WORKING).eps * reach
+    bounds = scale.abs() * off + 4 * torch.finfo(moments.steps).eps * reach
     return values, rounded(rounded(bounds, values, kind), values, kind), reach  # some round before they scale
 
 
@@ -174,7 +179,8 @@ def norm_weight(
         working: type that tokens are summed in.
     """
     gradient = gradient.double()
-    across = Moments(moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T)
+    turned = moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T
+    across = Moments(*turned, steps=moments.steps)
     unit, off, _ = _normalized(own.double(), across.stored(kind), torch.ones((), dtype=torch.float64), kind)
     sizes = (gradient.abs() * (unit.abs() + off)).sum(-1)
     tokens = gradient.shape[-1]
@@ -219,7 +225,8 @@ def norm_input(
     first = factor * (here.abs() + all_h / count)
     second = cubed * reach.gather(-1, at) * all_hx
     share = moments.factor_off / factor
-    bounds = (first + second) * (gamma(count + 12, WORKING) + 2 * torch.finfo(kind).eps)
+    steps = 0.0 if moments.steps == WORKING else 12 * torch.finfo(moments.steps).eps
+    bounds = (first + second) * (gamma(count + 12, WORKING) + 2 * torch.finfo(kind).eps + steps)
     bounds = bounds + share * (1 + share) ** 2 * (first + 3 * second)
     bounds = bounds + 2 * moments.mean_off * cubed * (all_hx + reach.gather(-1, at) * all_h) * (1 + share) ** 3
     values, bounds = values[:, 0], rounded(bounds[:, 0], values[:, 0], kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def _computed(module: Any, kind: torch.dtype, mixed: bool) -> tuple[Any, Any, li
 
 def _exact(exhibit: Exhibit | str) -> tuple[Tensor, Any]:
     assert isinstance(exhibit, Exhibit), exhibit
-    assert exhibit.trust == ESTIMATED
+    assert replace(exhibit.trust, alone=ESTIMATED.alone) == ESTIMATED
     rows, columns = (one.flatten() for one in torch.meshgrid(*map(torch.arange, exhibit.result.shape), indexing="ij"))
     return exhibit.result[rows, columns], exhibit.compute(rows, columns)
 

@@ -90,6 +90,9 @@ def test_right_results_are_within_and_wrong_ones_outside(name: str, kind: torch.
         if slot in SUMS_OVER_RANKS.get(name, ()) or (kind is None and name in SUMS_OVER_RANKS):
             assert exhibit is None, slot
             continue
+        if name == "own_norm" and kind == torch.float16:
+            assert exhibit is None, "its own operations may overflow, and its own code says whether they do"
+            continue
         assert exhibit is not None, slot
         rows, columns = (
             one.flatten() for one in torch.meshgrid(*map(torch.arange, exhibit.result.shape), indexing="ij")
@@ -101,7 +104,8 @@ def test_right_results_are_within_and_wrong_ones_outside(name: str, kind: torch.
         wrong = values.double() + 4 * (1 + values.double().abs())
         assert (~is_within(wrong, exact)).double().mean() > 0.9, slot
         seen += 1
-    assert seen == (0 if name in SUMS_OVER_RANKS and kind is None else RESULTS.get(name, 2))
+    none = (name in SUMS_OVER_RANKS and kind is None) or (name == "own_norm" and kind == torch.float16)
+    assert seen == (0 if none else RESULTS.get(name, 2))
 
 
 OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {

@@ -1,10 +1,11 @@
 """Disputes of two replicas, ``python -m tools.bench guard-disputes``: is the wrong one named, and no other?
 
-Two replicas of a small Llama, GPT-2 or BERT in one process compute the same batch as two ranks do in an audit. Healthy
-ones compute it in two right ways: in another order of sums, with what an operation has in between in a wider type, with
-another kernel of a submodule, with other threads or without oneDNN, with attention of several operations; in fp32,
-bf16, fp16 and with automatic mixed precision. Nobody may be named. Then a fault is planted in one of them, at a drawn
-place: the output of a submodule, the gradient of its input, that of its weight, or attention's own operation.
+Two replicas in one process compute the same batch as two ranks do in an audit: of a small Llama, GPT-2 or BERT, or of a
+model with narrow norms, casts inside of submodules and a step function. Healthy ones compute it in two right ways: in
+another order of sums, with what an operation has in between in a wider type, with another kernel of a submodule, with
+other threads or without oneDNN, with attention of several operations; in fp32, bf16, fp16 and with automatic mixed
+precision. Nobody may be named. Then a fault is planted in one of the first three models, at a drawn place: the output
+of a submodule, the gradient of its input, that of its weight, or attention's own operation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from megasdc.guard.record import choose_watched
 from tools.bench.guard.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.bench.guard.options import DisputeOptions
-from tools.bench.guard.pair import MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
+from tools.bench.guard.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
 from tools.bench.guard.trainings import PERSISTENT, Planted
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
@@ -119,7 +120,7 @@ def bench_disputes(options: DisputeOptions, on_progress: Progress = lambda what,
 def draw_healthy(number: int, chance: random.Random) -> Dispute:
     """A dispute of two replicas that compute in two right ways."""
     for _ in range(TRIES):
-        name, precision = list(MODELS)[number % 3], list(PRECISIONS)[number // 3 % 4]
+        name, precision = list(MODELS)[number % len(MODELS)], list(PRECISIONS)[number // len(MODELS) % 4]
         way, rank = chance.choice(WAYS), chance.randrange(2)
         found = judge_pair(_healthy(name, precision, way, rank, chance))
         if found is not None:
@@ -149,7 +150,7 @@ def _healthy(name: str, precision: str, way: str, rank: int, chance: random.Rand
 
 def draw_fault(number: int, chance: random.Random) -> Dispute:
     """A fault at a drawn place of a replica; the other one is healthy."""
-    name, precision = list(MODELS)[number % 3], list(PRECISIONS)[number // 3 % 4]
+    name, precision = LIBRARY_MODELS[number % 3], list(PRECISIONS)[number // 3 % 4]
     while True:
         what, rank, found = _faulty(name, precision, chance)
         if found is not None:  # what is 0 is still 0

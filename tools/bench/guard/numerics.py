@@ -114,6 +114,25 @@ def _rms_norm(module: Any) -> Callable[[Tensor], Tensor]:
     return lambda given: F.rms_norm(given, given.shape[-1:], module.weight.to(given.dtype), module.variance_epsilon)
 
 
+def _narrow_norm(module: Any) -> Callable[[Tensor], Tensor]:
+    return lambda given: F.rms_norm(given, given.shape[-1:], module.weight.to(given.dtype), module.eps)
+
+
+def _inner_cast(_module: Any) -> Callable[[Tensor], Tensor]:
+    """As a compiler does: in fp32, without the casts between."""
+    return lambda given: (given.float().square() * torch.sigmoid(given.float())).to(given.dtype)
+
+
+def _inner_autocast(module: Any) -> Callable[[Tensor], Tensor]:
+    """Without it."""
+
+    def compute(given: Tensor) -> Tensor:
+        with torch.autocast(given.device.type, enabled=False):
+            return F.linear(given, module.weight)
+
+    return compute
+
+
 def _layer_norm(module: Any) -> Callable[[Tensor], Tensor]:
     def compute(given: Tensor) -> Tensor:
         wide = given.float()
@@ -138,6 +157,9 @@ def _new_gelu(module: Any) -> Callable[[Tensor], Tensor]:
 
 KERNELS: Mapping[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     "LlamaRMSNorm": _rms_norm,
+    "NarrowNorm": _narrow_norm,
+    "InnerCast": _inner_cast,
+    "InnerAutocast": _inner_autocast,
     "LayerNorm": _layer_norm,
     "SiLU": _silu,
     "SiLUActivation": _silu,

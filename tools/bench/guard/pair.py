@@ -21,6 +21,7 @@ from megasdc.sdc.replay import Ruling, differences, settle
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
+from tools.bench.guard.modules import OwnCode
 
 SAMPLES, TOKENS, VOCAB, WIDTH, REPEATS = 2, 12, 64, 32, 3
 DIMS = ParallelDims(1, 1, 2, 0)
@@ -64,7 +65,13 @@ def _bert(**more: Any) -> nn.Module:
     return BertForMaskedLM(config)  # type: ignore[no-any-return]
 
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "bert": _bert}
+def _own_code(**_more: Any) -> nn.Module:
+    return OwnCode(VOCAB, WIDTH)
+
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "bert": _bert, "own code": _own_code}
+LIBRARY_MODELS = ("llama", "gpt2", "bert")
+"""Of Hugging Face: those with faults."""
 PRECISIONS: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
