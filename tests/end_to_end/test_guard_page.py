@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.parallel.local_ranks import free_port
 from megasdc.sdc.incidents.incident import load_incidents
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
@@ -28,7 +29,9 @@ def _run(folder: Path, script: str, command: str) -> subprocess.CompletedProcess
     (folder / "guard.json").write_text(settings)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, check=False)
+    launcher, *arguments = shlex.split(command)
+    words = [launcher, "--master_port", str(free_port()), *arguments]  # other tests run beside this one
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("adam", ["PyTorch's", pytest.param("DeepSpeed's", marks=pytest.mark.full)])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megasdc.parallel.local_ranks import free_port
 from megasdc.shared_memory import SHARED_MEMORY
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import read_journal
@@ -65,12 +66,13 @@ def without_megasdc(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
     @functools.cache
     def train(ranks: int) -> str:
         plain = tmp_path_factory.mktemp("plain")
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+        port = str(free_port())  # other tests run beside this one
+        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--master_port", port, "--num_gpus", str(ranks)]
         shutil.copy(SCRIPT, plain / "train.py")
         done = subprocess.run(
             [*launcher, "train.py"], cwd=plain, capture_output=True, text=True, check=True, timeout=300
         )
-        left = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_29500_{rank}" for rank in range(ranks)]
+        left = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_{rank}" for rank in range(ranks)]
         assert all((SHARED_MEMORY / name).exists() for name in left), "DeepSpeed leaves buffers"
         for name in left:
             (SHARED_MEMORY / name).unlink()

@@ -38,7 +38,7 @@ def _judged(model: str, precision: str, planted: Planted, **more: Any) -> Judged
     ("model", "precision", "submodule", "phase", "basis"),
     [
         ("llama", "fp32", f"{LAYER}.input_layernorm", "forward", REFEREE),
-        ("llama", "bf16", f"{LAYER}.input_layernorm", "weight_grad", REFEREE),
+        ("llama", "bf16", f"{LAYER}.input_layernorm", "weight_grad", OWN_CODE),  # whose bound is too wide
         ("llama", "autocast", f"{LAYER}.post_attention_layernorm", "backward", REFEREE),
         ("llama", "bf16", f"{LAYER}.mlp.act_fn", "forward", REFEREE),
         ("llama", "fp32", "model.embed_tokens", "weight_grad", REFEREE),
@@ -67,7 +67,7 @@ def test_a_wrong_submodule_is_named(model: str, precision: str, submodule: str, 
 @pytest.mark.parametrize("hooked", [(0, 1), (0,), (1,)])
 def test_eager_attention_and_hooks_of_the_training_are_judged(hooked: tuple[int, ...]) -> None:
     """Softmax attention of several operations; a layer with a hook, also on one rank alone, by its class's code."""
-    found = _judged("llama", "fp32", Planted(1, f"{LAYER}.self_attn", "backward", PERSISTENT), attention="eager")
+    found = _judged("llama", "fp32", Planted(1, f"{LAYER}.self_attn", "backward", PERSISTENT, 4, "row"), attention="eager")
     assert (found.named, found.opinion.basis) == ([1], OWN_CODE)
     models, batch = [build_model("llama", "fp32", 3) for _ in range(2)], draw_batch("fp32", 5)
     for one in hooked:

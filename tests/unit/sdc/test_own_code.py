@@ -155,7 +155,7 @@ class _Held:
     """Of no container: what code keeps in an object of its own."""
 
     def __init__(self) -> None:
-        self.seen = torch.zeros(2)
+        self.seen = torch.zeros(2, dtype=torch.float64)
 
 
 class _Keeps(nn.Module):
