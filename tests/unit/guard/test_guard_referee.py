@@ -67,7 +67,8 @@ def test_a_wrong_submodule_is_named(model: str, precision: str, submodule: str, 
 @pytest.mark.parametrize("hooked", [(0, 1), (0,), (1,)])
 def test_eager_attention_and_hooks_of_the_training_are_judged(hooked: tuple[int, ...]) -> None:
     """Softmax attention of several operations; a layer with a hook, also on one rank alone, by its class's code."""
-    found = _judged("llama", "fp32", Planted(1, f"{LAYER}.self_attn", "backward", PERSISTENT, 4, "row"), attention="eager")
+    wrong_row = Planted(1, f"{LAYER}.self_attn", "backward", PERSISTENT, 4, "row")
+    found = _judged("llama", "fp32", wrong_row, attention="eager")
     assert (found.named, found.opinion.basis) == ([1], OWN_CODE)
     models, batch = [build_model("llama", "fp32", 3) for _ in range(2)], draw_batch("fp32", 5)
     for one in hooked:
