@@ -325,6 +325,8 @@ def _parquet_column(path: Path, column: str) -> Iterator[tuple[int, Any]]:
             names = content.schema_arrow.names
             if column not in names and content.metadata.num_rows:
                 raise _no_column(path, column, sorted(names))
+            if names.count(column) > 1:
+                raise DataError(f"file {path} has {names.count(column)} columns {column!r}; rename all but one")
             number = 0
             for batch in content.iter_batches(_BATCH_ROWS, columns=[column]):
                 rows = batch.column(batch.schema.get_field_index(column))

@@ -64,7 +64,7 @@ class RoundTripRecord(_Record):
 
 
 class SplitRecord(_Record):
-    """Size of one split; tokens include one end-of-document token per document, bytes are those of the UTF-8 text."""
+    """Size of one split; tokens include those that begin and end documents, bytes are those of the UTF-8 text."""
 
     num_documents: int = Field(ge=1)
     num_tokens: int = Field(ge=1)

@@ -268,7 +268,7 @@ def _beginning(section: DataSection, tokenizer: Tokenizer) -> int | None:
     if section.bos and tokenizer.beginning_of_document is None:
         raise DataError(
             "megasdc.data.bos is true, but the tokenizer has no beginning-of-sequence token; set bos to null, or "
-            "bos_token in its tokenizer_config.json"
+            "use a tokenizer that has one (of Hugging Face: bos_token in its tokenizer_config.json)"
         )
     return tokenizer.beginning_of_document if section.bos else None
 

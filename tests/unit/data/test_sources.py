@@ -316,6 +316,10 @@ BAD = {
         r"x\.jsonl, line 1 is not UTF-8",
     ),
     "key twice": (lambda d: (d / "x.jsonl").write_bytes(b'{"text": "a", "text": "b"}\n'), 'line 1 has "text" twice'),
+    "column twice": (
+        lambda d: pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), d / "x.parquet"),
+        r"x\.parquet has 2 columns 'text'",
+    ),
     "not an object": (lambda d: (d / "x.jsonl").write_bytes(jsonl("a") + b"\n5\n"), "line 3 is int, not an object"),
     "array of JSON": (
         lambda d: (d / "x.json").write_bytes(b'\n [{"text": "a"}]'),
