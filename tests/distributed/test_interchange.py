@@ -321,7 +321,9 @@ def peak(work):
     work()
     return status("VmHWM") - before
 
-model, weights, out, tokenizer = sys.argv[1:]
+model, weights, out, tokenizer, small = sys.argv[1:]
+import_hf(small, small + "_weights")  # whatever is imported, compiled and kept at first is none of a model's
+export_hf(small + "_weights", small + "_out", tokenizer=tokenizer)
 print(peak(lambda: import_hf(model, weights)), peak(lambda: export_hf(weights, out, tokenizer=tokenizer)))
 """
 
@@ -332,17 +334,20 @@ def test_export_and_import_hold_a_layer_and_not_the_model(tmp_path: Path, data: 
     from megasdc.config import ModelSection
     from megasdc.model.hf import hf_config, hf_shapes
 
-    sizes = {"num_layers": _LAYERS, "hidden_size": _HIDDEN, "ffn_hidden_size": _FFN, "num_attention_heads": 8}
-    model = ModelSection.model_validate({**MODELS["llama"], **sizes})
-    plan = {name: torch.empty(shape, device="meta") for name, shape in hf_shapes(model, 500).items()}
-    total = sum(map(num_bytes, plan.values()))
+    totals = {}
+    for name, layers, hidden, ffn in (("model", _LAYERS, _HIDDEN, _FFN), ("small", 2, 64, 64)):
+        sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": 8}
+        model = ModelSection.model_validate({**MODELS["llama"], **sizes})
+        plan = {key: torch.empty(shape, device="meta") for key, shape in hf_shapes(model, 500).items()}
+        totals[name] = sum(map(num_bytes, plan.values()))
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text(json.dumps(hf_config(model, 500, 1, "float32")))
+        tensors = ((key, torch.ones(like.shape)) for key, like in plan.items())
+        write_tensors(folder / "model.safetensors", plan, tensors)
+    total = totals["model"]
     assert total > 300e6
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config(model, 500, 1, "float32")))
-    tensors = ((name, torch.ones(like.shape)) for name, like in plan.items())
-    write_tensors(tmp_path / "model" / "model.safetensors", plan, tensors)
     folders = [str(tmp_path / name) for name in ("model", "weights", "out")]
-    command = [sys.executable, "-c", _MEASURE, *folders, str(data / "tokenizer")]
+    command = [sys.executable, "-c", _MEASURE, *folders, str(data / "tokenizer"), str(tmp_path / "small")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     importing, exporting = map(int, done.stdout.split()[-2:])
