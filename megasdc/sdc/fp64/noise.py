@@ -207,7 +207,8 @@ class _Noisy(TorchDispatchMode):
         if name in ("empty_like", "empty", "new_empty", "empty_strided", "new_empty_strided"):  # nothing is in it yet
             return func(*args, **options)
         writes, sums = any(one is not None for one in returned), torch.Tag.pointwise not in func.tags
-        sums = sums and name not in SELECTS and "max_pool" not in name
+        fills = torch.Tag.nondeterministic_seeded in func.tags or name in ("zero_", "fill_", "copy_")  # even empty ones
+        sums = sums and not fills and name not in SELECTS and "max_pool" not in name
         if sums and wide and self._draw is None:
             self.sums = max(self.sums, _partial(name, wide))
         if self._draw is not None and wide and not writes and sums:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.exhibits.calls import ESTIMATED, Exhibit, kept_calls
 from megasdc.sdc.exhibits.own import own_result, result_between
-from megasdc.sdc.fp64.noise import Unfit
+from megasdc.sdc.fp64.noise import Unfit, estimate
 from megasdc.sdc.fp64.referee import is_within, judge
 
 SAMPLES, TOKENS, WIDTH = 2, 9, 16
@@ -246,3 +246,14 @@ def test_modules_that_cannot_be_copied_are_not_used(kind: Callable[[], nn.Module
     assert isinstance(exhibit, Exhibit)
     with pytest.raises(Unfit, match="cannot be copied"):
         exhibit.compute(torch.tensor([0]), torch.tensor([0]))
+
+
+def test_what_was_in_memory_before_a_mask_was_drawn_is_nobodys() -> None:
+    """A dropout draws its mask into new memory, which may hold any number."""
+
+    def compute() -> Tensor:
+        torch.manual_seed(3)
+        return torch.ones(5, 2, dtype=torch.float64) * torch.full((5, 2), 1e300, dtype=torch.float64).bernoulli_(0.5)
+
+    values, bounds = estimate(compute, torch.float32)
+    assert set(values.flatten().tolist()) == {0.0, 1.0} and bounds.max() < 1e-5
