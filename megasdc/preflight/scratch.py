@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -15,6 +17,8 @@ from megasdc.run_lock import WITHOUT_FLOCK, open_lock_file
 
 FOLDER, LOCK_FILE = "preflight", ".lock"
 """The first in the run folder, and in that of checkpoints where one is configured."""
+_ENDING_S = 5.0
+"""Seconds in which what a preflight has ended may still write into its folder, or remove what it wrote."""
 
 Say = Callable[[str], None]
 
@@ -86,9 +90,12 @@ def _unwritable(folder: Path, error: OSError) -> StorageError:
 
 
 def _remove(folder: Path, say: Say) -> None:
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:  # another host of the run has removed it
-        return
-    except OSError as error:
-        say(f"{folder} cannot be removed: {error}; remove it by hand")
+    until = time.monotonic() + _ENDING_S
+    while folder.exists():  # else another host of the run has removed it
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or time.monotonic() > until:
+                say(f"{folder} cannot be removed: {error}; remove it by hand")
+                return
+            time.sleep(0.05)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -288,3 +290,20 @@ def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytes
     assert hosts().status is WARNING and "c is off" in hosts().text
     wrong[:] = ["b"]
     assert (hosts().status, hosts().exit_code, hosts().text) == (FAILED, 78, "b is off")
+
+
+def test_a_folder_goes_though_an_agent_that_ends_still_writes_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that come or go while the folder is removed keep nothing of it."""
+    remove, problems = shutil.rmtree, [errno.ENOENT, errno.ENOTEMPTY]
+
+    def disturbed(folder: Path) -> None:
+        if problems:
+            raise OSError(code := problems.pop(), os.strerror(code), str(folder / "file"))
+        remove(folder)
+
+    with scratch_folder(tmp_path / "run", "one", keep=False, say=pytest.fail) as folder:
+        (folder / "file").touch()
+        monkeypatch.setattr(shutil, "rmtree", disturbed)
+    assert not folder.exists() and not problems
