@@ -122,6 +122,12 @@ OWNERS = (
     Owner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
     Owner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
     Owner(
+        "torch.nn:Module",
+        "copies in fp64 of a guarded model's own layers",
+        mentioned=("_non_persistent_buffers_set",),
+        used_by=GUARD,
+    ),
+    Owner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
         "loading universal checkpoints",
         mentioned=("_config", "load_universal_checkpoint"),

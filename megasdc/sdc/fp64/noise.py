@@ -272,7 +272,7 @@ def _refuse(name: str, func: Any, options: Mapping[str, Any], given: Sequence[Te
         raise Unfit(f"it chooses by values ({name})")
     if any(one.is_quantized for one in given):
         raise Unfit("it computes with quantized numbers")
-    if func.overloadpacket.__name__ == "view" and func._overloadname == "dtype" and wide:
+    if wide and func == torch.ops.aten.view.dtype:
         raise Unfit("it computes with bits of numbers")
 
 
