@@ -86,7 +86,7 @@ def test_a_part_that_dies_or_hangs_leaves_what_it_had(run_part: Any) -> None:
     assert found["checks"][0]["name"] == "before" and "in dies" in found["output"]
     began = time.monotonic()
     found = run_part("hangs", 6.0)
-    assert time.monotonic() - began < 12.0
+    assert time.monotonic() - began < 40.0, "it would wait for ever"
     assert (found["state"], found["reason"]) == ("killed", "its time of 6 s was up")
     assert found["checks"][0]["name"] == "before" and "in waits_for_ever" in found["output"]
     assert _is_gone(found["notes"]["child"])

@@ -38,7 +38,7 @@ def test_a_rank_does_not_wait_for_a_writer_that_reads_nothing(tmp_path: Path, wr
     began = time.monotonic()
     for text in ("first ", "second "):
         writer.send(Act({tmp_path / "file": text * 1_000_000}))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30.0, "it stands still: whoever waits for it waits for ever"
     os.kill(writer.pid, signal.SIGCONT)
     assert [_answer(writer).problem for _ in range(2)] == ["", ""]
     assert (tmp_path / "file").read_text() == "second " * 1_000_000
