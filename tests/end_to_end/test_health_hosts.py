@@ -19,6 +19,7 @@ from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import Event, read_events
+from megasdc.health.board import SIGN, node_name
 from megasdc.launcher.command import NODE_MODULE
 from megasdc.report.summary import summarize
 from megasdc.supervisor import front
@@ -220,6 +221,7 @@ def test_a_hang_is_told_in_time_whatever_else_is_stopped(
         launch = hosts.popen("node1", [*argv, *config], cwd=str(folder), stdout=said, stderr=said)
         metrics = run / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 40, launch)
+        wait_until(lambda: all(signs_of(run, node) > 1 for node in range(2)), launch)  # so that all know of all
         journal = read_journal(run / FOLDER)
         (launch_id,) = (one.fields["launch_id"] for one in journal if one.kind == "planned")
         found = [one for one in psutil.process_iter(["cmdline", "environ"]) if plays(one, stopped, folder, launch_id)]
@@ -256,6 +258,12 @@ def plays(process: psutil.Process, stopped: str, folder: Path, launch_id: str) -
     if stopped == "launcher":  # also pdsh and ssh, whose command lines have the same words
         return launch_id in words and any(one in words for one in ("megasdc.launcher.runner", NODE_MODULE))
     return "megasdc.health.agent" in words and '"node": 1,' in words[-1] and str(folder) in words[-1]
+
+
+def signs_of(run: Path, node: int) -> int:
+    """How many signs of life the agent of a host has given; each some seconds after the one before."""
+    path = run / "health" / f"{node_name(node)}.{SIGN}"
+    return int(json.loads(path.read_text())["number"]) if path.exists() else 0
 
 
 def wait_until(done: Callable[[], bool], launch: subprocess.Popen[Any] | None) -> None:
