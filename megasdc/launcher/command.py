@@ -38,6 +38,8 @@ BACKEND_PROGRAM = {
     "slurm": "srun",
     "mvapich": "mpirun",
 }
+OF_PROGRAMS = ("--no_local_rank",)
+"""Options below that a program which is not megasdc's own may have."""
 FRONT_OPTIONS = {
     "--hostfile": "give --hostfile to megasdc launch itself",
     "-H": "give --hostfile to megasdc launch itself",

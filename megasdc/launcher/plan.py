@@ -107,7 +107,7 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     cwd = Path.cwd()
     program = program_of(request, cwd)
     problems: list[str] = []
-    allowed = () if request.program is None else ("--no_local_rank",)
+    allowed = () if request.program is None else command.OF_PROGRAMS
     options = _collect_error(problems, lambda: command.parse_launcher_args(request.launcher_args, allowed))
     placement = _collect_error(problems, lambda: _place(request))
     files = environment.env_files(os.environ, cwd)
@@ -151,7 +151,7 @@ def needs_of(request: LaunchRequest) -> tuple[HostNeeds, Transport]:
     """
     cwd = Path.cwd()
     program = program_of(request, cwd)
-    allowed = () if request.program is None else ("--no_local_rank",)
+    allowed = () if request.program is None else command.OF_PROGRAMS
     options = command.parse_launcher_args(request.launcher_args, allowed)
     fixed = environment.env_file_names(environment.env_files(os.environ, cwd))
     rank = _rank_command(program, cwd, environment.forwarded_environment(os.environ, fixed), options)

@@ -18,10 +18,15 @@ PROBE_S = 30.0
 class Allocation:
     """Hosts of a hostfile: they are there as long as the run is.
 
-    Attributes:
+    Args:
         name: in messages.
-        job: that the hosts belong to, and which start of it, in one word; empty: none.
         slots: ranks of each host, in order.
+        ssh_port: of the hosts' sshd; None: SSH's configuration says it.
+
+    Attributes:
+        name: as given.
+        job: that the hosts belong to, and which start of it, in one word; empty: none.
+        slots: as given.
         can_be_left: whether the run can go on in another allocation, which is without some hosts.
         is_ending: whether it ends soon, so that the run has to go on in another one.
     """
@@ -30,8 +35,8 @@ class Allocation:
     can_be_left = False
     is_ending = False
 
-    def __init__(self, name: str, slots: dict[str, int]) -> None:
-        self.name, self.slots = name, slots
+    def __init__(self, name: str, slots: dict[str, int], ssh_port: int | None = None) -> None:
+        self.name, self.slots, self._ssh_port = name, slots, ssh_port
 
     def request(self, request: LaunchRequest, attempt: Attempt) -> LaunchRequest:
         """The launch of an attempt, whose hostfile is in the request."""
@@ -41,12 +46,12 @@ class Allocation:
         """Those of an attempt's hosts that cannot be reached after its end."""
         request = {"launch_id": attempt.launch_id}
         program = Path(running.__file__)
-        answers = Transport(remote=True).run(attempt.hosts, program, request, timeout_s=PROBE_S)
+        answers = Transport(True, self._ssh_port).run(attempt.hosts, program, request, timeout_s=PROBE_S)
         return tuple(one.host for one in answers if one.problem)
 
     def release(self, hosts: Sequence[str], run: str) -> None:
         """Let the memory of hosts go that holds a run's snapshots, by its id; of one that does not answer it stays."""
-        transport = Transport(remote=True, prefixes={host: self.prefix(host) for host in hosts})
+        transport = Transport(True, self._ssh_port, prefixes={host: self.prefix(host) for host in hosts})
         transport.run(hosts, Path(release.__file__), {"run": run}, timeout_s=PROBE_S)
 
     def was_cancelled(self, log: str) -> bool:

@@ -19,6 +19,7 @@ from megasdc.config import load_config
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.errors import LaunchError
+from megasdc.launcher.command import OF_PROGRAMS, parse_launcher_args
 from megasdc.launcher.deepspeed_command import DeepSpeedCommand
 from megasdc.launcher.hosts import LOCAL_HOST, place_program_here, read_hostfile
 from megasdc.launcher.request import DEFAULT_SCRIPT, LaunchRequest
@@ -172,7 +173,9 @@ def _supervise(
 def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
     if hostfile is not None:
         slots = read_hostfile(hostfile)
-        return ThisHost(slots[LOCAL_HOST]) if list(slots) == [LOCAL_HOST] else Allocation(str(hostfile), slots)
+        options = parse_launcher_args(launcher_args, OF_PROGRAMS)
+        is_here = list(slots) == [LOCAL_HOST]
+        return ThisHost(slots[LOCAL_HOST]) if is_here else Allocation(str(hostfile), slots, options.ssh_port)
     if any(word.partition("=")[0] == "--launcher_args" for word in launcher_args):
         raise LaunchError(
             "launcher option --launcher_args: under SLURM the supervisor sets it; give options of srun by the "

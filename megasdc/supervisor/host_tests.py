@@ -22,6 +22,7 @@ import psutil
 
 from megasdc.durable import parse_json
 from megasdc.errors import LaunchError, StorageError
+from megasdc.launcher.command import OF_PROGRAMS, parse_launcher_args
 from megasdc.launcher.process import end_launcher
 from megasdc.launcher.remote import KILL_S, Watch
 from megasdc.room import lacks_room, probe
@@ -152,6 +153,8 @@ class StressTests:
             hostfile = self._file(host, "hosts")
             hostfile.write_text(f"{host} slots={slots}\n", encoding="utf-8")
             command += ["--hostfile", str(hostfile)]
+            port = parse_launcher_args(self._checks.request.launcher_args, OF_PROGRAMS).ssh_port
+            command += [] if port is None else ["--ssh-port", str(port)]
         self._running[host] = self._process(host, command)
 
     def _process(self, host: str, command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -12,10 +12,13 @@ import pytest
 from megasdc.launcher.request import LaunchRequest
 from megasdc.supervisor import front
 from megasdc.supervisor.allocation import Allocation
+from megasdc.supervisor.command import _allocation
 from megasdc.supervisor.diagnosis import Evidence, diagnose
 from megasdc.supervisor.engine import FrontEngine
+from megasdc.supervisor.fitness import HostChecks
 from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import Attempt
+from megasdc.supervisor.host_tests import StressTests
 from megasdc.supervisor.journal import FOLDER
 
 SSH = """#!/bin/sh
@@ -68,3 +71,29 @@ def test_a_host_that_is_away_is_not_checked(
 def test_nobody_is_asked_after_a_good_end(after: Callable[[int | None], Evidence], tmp_path: Path) -> None:
     """The run is done, or goes on: a host that is away then is found at the next start."""
     assert after(0).unreachable == () and not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("words", [("--ssh_port", "2222"), ("--ssh_port=2222",)])
+def test_hosts_are_asked_at_the_port_of_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """Those that answer there alone were all lost otherwise, and the memory of a host that left stayed."""
+    (ssh := tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\nexit 255\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (hostfile := tmp_path / "hosts").write_text("n0 slots=1\nn1 slots=1\n")
+    allocation = _allocation(hostfile, words)
+    allocation.unreachable(Attempt(1, allocation.slots, "20270115-first", 1.8e9))
+    allocation.release(["n0"], "run")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 3 and all(" -p 2222 -- n" in line for line in asked), asked
+
+
+def test_a_host_that_may_come_back_is_tested_at_the_port_of_the_launch(tmp_path: Path) -> None:
+    """Else it gives no answer, and never comes back."""
+    request = LaunchRequest(tmp_path / "config.json", launcher_args=("--ssh_port", "2222"))
+    tests = StressTests(tmp_path, 1, None, HostChecks(request, tmp_path / "run"))
+    commands: list[list[str]] = []
+    tests._process = lambda host, command: commands.append(list(command))  # type: ignore[assignment, method-assign]
+    tests._stress("n0", 1)
+    assert commands[0][-2:] == ["--ssh-port", "2222"]
