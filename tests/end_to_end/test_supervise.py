@@ -234,19 +234,26 @@ def test_a_run_goes_on_without_a_wrong_host_until_a_spare_takes_its_place(tmp_pa
             "memory": {"interval": 1, "partners": True, "linger_s": 120},
             "other_layout": "convert",
         },
-        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1, "spare_test_s": 0},
-        "delay": [{"kind": "normal", "mean_s": 0.1, "std_s": 0.0, "steps": [20, STEPS]}],
+        "supervise": {"num_hosts": 3, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0},
+        "delay": [{"kind": "normal", "mean_s": 0.3, "std_s": 0.0, "steps": [20, STEPS]}],
     }
     harm = {"host": "node3", "submodule": "*.linear_fc2", "kind": "scale", "factor": 1.5, "elements": 3}
     faults = [{**harm, "same_elements": True, "steps": [25, None]}]
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     with Cluster(tmp_path / "cluster", 4, env=env) as hosts:
+        hosts.power_off("node4")
         for name, more in (("run", {"faults": faults}), ("plain", {})):
             config = write(folder, name, **sections, **more)
             raw = json.loads(config.read_text())
             raw |= {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
             config.write_text(json.dumps(raw))
-            assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
+            process, log = supervise(hosts, config), config.with_suffix(".log")
+            if name == "run":
+                wait_until(lambda: "the run goes on with 2 replicas" in log.read_text(), process, log)  # noqa: B023
+                done = len(steps_done(folder))
+                wait_until(lambda: len(steps_done(folder)) > done + 3, process, log)  # noqa: B023
+                hosts.boot("node4")
+            assert process.wait(timeout=300) == 0, log.read_text()
     history = history_of(folder)
     assert [(one.diagnosis.kind, one.used) for one in history.failures] == [
         ("corrupt_again", ("node1", "node2", "node3")),
