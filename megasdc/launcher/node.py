@@ -32,12 +32,14 @@ from megasdc.launcher.command import GRACE_OPTION, RANK_MODULE
 from megasdc.launcher.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.launcher.launch_alone import import_launch
 from megasdc.launcher.on_host import private
+from megasdc.launcher.on_host.build_locks import BuildLocks
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.rank import RankCommand
 from megasdc.launcher.records import records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
 from megasdc.memory_limits import MemoryKill, MemoryWatch
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
 from megasdc.parallel.stores import PRIVATE_VARIABLE
 from megasdc.shared_memory import NAME_VARIABLE, deepspeed_buffer, remove_buffers
 from megasdc.versions.private_names import ends_at_launch_error
@@ -116,10 +118,14 @@ class _Rank(subprocess.Popen[bytes]):
 
 
 class Ranks:
-    """The ranks of this host, as launch.py starts and ends them."""
+    """The ranks of this host, as launch.py starts and ends them.
 
-    def __init__(self, memory: MemoryWatch) -> None:
-        self._memory = memory
+    Args:
+        extensions: folder of the extensions that they compile; None: it is not known.
+    """
+
+    def __init__(self, memory: MemoryWatch, extensions: str | None = None) -> None:
+        self._memory, self._locks = memory, BuildLocks(extensions)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._buffers: list[str] = []
         self._end = launch.terminate_process_tree
@@ -141,12 +147,17 @@ class Ranks:
         ):
             return
         self._looked_at = now
+        self._locks.look(one.pid for one in self._processes.values())
         with suppress(OSError, ValueError):
             self._memory.all_run()
 
     def remove_buffers(self) -> None:
         """Remove what DeepSpeed has left of them in shared memory, of those that were killed too."""
         remove_buffers(self._buffers)
+
+    def remove_locks(self) -> None:
+        """Remove the locks of extensions that they were compiling when they were ended."""
+        self._locks.remove_left(own_descendants, say)
 
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
@@ -185,11 +196,21 @@ def own_processes() -> set[int]:
     By the variable that ranks and what they start have, or by the session; one of the user's own counts as well, since
     to blame the host for less is safer.
     """
-    found = {one.pid for one in psutil.Process().children(recursive=True)}
-    sign, session = f"{NODE_PID_VARIABLE}={os.getpid()}".encode(), os.getsid(0)
+    found, session = own_descendants(), os.getsid(0)
     for pid in psutil.pids():
         with suppress(OSError):
-            if os.getsid(pid) == session or sign in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if os.getsid(pid) == session:
+                found.add(pid)
+    return found
+
+
+def own_descendants() -> set[int]:
+    """Processes of this host's ranks, and what these have started, also where who started it has ended."""
+    found = {one.pid for one in psutil.Process().children(recursive=True)}
+    sign = f"{NODE_PID_VARIABLE}={os.getpid()}".encode()
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if sign in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found
 
@@ -201,11 +222,11 @@ def records_folder(logs: str | None, argv: Sequence[str]) -> Path | None:
     return records_dir(Path(logs).parent, argv[argv.index(RANK_MODULE) + 1])
 
 
-def private_name(argv: Sequence[str]) -> str:
-    """What the front calls the folder of this host with what is secret of the launch; empty: there is none."""
+def rank_variable(argv: Sequence[str], name: str) -> str | None:
+    """A variable that the launch sets for its ranks; None: it sets none."""
     if RANK_MODULE not in argv[:-2]:
-        return ""
-    return RankCommand.decode(argv[argv.index(RANK_MODULE) + 2]).environment.get(PRIVATE_VARIABLE, "")
+        return None
+    return RankCommand.decode(argv[argv.index(RANK_MODULE) + 2]).environment.get(name)
 
 
 def say(line: str) -> None:
@@ -219,7 +240,7 @@ def main() -> None:
     front = os.environ.pop(FRONT_PID_VARIABLE, None)  # set if the front started this process itself
     if front:
         follow_parent(expected=int(front))
-    ranks = Ranks(MemoryWatch())
+    ranks = Ranks(MemoryWatch(), rank_variable(sys.argv, EXTENSIONS_VARIABLE))
     stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)), ranks.tell_failed)
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})
@@ -230,12 +251,13 @@ def main() -> None:
     if sys.argv[1] == FOLLOW_OPTION:
         sys.argv.pop(1)
         follow_input()
-        name = private_name(sys.argv)
+        name = rank_variable(sys.argv, PRIVATE_VARIABLE) or ""  # what the front calls the folder with what is secret
         os.environ.update(private.take_environment(name) if name else {})  # ranks inherit it
     try:
         launch.main()
     finally:
         ranks.remove_buffers()
+        ranks.remove_locks()
         if name:  # the front does so, too, unless it was killed
             private.remove(name)
 
