@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.data import DataSection
+from megasdc.config.sections.data import DataSection, SourceSection
+from megasdc.data.formats import NUM_PLACES
 from megasdc.data.manifest import MANIFEST_FILE, Manifest
-from megasdc.data.sources import fingerprint_source
+from megasdc.data.sources import fingerprint_source, newly_read
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.data.verify import verify_prepared
 from megasdc.durable import commit_folder
@@ -50,14 +51,30 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
         manifest = Manifest.load(out)
         if differences := list(_differences(manifest.settings, settings)):
             raise DataError(
-                f"{out} was prepared with other settings: {'; '.join(differences)}; give another megasdc.data.path "
-                "or --out, or replace it with --force; runs that use these data then stop"
+                f"{out} was prepared with other settings: {'; '.join(differences)}{_read_since(manifest, settings)}; "
+                "give another megasdc.data.path or --out, or replace it with --force; runs that use these data then "
+                "stop"
             )
         return verify_prepared(out, quick=not force)
     except DataError:
         if force:
             return None
         raise
+
+
+def _read_since(manifest: Manifest, settings: dict[str, Any]) -> str:
+    """The files that are read now and were not by the version that prepared the data, as the end of a sentence."""
+    told = []
+    for number, (old, new) in enumerate(zip(manifest.settings.get("sources", []), settings["sources"], strict=False)):
+        section = SourceSection(**{name: value for name, value in new.items() if name != "input"})
+        if old.get("input") != new["input"] and (paths := newly_read(section, old.get("input", {}))):
+            names = ", ".join(path.relative_to(section.path or "").as_posix() for path in paths[:NUM_PLACES])
+            more = f" and {len(paths) - NUM_PLACES} more" if len(paths) > NUM_PLACES else ""
+            told.append(
+                f"; data.sources.{number} differs only by files that earlier versions left out, or that have come "
+                f"since: {names}{more} (runs may go on with the data as they are)"
+            )
+    return "".join(told)
 
 
 def _differences(old: Any, new: Any, path: str = "data") -> Iterator[str]:

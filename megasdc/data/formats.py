@@ -7,13 +7,15 @@ not UTF-8 is decoded with surrogates, which no valid text holds, so that one che
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
+import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,15 +34,23 @@ UNREADABLE = "what cannot be read"
 _BUFFER_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 16
 _TEXT_CHARACTERS = 10 << 20
-_MAX_LINES = 1000
-"""Lines that one JSON value may go on for; each costs another attempt to read it."""
+_MAX_VALUE_CHARACTERS = 1 << 28
+"""A value of JSON that is longer must be on one line."""
+_MAX_RETRIED_CHARACTERS = 1 << 17
+"""As `_MAX_VALUE_CHARACTERS`, of a value that begins within another one that cannot be read."""
+_NUM_FIRST_LINES = 1000
+"""Lines after the first of a .json file in which an object with the text is looked for."""
 _MAX_FIRST_LINE_BYTES = 1 << 28
+_MAX_FIRST_BYTES = 1 << 24
+"""Bytes of those lines."""
 _BATCH_ROWS = 1024
 _BYTE_ORDER_MARK = "\ufeff"
 _WHITESPACE = " \t\r\n"
 _DECODER = json.JSONDecoder()
-_PAIRS = json.JSONDecoder(object_pairs_hook=list)
+_PAIRS = json.JSONDecoder(object_pairs_hook=list, parse_int=float)
 _LONG_NUMBERS = json.JSONDecoder(parse_int=float)  # Python refuses to convert whole numbers of more than 4,300 digits
+_AFTER = {"": "[", "[": "]", "value": ",]", ",": "", "]": ""}
+"""What may follow in an array of JSON, besides values."""
 
 
 class LeftOut(Counter[str]):
@@ -141,31 +151,55 @@ def take_texts(
 
 
 def json_problem(path: Path, field: str) -> tuple[str, bool] | None:
-    """Why a .json file is not one of JSON lines whose first object has the field; None: it is.
+    """Why a .json file is not one of JSON lines, of which one of the first is an object with the field; None: it is.
 
-    A file that cannot be unpacked counts as one, so that reading it reports that.
+    A file that cannot be unpacked counts as one, so that reading it reports that, and so does one of blanks.
 
     Returns:
         What the file is, with the remedy, for messages; and whether it is an array that holds the text.
     """
     try:
         with _open(path) as file:
-            lines = iter(lambda: file.readline(_MAX_FIRST_LINE_BYTES), b"")
-            decoded = (line.decode("utf-8", "surrogateescape").strip(_BYTE_ORDER_MARK + _WHITESPACE) for line in lines)
-            first = next(filter(None, decoded), "")
+            lines = _Lines(_first_lines(file))
+            first = lines.peek()
             if first.startswith("["):
                 return _array_problem(path, field, first + file.read(_PACKED_BYTES).decode("utf-8", "surrogateescape"))
+            if not first or _has_lines(lines, field):
+                return None
     except Exception:
         return None
     try:
-        value = _decode(first)[0] if first else {field: ""}
+        value = _line_values(first, field)[0][0]
     except (ValueError, RecursionError):
         many = f"is not JSON lines: its first line is no whole object; write one a line: `{_unpacker(path)} | jq -c .`"
         return f"{many} into a file that ends in .jsonl, in its place", False
-    if isinstance(value, dict) and field in value:
-        return None
     keys = f"its keys are {sorted(value)}" if isinstance(value, dict) else f"it is {type(value).__name__}"
-    return f"is JSON whose first line has no {field!r}, {keys}; set text_field to the one that holds the text", False
+    problem = f"is JSON whose first line has no {field!r}, {keys}, nor has one of {_NUM_FIRST_LINES:,} after it"
+    return f"{problem}; set text_field to the one that holds the text", False
+
+
+def _first_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The first lines of a .json file, which decide what it is: so many that are not blank, or of so many bytes."""
+    number = size = 0
+    while number <= _NUM_FIRST_LINES and size < _MAX_FIRST_BYTES and (line := file.readline(_MAX_FIRST_LINE_BYTES)):
+        yield line
+        size += len(line) if number else 0
+        number += not line.isspace()
+
+
+def _has_lines(lines: _Lines, field: str) -> bool:
+    """Whether one of the lines is an object with the field, and no part of a value over several lines."""
+    while (line := lines.take()) is not None:
+        try:
+            values = _line_values(line[1].strip(_WHITESPACE), field)[0]
+        except (ValueError, RecursionError):
+            if _read_on(line, lines, field, _line_values)[1] is None and lines.is_open:
+                return False
+            continue
+        # What cannot be read here has the field twice.
+        if any(isinstance(value, Unreadable) or (isinstance(value, dict) and field in value) for value in values):
+            return True
+    return False
 
 
 def _array_problem(path: Path, field: str, start: str) -> tuple[str, bool]:
@@ -216,8 +250,9 @@ def _json_column(path: Path, field: str) -> Iterator[tuple[int, Any]]:
     keys: list[str] | None = None
     known = False
     with _open(path) as file:
-        start = file.peek(_PACKED_BYTES).decode("utf-8", "replace").lstrip(_BYTE_ORDER_MARK + _WHITESPACE)
-        for number, value in _array_values(file) if start.startswith("[") else _json_values(file, field):
+        lines = _Lines(file)
+        read = _array_values if lines.peek().startswith("[") else _json_values
+        for number, value in read(lines, field):
             if value is None:
                 yield number, None
             elif not isinstance(value, dict):
@@ -237,79 +272,194 @@ def _no_column(path: Path, column: str, names: list[str]) -> DataError:
     return DataError(f"file {path} has no column {column!r}; its columns are {names}; set text_field to one")
 
 
-def _array_values(file: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Elements of one array, all on its first line; those that are text stand for objects with the key ``text``."""
-    for value in json.loads(file.read().decode("utf-8-sig", "surrogateescape")):
-        yield 1, {"text": value} if isinstance(value, str) else value
+class _Lines:
+    """The lines of a file with their numbers, from 1; lines that were taken and not needed can be put back.
 
+    ``is_open``: whether the last value that could not be read is right as far as the lines go.
+    """
 
-def _json_values(file: BinaryIO, field: str) -> Iterator[tuple[int, Any]]:
-    """Values of a file of JSON lines, each with the number of the line on which it begins."""
-    key = json.dumps(field, ensure_ascii=False)
-    lines = enumerate(file, 1)
-    back: list[tuple[int, str]] = []
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines = enumerate(lines, 1)
+        self._back: list[tuple[int, str]] = []  # last first
+        self._failed_before = 0
+        self.is_open = False
 
-    def following() -> tuple[int, str] | None:
-        if back:
-            return back.pop()
-        number, line = next(lines, (0, b""))
+    def take(self) -> tuple[int, str] | None:
+        """The next line; None at the end. A byte order mark at the start of the file is no part of it."""
+        if self._back:
+            return self._back.pop()
+        number, line = next(self._lines, (0, b""))
         text = line.decode("utf-8", "surrogateescape")
         return (number, text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text) if number else None
 
-    while (line := following()) is not None:
+    def put_back(self, lines: Sequence[tuple[int, str]]) -> None:
+        """Give back lines that were taken last."""
+        self._back.extend(reversed(lines))
+
+    def peek(self) -> str:
+        """The next line that is not blank, without the blanks around it; empty: there is none."""
+        while (line := self.take()) is not None:
+            if text := line[1].strip(_WHITESPACE):
+                self.put_back([line])
+                return text
+        return ""
+
+    def extend(self, number: int, text: str, taken: list[tuple[int, str]]) -> str | None:
+        """A text that begins in a line with the lines after it, about twice as long, so that trying again is cheap.
+
+        ``taken``: those that are part of it already, to which the further ones are added. None: the file ends, or the
+        text is longer than `limit`.
+        """
+        size, parts = 0, [text]
+        room = self.limit(number) - len(text)
+        while size <= min(len(text), room) and (line := self.take()) is not None:
+            taken.append(line)
+            parts.append(line[1].rstrip(_WHITESPACE))
+            size += len(parts[-1]) + 1
+        return "\n".join(parts) if len(parts) > 1 else None
+
+    def limit(self, number: int) -> int:
+        """Characters over which a value that begins in a line may go on."""
+        return _MAX_RETRIED_CHARACTERS if number < self._failed_before else _MAX_VALUE_CHARACTERS
+
+    def failed(self, number: int, is_open: bool) -> None:
+        """A value could be read to this line alone, so that what begins before it is not read as far again."""
+        self._failed_before = max(self._failed_before, number)
+        self.is_open = is_open
+
+
+def _json_values(lines: _Lines, field: str) -> Iterator[tuple[int, Any]]:
+    """Values of a file of JSON lines, each with the number of the line on which it begins."""
+    while (line := lines.take()) is not None:
         number, text = line
         try:
-            value = _DECODER.decode(text)
+            values = [_once(_DECODER.decode(text), text, field)]
         except (ValueError, RecursionError):
-            for value in _read_on(text.strip(_WHITESPACE), following, back):
-                yield number, value
-            continue
-        if (
-            text.count(key) > 1
-            and isinstance(value, dict)
-            and [name for name, _ in _PAIRS.decode(text)].count(field) > 1
-        ):
-            value = Unreadable(f"has {key} twice")  # of which Python takes the last
-        yield number, value
+            values, _ = _read_on(line, lines, field, _line_values)
+        for value in values:
+            yield number, value
 
 
-def _read_on(text: str, following: Callable[[], tuple[int, str] | None], back: list[tuple[int, str]]) -> list[Any]:
-    """Values of a line that is not one value: none, several, or one that goes on in the next lines.
+def _array_values(lines: _Lines, field: str) -> Iterator[tuple[int, Any]]:
+    """Elements of the one array of a file; those that are text stand for objects with the key ``text``."""
+    number = 1
+    before: str | None = ""
+    while before is not None and (line := lines.take()) is not None:
+        number = line[0]
+        values, before = _read_on(line, lines, field, functools.partial(_elements, before))
+        if before is None:
+            values = [Unreadable(f"{value.problem}; what follows in its array is not read") for value in values]
+        for value in values:
+            yield number, {"text": value} if isinstance(value, str) else value
+    if before not in (None, "]"):
+        yield number, Unreadable("is the last, and its array does not end")
 
-    ``following`` gives the next line; what turns out to be no part of the value is put into ``back``, last first.
+
+def _read_on(
+    line: tuple[int, str],
+    lines: _Lines,
+    field: str,
+    decode: Callable[[str, str], tuple[list[Any], int, str]],
+) -> tuple[list[Any], str | None]:
+    """Values of a line, of which the last may go on in the next lines; and what came last, None: it cannot be read.
+
+    ``decode``: gives of a text that begins with the line the values to the end of a line, that end, and what came last.
     """
+    number, text = line[0], line[1].strip(_WHITESPACE)
     problem = ""
     taken: list[tuple[int, str]] = []
     while True:
         try:
-            return _decode(text)
+            values, end, last = decode(text, field)
         except json.JSONDecodeError as error:
+            at = number + text.count("\n", 0, error.pos)
+            more = f"; as a value over several lines it fails in line {at}: {error.msg}" if taken else ""
             problem = problem or f"{error.msg} at character {error.pos + 1}"
             is_open = error.pos >= len(text) and not error.msg.startswith("Unterminated")
         except RecursionError:
-            problem, is_open = "it is nested too deeply", False
-        more = following() if is_open and len(taken) < _MAX_LINES else None
-        if more is None:
-            back.extend(reversed(taken))
-            return [Unreadable(f"cannot be read as JSON: {problem}")]
-        taken.append(more)
-        text = f"{text}\n{more[1].rstrip(_WHITESPACE)}"
+            at, more, problem, is_open = number + len(taken), "", "it is nested too deeply", False
+        else:
+            lines.put_back(taken[text.count("\n", 0, end) :])
+            return values, last
+        if is_open and len(text) > lines.limit(number):
+            more = f"; as a value over several lines it does not end within {lines.limit(number):,} characters"
+        longer = lines.extend(number, text, taken) if is_open else None
+        if longer is None:
+            lines.failed(at + is_open, is_open)
+            lines.put_back(taken)
+            return [Unreadable(f"cannot be read as JSON: {problem}{more}")], None
+        text = longer
 
 
-def _decode(text: str) -> list[Any]:
-    """All values of a text of JSON that begins with one; JSONDecodeError where it holds other things."""
+def _line_values(text: str, field: str) -> tuple[list[Any], int, str]:
+    """Values of a text of JSON to the end of the line on which one ends; JSONDecodeError for anything else there."""
     values, at = [], 0
-    while at < len(text):
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except json.JSONDecodeError:
-            raise
-        except ValueError:
-            value, at = _LONG_NUMBERS.raw_decode(text, at)
+    while at < len(text) and text[at] != "\n":
+        value, at = _value_at(text, at, field)
         values.append(value)
-        while at < len(text) and text[at] in _WHITESPACE:
+        at = _after_blanks(text, at)
+    return values, at, ""
+
+
+def _elements(before: str, text: str, field: str) -> tuple[list[Any], int, str]:
+    """As `_line_values`, of a part of an array, with what came last: ``[``, ``value``, ``,`` or ``]``.
+
+    ``before``: what came last before the text; empty: nothing.
+    """
+    values, at = [], 0
+    while at < len(text) and text[at] != "\n":
+        if before == "," or (before == "[" and text[at] != "]"):
+            value, at = _value_at(text, at, field)
+            values.append(value)
+            before = "value"
+        elif text[at] in _AFTER[before]:
+            before = text[at]
             at += 1
-    return values
+        else:
+            raise json.JSONDecodeError("Expecting ',' delimiter" if before == "value" else "Extra data", text, at)
+        at = _after_blanks(text, at)
+    return values, at, before
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r":
+        at += 1
+    return at
+
+
+def _value_at(text: str, start: int, field: str) -> tuple[Any, int]:
+    """The value of JSON that begins at a place of a text, and its end; JSONDecodeError where none does."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        value, end = _LONG_NUMBERS.raw_decode(text, start)
+    return _once(value, text[start:end], field), end
+
+
+def _once(value: Any, text: str, field: str) -> Any:
+    """A value of JSON; `Unreadable` if it has the field twice, of which Python takes the last."""
+    if not isinstance(value, dict):
+        return value
+    plain, sign, spellings = _spellings(field)
+    if text.count(plain) < 2 and not (sign in text and len(spellings.findall(text)) > 1):
+        return value
+    pairs = _PAIRS.decode(text)
+    return Unreadable(f"has {plain} twice") if sum(name == field for name, _ in pairs) > 1 else value
+
+
+@functools.cache
+def _spellings(field: str) -> tuple[str, str, re.Pattern[str]]:
+    r"""A key as JSON writes it, what is in the text of any other spelling of it, and all spellings, as ``\u0078``."""
+    letters = []
+    for letter in field:
+        units = letter.encode("utf-16-be", "surrogatepass").hex()
+        code = "".join(rf"\\u(?i:{units[at : at + 4]})" for at in range(0, len(units), 4))
+        plain = re.escape(json.dumps(letter, ensure_ascii=False)[1:-1])
+        letters.append(f"(?:{plain}|{code}|\\\\/)" if letter == "/" else f"(?:{plain}|{code})")
+    sign = "\\u00" if re.fullmatch(r"[\w. -]*", field, re.ASCII) else "\\"
+    return json.dumps(field, ensure_ascii=False), sign, re.compile(f'"{"".join(letters)}"')
 
 
 def _parquet_column(path: Path, column: str) -> Iterator[tuple[int, Any]]:

@@ -29,6 +29,8 @@ KINDS_REMEDY = (
     "but the text of one document, or give a glob such as 'DIR/**/*.txt' as path in data.sources to leave them out"
 )
 """How to read files that were skipped for `OTHER_KINDS`, or to leave them out on purpose."""
+NOT_LINES = "JSON files that are not JSON lines with the text"
+"""Reason for skipping .json files of a folder."""
 NUM_SAMPLED_FILES = 32
 """At most so many files of a source are in the sample that a tokenizer is tried on."""
 LICENCES = {
@@ -65,14 +67,15 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
 
 
 def describe_skipped(reason: str, count: int, places: Mapping[str, Sequence[str]]) -> str:
-    """What was skipped for one reason, as text: number, first places, and for files of other kinds the remedy.
+    """What was skipped for one reason, as text: number, first places, and for files that are not read the remedy.
 
     ``places``: as of `LeftOut`, by reason.
     """
     if reason == OTHER_KINDS:
         return f"{count} {reason} ({', '.join(places.get(reason, []))}); {KINDS_REMEDY}"
     named = list(places.get(reason, []))
-    return f"{count} {reason} ({'; '.join([*named, *(['...'] if count > len(named) else [])])})"
+    remedy = f"; {KINDS_REMEDY}" if reason == NOT_LINES else ""
+    return f"{count} {reason} ({'; '.join([*named, *(['...'] if count > len(named) else [])])}){remedy}"
 
 
 def sample_documents(documents: Iterable[str], num_characters: int) -> tuple[list[str], int]:
@@ -136,7 +139,28 @@ def fingerprint_source(section: SourceSection) -> dict[str, Any]:
         root = Path(sysconfig.get_path("stdlib"))
         rows = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _list_stdlib(section)]
         return {"python": sys.version.split()[0], **_summarise(rows)}
-    stats = [(path, path.stat()) for path in list_files(section)]
+    return _fingerprint(list_files(section))
+
+
+def newly_read(section: SourceSection, before: dict[str, Any]) -> list[Path]:
+    """Files of a folder that earlier versions of this module left out, if the others have the fingerprint of before.
+
+    They read no .json and .ndjson files, and no folder behind a link. Empty where that explains no difference.
+    """
+    root = Path(section.path or "")
+    if section.kind != "files" or not root.is_dir():
+        return []
+    paths = list_files(section)
+    new = [path for path in paths if _ending(path) in (".json", ".ndjson") or _is_behind_link(path, root)]
+    return new if new and _fingerprint(sorted({*paths} - {*new})) == before else []
+
+
+def _is_behind_link(path: Path, root: Path) -> bool:
+    return any(folder.is_symlink() for folder in path.parents[: len(path.relative_to(root).parts) - 1])
+
+
+def _fingerprint(paths: Iterable[Path]) -> dict[str, Any]:
+    stats = [(path, path.stat()) for path in paths]
     return _summarise([(path.as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in stats])
 
 
@@ -151,8 +175,8 @@ def list_files(section: SourceSection, skipped: LeftOut | None = None) -> list[P
     """The files of a `files` source, sorted by name.
 
     A folder is searched recursively for the known endings, through linked folders too; hidden files and folders are
-    skipped, and .json files that are not JSON lines. A file or glob must match known kinds only. DataError for no file,
-    an unknown kind, an array of JSON that holds the text, or no permission.
+    skipped, and .json files that `json_problem` does not take for JSON lines. A file or glob must match known kinds
+    only. DataError for no file, an unknown kind, an array of JSON that holds the text, or no permission.
 
     Args:
         skipped: counts what a folder holds and is not read.
@@ -173,22 +197,28 @@ def _known_endings() -> str:
 
 
 def _files_of_folder(root: Path, field: str, skipped: LeftOut) -> list[Path]:
-    paths: list[Path] = []
-    others: list[Path] = []
-    for path in _visible_files(root, skipped):
-        known = kind_of(path) is not None
-        if known and _is_json(path):
-            problem, is_text = json_problem(path, field) or ("", False)
-            if is_text:
-                raise DataError(f"file {path} {problem}")
-            known = not problem and path.stat().st_size > 0
-        (paths if known else others).append(path)
+    visible = _visible_files(root, skipped)
+    paths = [path for path in visible if kind_of(path) is not None and not _is_json(path)]
+    others = [path for path in visible if kind_of(path) is None]
+    unclear = [path for path in visible if _is_json(path)]
+    empty = [path for path in unclear if path.stat().st_size == 0]
+    problems = {path: json_problem(path, field) for path in unclear if path not in empty}
+    for path, problem in problems.items():
+        if problem is not None and problem[1]:
+            raise DataError(f"file {path} {problem[0]}")
+    of_lines = [path for path, problem in problems.items() if problem is None]
+    paths += [*of_lines, *(empty if of_lines else [])]  # among shards, one that is empty is a damaged one
+    left = sorted({*unclear} - {*paths})
     kinds = _kinds_of(others)
     if not paths:
+        kinds += _kinds_of(left)
         more = f" but {kinds.total()} {OTHER_KINDS} ({_told(kinds)}); {KINDS_REMEDY}" if kinds else ""
-        raise DataError(f"folder {root} holds no file of a known kind ({_known_endings()}){more}")
-    if kinds:
-        skipped[OTHER_KINDS] += kinds.total()
+        first = next((f"; file {path} {found[0]}" for path in left if (found := problems.get(path))), "")
+        raise DataError(f"folder {root} holds no file of a known kind ({_known_endings()}){more}{first}")
+    for path in left:
+        skipped.add(NOT_LINES, f"file {path}")
+    if others:
+        skipped[OTHER_KINDS] += len(others)
         skipped.places[OTHER_KINDS] = [_told(kinds)]
     return paths
 
@@ -208,7 +238,12 @@ def _files_of_glob(where: str, field: str) -> list[Path]:
 
 def _is_json(path: Path) -> bool:
     """Whether a file's ending leaves open whether it holds JSON lines."""
-    return (Path(path.stem) if path.suffix.lower() in COMPRESSIONS else path).suffix.lower() == ".json"
+    return _ending(path) == ".json"
+
+
+def _ending(path: Path) -> str:
+    """A file's ending before that of a compression."""
+    return (Path(path.stem) if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
 
 def _visible_files(root: Path, skipped: LeftOut) -> list[Path]:

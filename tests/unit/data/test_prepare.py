@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import sentencepiece
+import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.formats import UNREADABLE
@@ -140,6 +141,30 @@ def test_equal_settings_reuse_and_others_refuse(tmp_path, corpus, section_for):
     (source / "zzz.txt").write_text("one more")
     with pytest.raises(DataError, match=r"data\.sources\.0\.input\.listing was"):
         prepare(other, progress=False)
+
+
+def test_files_that_earlier_versions_left_out_are_named(tmp_path, corpus, prepared, section_for):
+    """Where data are not found again because of .json and .ndjson files and linked folders alone, the error says so."""
+    source = tmp_path / "text"
+    (source / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a.txt", "sub/b.jsonl", "../elsewhere/f.txt"):
+        (source / name).write_text('{"text": "some text"}\n')
+    tokenizer = {"path": str(Path(prepared.path) / "tokenizer")}
+    section = section_for(tmp_path / "out", source, split=[1, 0, 0], tokenizer=tokenizer)
+    first = prepare(section, progress=False)
+    for name in ("c.json.zst", "sub/d.ndjson"):
+        content = b'{"text": "more"}\n'
+        (source / name).write_bytes(zstandard.compress(content) if name.endswith("zst") else content)
+    (source / "link").symlink_to("../elsewhere")
+    named = r"data\.sources\.0 differs only by files .* since: c\.json\.zst, link/f\.txt, sub/d\.ndjson \(runs may"
+    with pytest.raises(DataError, match=named):
+        prepare(section, progress=False)
+    (source / "a.txt").write_text("other text")
+    with pytest.raises(DataError, match="other settings") as other:
+        prepare(section, progress=False)
+    assert "differs only" not in str(other.value)
+    assert Manifest.load(Path(section.path)) == first
 
 
 def test_damaged_destination_is_refused_and_repaired_with_force(tmp_path, corpus, prepared, section_for):

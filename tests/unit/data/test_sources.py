@@ -17,6 +17,7 @@ import zstandard
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.sources import (
+    NOT_LINES,
     OTHER_KINDS,
     describe_skipped,
     describe_source,
@@ -194,6 +195,8 @@ def test_rows_hold_what_they_want_beside_their_text(tmp_path):
         b'{\n "text": "a", "x": [\n1\n]\n}\n{"text":\n"b"}\n{"text": "c"}\n',
         b'[{"text": "a"},\n {"text": "b"}, {"text": "c"}]',
         b'["a", "b",\n"c"]',
+        b'[\n {"text":\n"a"}\n, {"te\\u0078t": "b"},\n\n{"text": "c"}]\n\n',
+        b'{"text":\n"a"} {"text":\n"b"} {"text": "c"}\n',
     ],
 )
 def test_other_layouts_of_json(tmp_path, content):
@@ -223,7 +226,7 @@ def test_unreadable_within_a_limit(tmp_path):
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gz", "zst"])
 def test_json_that_holds_json_lines(tmp_path, pack):
-    """A .json file whose first line is an object with the text is read as JSON lines; others are counted."""
+    """A .json file that begins with an object with the text is read as JSON lines; others are counted by name."""
     suffix = {bytes: "", gzip.compress: ".gz"}.get(pack, ".zst")
     lines = (
         b"\n" + json.dumps({"url": "u", "text": "a"}).encode() + b"\n" + json.dumps({"text": "b", "x": [1]}).encode()
@@ -231,12 +234,85 @@ def test_json_that_holds_json_lines(tmp_path, pack):
     (tmp_path / f"c4-train.00000-of-01024.json{suffix}").write_bytes(pack(lines))
     (tmp_path / "info.json").write_text(json.dumps({"text": "of a description"}, indent=1))
     (tmp_path / "list.json").write_text('[{"name": "a"}]')
-    (tmp_path / "blank.json").write_text("")
+    inner = '{\n "rows": [\n{"text": "x"}\n,\n' + '{"text": "y"},\n' * 2000 + '{"text": "z"}\n]}'
+    (tmp_path / "rows.json").write_text(inner)
     skipped = LeftOut()
     assert list(iterate_documents(files(tmp_path), skipped)) == ["a", "b"]
-    assert (dict(skipped), skipped.places) == ({OTHER_KINDS: 3}, {OTHER_KINDS: [".json 3"]})
+    places = [f"file {tmp_path}/{name}.json" for name in ("info", "list", "rows")]
+    assert (dict(skipped), skipped.places) == ({NOT_LINES: 3}, {NOT_LINES: places})
+    assert "rows.json); write them as JSON lines" in describe_skipped(NOT_LINES, 3, skipped.places)
+    empty = tmp_path / "c4-train.00001-of-01024.json"
+    empty.write_bytes(b"")  # no other kind of file among shards, but one that was not fetched
+    with pytest.raises(DataError, match=r"c4-train\.00001-of-01024\.json is empty"):
+        list(iterate_documents(files(tmp_path)))
+    empty.unlink()
     (tmp_path / "data.json").write_text('[{"text": "a"}]')
     with pytest.raises(DataError, match=r"data\.json is one JSON array"):
+        list(iterate_documents(files(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b'{"id": 1}',
+        b"null",
+        b"5",
+        b'{"text": "cut',
+        b'{"text": [',
+        b'{"id":\n1\n}',
+        b'{"text": 1, "text": 2}',
+        b'{"a": 1}{}',
+    ],
+)
+def test_first_line_does_not_decide_about_a_json_file(tmp_path, first):
+    """A .json shard is read though its first line holds no text, or is damaged, which is told."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl("a"))
+    (tmp_path / "b.json").write_bytes(first + b"\n" + jsonl("b", "c"))
+    skipped = LeftOut(1)
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["a", "b", "c"]
+    assert skipped.total() == (2 if b"}{" in first else 1)
+    assert next(place for places in skipped.places.values() for place in places) == f"file {tmp_path}/b.json, line 1"
+    (tmp_path / "b.json").write_bytes(b'{"id": 1}\n' * 1001 + jsonl("b"))
+    skipped = LeftOut()
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["a"]
+    assert skipped.places == {NOT_LINES: [f"file {tmp_path}/b.json"]}
+
+
+def test_a_value_over_many_lines(tmp_path, monkeypatch):
+    """An object may go on over any number of lines; one that is cut off costs no time."""
+    (tmp_path / "a.jsonl").write_bytes(b'{\n"text": "a", "x": [\n' + b"1,\n" * 50_000 + b"1]}\n" + jsonl("b"))
+    assert list(iterate_documents(files(tmp_path))) == ["a", "b"]
+    cut = b'{"text": "a", "x":\n' * 500 + b'[\n"text",\n' + b"1,\n" * 20_000
+    (tmp_path / "a.jsonl").write_bytes(cut + b'{"text": "c"}\n' + jsonl("b"))
+    skipped = LeftOut(30_000)
+    monkeypatch.setattr("megasdc.data.formats._MAX_RETRIED_CHARACTERS", 1 << 12)
+    calls = Calls(json.JSONDecoder.raw_decode)
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", calls)
+    assert list(iterate_documents(files(tmp_path), skipped)) == ["c", "b"]
+    assert skipped == {UNREADABLE: 20_502}
+    assert calls.num_characters < 200 * len(cut)
+
+
+class Calls:
+    """Counts of what a method of the JSON decoder is given."""
+
+    def __init__(self, real):
+        self.num_characters = 0
+        self.real = real
+
+    def __get__(self, decoder, kind):
+        def call(text, idx=0):
+            self.num_characters += len(text) - idx
+            return self.real(decoder, text, idx)
+
+        return call
+
+
+def test_a_value_that_is_too_long_is_told(tmp_path, monkeypatch):
+    """The limit for a value over several lines is named in the error."""
+    monkeypatch.setattr("megasdc.data.formats._MAX_VALUE_CHARACTERS", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "x": [\n' + (b"1," * 1000 + b"\n") * 1000 + b"1]}\n")
+    with pytest.raises(DataError, match=r"line 1 cannot be read as JSON: .* does not end within 1,048,576 characters"):
         list(iterate_documents(files(tmp_path)))
 
 
@@ -316,6 +392,30 @@ BAD = {
         r"x\.jsonl, line 1 is not UTF-8",
     ),
     "key twice": (lambda d: (d / "x.jsonl").write_bytes(b'{"text": "a", "text": "b"}\n'), 'line 1 has "text" twice'),
+    "escaped key twice": (
+        lambda d: (d / "x.jsonl").write_bytes(b'{"te\\u0078t": "a", "text": "b"}\n'),
+        'line 1 has "text" twice',
+    ),
+    "key twice over lines": (
+        lambda d: (d / "x.jsonl").write_bytes(jsonl("a") + b'{\n"text": "a",\n"text": "b"}\n'),
+        'line 2 has "text" twice',
+    ),
+    "key twice in an array": (
+        lambda d: (d / "x.jsonl").write_bytes(b'["a",\n{"text": "a", "text": "b"}]'),
+        'line 2 has "text" twice',
+    ),
+    "key twice beside a long number": (
+        lambda d: (d / "x.jsonl").write_bytes(b'{"text": "a", "text": "b", "n": %s}' % (b"9" * 5000)),
+        'line 1 has "text" twice',
+    ),
+    "damaged array": (
+        lambda d: (d / "x.jsonl").write_bytes(b'["a",\n"b" "c",\n"d"]'),
+        r"line 2 cannot be read as JSON: Expecting ',' .* character 5; what follows in its array is not read",
+    ),
+    "cut off array": (
+        lambda d: (d / "x.jsonl").write_bytes(b'["a",\n"b",\n'),
+        "line 2 is the last, and its array does",
+    ),
     "column twice": (
         lambda d: pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), d / "x.parquet"),
         r"x\.parquet has 2 columns 'text'",
