@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megasdc.credentials import without_credentials
 from megasdc.durable import replacing
-from megasdc.errors import MegasdcError, StorageError
+from megasdc.errors import ConfigError, MegasdcError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,7 @@ PIPED_WIDTH = 2000
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0 and C1), those that turn the order of what follows, halves of pairs that no stream takes."""
+_HOME = re.compile(r"~([\w.-]*/|$)")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """Errors that only writing raises."""
 
@@ -185,6 +186,24 @@ def _forget_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
+
+
+def at_home(value: Any) -> Any:
+    """A path that a command is given, or several, with the home folder in place of ``~``: shells leave ``--out=~/x``.
+
+    What is no path is returned as it is.
+
+    Raises:
+        ConfigError: there is no such home folder; the path would be one in a folder of the name ``~``.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(map(at_home, value))
+    if not isinstance(value, str | Path) or not _HOME.match(str(value)):
+        return value
+    whole = os.path.expanduser(value)
+    if whole == str(value):
+        raise ConfigError(f"{value}: the home folder is not known; write the whole path, also of a folder named `~`")
+    return type(value)(whole)
 
 
 def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> str | None:

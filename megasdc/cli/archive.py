@@ -10,12 +10,13 @@ import typer
 
 from megasdc.cli.app import Json, archive_app, input_argument, output_folder
 from megasdc.errors import CheckpointError
-from megasdc.program import echo
+from megasdc.program import at_home, echo
 
 Address = Annotated[
     str,
     typer.Argument(
         metavar="ADDRESS",
+        callback=at_home,
         help="Of the archive: a folder, or a URL of fsspec, such as s3://bucket/archive. Credentials come from where "
         "the store's own clients look, never from the address.",
     ),

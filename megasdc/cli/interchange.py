@@ -11,7 +11,7 @@ import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_folder, stdout_kept_clean
 from megasdc.errors import CheckpointError, ConfigError, DataError
-from megasdc.program import echo
+from megasdc.program import at_home, echo
 
 WeightsFolder = Annotated[
     Path,
@@ -64,7 +64,10 @@ def export_hf(
 
 @app.command("import-hf", epilog="Example: megasdc import-hf exported/smoke imported/smoke")
 def import_hf(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a GPT-2 or Llama model, or its hub name.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", callback=at_home, help="Folder of a GPT-2 or Llama model, or its hub name."),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", **output_folder(help="Folder to write."))],
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier import.")] = False,
     as_json: Json = False,

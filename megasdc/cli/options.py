@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from inspect import Parameter
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+
+from megasdc.program import at_home
 
 _BUILD = "option"
 """Key of a field's metadata: builds the parameter that typer takes, from the field's name, type and default."""
@@ -55,7 +59,7 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     In place of a parameter whose type is a dataclass stand the fields of that class that are options: declared by
     ``option``, or as parameters are, with ``Annotated``; likewise in place of a field whose type is a dataclass. So a
     command of many options lists each once, and gets them as one object. A parameter or field of type ``tuple[T, ...]``
-    with a tuple as its default may be repeated.
+    with a tuple as its default may be repeated. Of every path ``~`` becomes the home folder, see ``at_home``.
 
     Args:
         command: with any parameters that typer knows, and these.
@@ -72,7 +76,7 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
         values |= {name: tuple(values[name] or default) for name, default in repeated.items()}
         command(**{name: _filled(kind, values) for name, kind in classes.items()}, **values)
 
-    taken = [_as_list(one) if one.name in repeated else one for one in parameters]
+    taken = [_at_home(_as_list(one) if one.name in repeated else one) for one in parameters]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [one.replace(kind=Parameter.KEYWORD_ONLY) for one in taken]
     )
@@ -112,6 +116,25 @@ def _filled(base: Any, values: dict[str, Any]) -> Any:
         for field, hint, default in _options_of(base)
     }
     return base(**own) if isinstance(base, type) else dataclasses.replace(base, **own)
+
+
+def _at_home(parameter: Parameter) -> Parameter:
+    """A parameter whose paths are those of ``at_home``, before its own callback sees them."""
+    if get_origin(parameter.annotation) is not Annotated or not _is_of_paths(parameter.annotation):
+        return parameter
+    kind, setting = get_args(parameter.annotation)
+    setting, own = copy.copy(setting), setting.callback
+
+    def callback(context: typer.Context, value: Any) -> Any:
+        value = at_home(value)
+        return value if own is None else own(context, value)
+
+    setting.callback = callback
+    return parameter.replace(annotation=Annotated[kind, setting])
+
+
+def _is_of_paths(annotation: Any) -> bool:
+    return annotation is Path or any(map(_is_of_paths, get_args(annotation)))
 
 
 def _as_list(parameter: Parameter) -> Parameter:

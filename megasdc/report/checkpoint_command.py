@@ -16,7 +16,7 @@ from megasdc.checkpoint.compare.extract_views import is_extract, open_extract_vi
 from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import Slot, with_derived_weights
 from megasdc.errors import MegasdcError
-from megasdc.program import echo, run
+from megasdc.program import at_home, echo, run
 from megasdc.progress import bytes_bar
 from megasdc.report.checkpoint_page import comparison_page
 from megasdc.report.digest_command import compare_by_digest, goes_by_digest
@@ -38,6 +38,7 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="A B [C ...]",
+            callback=at_home,
             help="Checkpoints of any layout, universal ones, of DeepSpeed with ZeRO-1 or of torch DCP, Hugging Face "
             "models, .pt or .safetensors files; or manifests and extracts of them.",
         ),
@@ -58,7 +59,9 @@ def compare(
     ] = 0.0,
     extract: Annotated[
         Path | None,
-        typer.Option("--extract", metavar="DIR", help="Write the blocks that differ, to be compared elsewhere."),
+        typer.Option(
+            "--extract", metavar="DIR", callback=at_home, help="Write the blocks that differ, to be compared elsewhere."
+        ),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
@@ -71,7 +74,10 @@ def compare(
         ),
     ] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write what was found as one web page.")
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE.html", callback=at_home, help="Also write what was found as one web page."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:

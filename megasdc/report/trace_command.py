@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megasdc.errors import MegasdcError, StorageError
-from megasdc.program import echo, run
+from megasdc.program import at_home, echo, run
 from megasdc.report.result.html import write_page
 from megasdc.report.result.terminal import print_pages
 from megasdc.report.trace_page import trace_page
@@ -28,7 +28,10 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="A B [C ...]", help="Run folders, or folders of trace files.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="A B [C ...]", callback=at_home, help="Run folders, or folders of trace files."),
+    ],
     cross_layout: Annotated[
         bool,
         typer.Option(
@@ -39,7 +42,8 @@ def compare(
     ] = False,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Divergences that are listed.")] = 20,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.html", help="Also write heat maps as one web page.")
+        Path | None,
+        typer.Option("--picture", metavar="FILE.html", callback=at_home, help="Also write heat maps as one web page."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:

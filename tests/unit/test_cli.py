@@ -20,7 +20,8 @@ from megasdc.cli import app, main
 from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.config import load_config
-from megasdc.errors import StorageError
+from megasdc.errors import ConfigError, StorageError
+from megasdc.report import trace_command
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
 NO_DATA = f"data: prepared/stdlib is not there yet: run megasdc prepare-data --config {SMOKE}"
@@ -197,6 +198,27 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
     assert json.loads(result.stdout) == {"path": str(tmp_path / "a b"), "manifest": {"format_version": 1}}
     assert run("prepare-data", "--config", SMOKE).exit_code == 0
     assert calls[1] == ("prepared/stdlib", Path("prepared/stdlib"), 1, True, False)
+
+
+def test_home_folders_of_every_path(monkeypatch, tmp_path):
+    """``~`` of a path is the home folder, which shells do not write for ``--out=~/x``; none is one of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home" / "c").mkdir(parents=True)
+    (tmp_path / "home" / "smoke.json").write_bytes(SMOKE.read_bytes())
+    calls = []
+    monkeypatch.setattr("megasdc.data.prepare.prepare", lambda *given, **named: calls.append(given) or {}["end"])
+    assert isinstance(run("prepare-data", "--config=~/smoke.json", "--out=~/x").exception, KeyError)
+    assert calls[0][1] == tmp_path / "home" / "x"
+    assert run("schema", "--out=~/schema.json").exit_code == 0
+    assert json.loads((tmp_path / "home" / "schema.json").read_text())
+    assert (
+        run("archive", "list", "~/c").exception.args == run("archive", "list", tmp_path / "home" / "c").exception.args
+    )
+    assert CliRunner().invoke(trace_command.app, ["~/a", "~/b"]).output.count(str(tmp_path / "home" / "a")) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    unknown = run("check-config", "~nobody_at_all/smoke.json")
+    assert isinstance(unknown.exception, ConfigError) and "the home folder is not known" in str(unknown.exception)
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_work(tmp_path):
