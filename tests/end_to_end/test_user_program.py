@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.parallel.local_ranks import free_port
+from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, base_environment, free_port
 from megasdc.shared_memory import SHARED_MEMORY
 from megasdc.supervisor.history import History
 from megasdc.supervisor.journal import read_journal
@@ -26,6 +26,15 @@ REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).with_name("user_training.py")
 QUICK = {"health": {"hang_after_s": 8}, "supervise": {"pause_s": 1.0, "spare_test_s": 0, "returns": 0}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """DeepSpeed's operator for CPUs: to compile it takes a start longer than the tests' trainings may stand still."""
+    environment = base_environment(1)
+    if not list(Path(environment[EXTENSIONS_VARIABLE]).glob("deepspeed_shm_comm/*.so")):
+        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
 
 @pytest.fixture
