@@ -26,6 +26,17 @@ from megasdc.report.result.terminal import print_pages
 
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 
+Extract = Annotated[
+    Path | None,
+    typer.Option(
+        "--extract", metavar="DIR", callback=at_home, help="Write the blocks that differ, to be compared elsewhere."
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", callback=at_home, help="Also write what was found as one web page."),
+]
+
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
 
 
@@ -57,12 +68,7 @@ def compare(
     rtol: Annotated[
         float, typer.Option("--rtol", min=0.0, help="Allowed relative difference of equal elements.")
     ] = 0.0,
-    extract: Annotated[
-        Path | None,
-        typer.Option(
-            "--extract", metavar="DIR", callback=at_home, help="Write the blocks that differ, to be compared elsewhere."
-        ),
-    ] = None,
+    extract: Extract = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
     drift: Annotated[
@@ -73,12 +79,7 @@ def compare(
             "that both keep? Every bit counts, --ulp and --rtol do not.",
         ),
     ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE.html", callback=at_home, help="Also write what was found as one web page."
-        ),
-    ] = None,
+    html: Html = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
