@@ -23,11 +23,12 @@ from megasdc.launcher.environment import (
     private_environment,
 )
 from megasdc.launcher.hosts import Placement
-from megasdc.launcher.node import private_name
+from megasdc.launcher.node import rank_variable
 from megasdc.launcher.on_host import private as on_host
 from megasdc.launcher.rank import RankCommand, main, rank_environment
 from megasdc.launcher.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
+from megasdc.parallel.stores import PRIVATE_VARIABLE
 from megasdc.tensors import bound_host
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
@@ -165,9 +166,10 @@ def test_secrets_lie_in_a_folder_of_the_host_until_they_are_taken(tmp_path: Path
 
 def test_a_host_finds_the_folder_by_the_ranks_command() -> None:
     """Its launcher is given that of the ranks; a command without one has no such folder."""
-    command = replace(COMMAND, environment={"MEGASDC_PRIVATE_NAME": "abc"})
+    command = replace(COMMAND, environment={PRIVATE_VARIABLE: "abc"})
     argv = ["node.py", "--world_info=x", "-m", RANK_MODULE, "id", command.encode()]
-    assert (private_name(argv), private_name([*argv[:-1], COMMAND.encode()]), private_name(argv[:3])) == ("abc", "", "")
+    found = [rank_variable(one, PRIVATE_VARIABLE) for one in (argv, [*argv[:-1], COMMAND.encode()], argv[:3])]
+    assert found == ["abc", None, None]
 
 
 def test_what_changes_bits_is_forwarded() -> None:
