@@ -152,6 +152,7 @@ class RoomWatch(Hook):
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._waited_s, self._lost = limit_s, 0.0, 0
+        self._since = 0.0
         self._waiting_s = Field(room.waiting_s)
         self.fields = (self._waiting_s,)
 
@@ -167,6 +168,7 @@ class RoomWatch(Hook):
         """
         before_s, self._waited_s = self._waited_s, waits_s
         if waits_s and not before_s:
+            self._since = time.monotonic() - waits_s
             files = room.waiting_files()
             run.events.emit(
                 "storage", "no_room", step=run.step, folder=str(run.folder), limit_s=self._limit_s, waiting=files
@@ -179,9 +181,10 @@ class RoomWatch(Hook):
                 )
         elif before_s and not waits_s:
             lost, self._lost = room.lost_lines() - self._lost, room.lost_lines()
-            run.events.emit("storage", "has_room", step=run.step, waited_s=round(before_s, 1), lost_lines=lost)
+            waited_s = time.monotonic() - self._since  # a save may have waited since the last look
+            run.events.emit("storage", "has_room", step=run.step, waited_s=round(waited_s, 1), lost_lines=lost)
             if run.dims.rank == 0:
-                logger.warning("step %d: %s has room again, after %.0f s", run.step, run.folder, before_s)
+                logger.warning("step %d: %s has room again, after %.0f s", run.step, run.folder, waited_s)
         if waits_s > self._limit_s:
             stop_without_room(run, run.folder, waits_s)
 
