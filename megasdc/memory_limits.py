@@ -1,22 +1,40 @@
 """Memory of this process's host, as far as it may use it, and processes that the kernel has ended for want of it.
 
-Limits are those of memory cgroups, of both versions, which containers and schedulers set, and of the host itself.
+Limits are those of memory cgroups, of both versions, which containers and schedulers set, and of the host itself. Whose
+shared memory is can be told of files alone: of those in /dev/shm others' are those of other users, and what was there
+before, but for what this user's runs keep there. The rest counts as nobody's.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
+import stat
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from megasdc.shared_memory import SHARED_MEMORY, own_prefix
 
 PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
 FIRST_PIDS = "pid:[4026531836]"
 """Namespace of process ids that the kernel's log has; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
 _KILLED = re.compile(rb"(?:ut of memory[^:\n]*:|;) ?Killed process (\d+) \([^\n]*?total-vm:\d+kB, anon-rss:(\d+)kB")
 """Source: ``__oom_kill_process`` of the kernel's mm/oom_kill.c; until 5.0 the sentence had nothing before it."""
+WORKER_S = 60.0
+"""A rank ends at most so long after one of its workers, since it needs what that should have given it."""
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d[\d, ]*)\) (?:is killed by signal: Killed|exited unexpectedly)"
+    r"|process pool was terminated abruptly|One of the subprocesses has abruptly died"
+)
+"""What ranks say whose worker was killed; the last of ``concurrent.futures.process`` and of Hugging Face's datasets."""
+MAX_FILES = 100_000
+"""In memory, of which it is asked whose they are."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +56,8 @@ class MemoryUse:
 
     Args:
         total: bytes that they may have together.
-        used: of them.
-        shared: what shared memory and files in memory, as in ``/dev/shm``, take beside that.
+        used: of them, others' files in ``/dev/shm`` included where no container has a limit.
+        shared: what shared memory and files in memory take beside that.
     """
 
     total: int
@@ -53,10 +71,10 @@ class MemoryKill:
 
     Args:
         total: that programs may have together there.
-        others: that other programs than those of the launch had right after.
-        before: that all programs had when the launch began there.
+        others: that other programs than those of the launch had right after, with files of theirs in ``/dev/shm``.
+        before: that all programs had when the launch began there, likewise.
         process: that the process had; None: the kernel's log does not tell.
-        shared: that shared memory and files in memory took, of whom is not known: it is counted as nobody's.
+        shared: that other shared memory and files in memory took, of whom is not known: it is counted as nobody's.
     """
 
     total: int | None
@@ -73,9 +91,13 @@ class MemoryWatch:
     more than when all were last seen to run, and more than processes that this was told of.
     """
 
-    def __init__(self, proc: Path = PROC, cgroups: Path = CGROUPS, log: Path = KERNEL_LOG) -> None:
-        self._proc, self._cgroups, self._log = proc, cgroups, log
+    def __init__(
+        self, proc: Path = PROC, cgroups: Path = CGROUPS, log: Path = KERNEL_LOG, shared: Path = SHARED_MEMORY
+    ) -> None:
+        self._proc, self._cgroups, self._log, self._shared = proc, cgroups, log, shared
+        self._began = time.time()
         self._count = self._next = self._killed()
+        self._counts = deque([(time.monotonic(), self._count)])
         self._before = self._use()
         self._logged = set(self._entries() or {})
 
@@ -84,7 +106,10 @@ class MemoryWatch:
 
         The kernel counts a process before it has ended.
         """
-        self._count, self._next = self._next, self._killed()
+        self._count, self._next, now = self._next, self._killed(), time.monotonic()
+        self._counts.append((now, self._next))
+        while len(self._counts) > 2 and self._counts[1][0] <= now - WORKER_S:
+            self._counts.popleft()
 
     def of(self, pid: int, own: Iterable[int]) -> MemoryKill | None:
         """Numbers of the end of a process, which SIGKILL has ended; None: there is no sign that memory was the cause.
@@ -101,7 +126,30 @@ class MemoryWatch:
             if count is None or self._count is None or count <= self._count:
                 return None
             self._count += 1
-        process, now = (logged or {}).get(pid), self._use()
+        return self._kill((logged or {}).get(pid), own)
+
+    def of_worker(self, said: str, own: Iterable[int]) -> MemoryKill | None:
+        """Numbers of the end of a worker whose rank has ended since; None: that was not it, or of no want of memory.
+
+        By the kernel's log, if it is read and the rank has named the worker; else by what the cgroup has counted
+        shortly before.
+
+        Args:
+            said: what the rank says of its end.
+            own: as of ``of``.
+        """
+        if (match := _WORKER.search(said)) is None:
+            return None
+        workers = [int(pid) for pid in (match["pids"] or "").replace(",", " ").split()]
+        logged = self._entries()
+        if logged is not None and workers:
+            killed = [pid for pid in workers if pid in logged and pid not in self._logged]
+            return self._kill(logged[killed[0]], own) if killed else None
+        count, before = self._killed(), self._counts[0][1]
+        return self._kill(None, own) if count is not None and before is not None and count > before else None
+
+    def _kill(self, process: int | None, own: Iterable[int]) -> MemoryKill:
+        now = self._use()
         if now is None or self._before is None:
             return MemoryKill(None, None, None, process)
         others = max(0, now.used - sum(_anonymous_of(self._proc, one) for one in own))
@@ -109,7 +157,7 @@ class MemoryWatch:
 
     def _use(self) -> MemoryUse | None:
         with suppress(OSError, ValueError, KeyError):
-            return memory_use(self._proc, self._cgroups)
+            return memory_use(self._proc, self._cgroups, self._shared, self._began)
         return None
 
     def _killed(self) -> int | None:
@@ -167,10 +215,18 @@ def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimi
     return found
 
 
-def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
-    """Of the host, or of the memory cgroup above this process with the lowest limit."""
+def memory_use(
+    proc: Path = PROC, cgroups: Path = CGROUPS, shared: Path = SHARED_MEMORY, began: float = math.inf
+) -> MemoryUse:
+    """Of the host, or of the memory cgroup above this process with the lowest limit.
+
+    Args:
+        began: when the launch did, seconds since the epoch: what this user has written since to ``shared`` is its own.
+    """
     host = _meminfo(proc)
-    best = MemoryUse(host["MemTotal"] - host.get("Hugetlb", 0), host.get("AnonPages", 0), host.get("Shmem", 0))
+    total, in_memory = host["MemTotal"] - host.get("Hugetlb", 0), host.get("Shmem", 0)
+    files = min(in_memory, _others_files(shared, began))
+    best = MemoryUse(total, host.get("AnonPages", 0) + files, in_memory - files)
     for folder, is_second in _folders(proc, cgroups):
         with suppress(OSError, ValueError):
             limit = folder / f"memory.{'max' if is_second else 'limit_in_bytes'}"
@@ -178,6 +234,26 @@ def memory_use(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryUse:
                 names = ("anon", "shmem") if is_second else ("total_rss", "total_shmem")
                 best = MemoryUse(most, *(_stat(folder, name) for name in names))
     return best
+
+
+def _others_files(folder: Path, began: float) -> int:
+    """Bytes that files of others take in a folder in memory; what cannot be looked at takes nothing."""
+    seen = itertools.islice(_files(folder), MAX_FILES)
+    return sum(status.st_blocks * 512 for top, status in seen if _is_others(top, status, began))
+
+
+def _is_others(top: str, seen: os.stat_result, began: float) -> bool:
+    is_own = seen.st_mtime >= began or top.startswith(own_prefix())
+    return stat.S_ISREG(seen.st_mode) and (seen.st_uid != os.getuid() or not is_own)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """All below a folder, with the name in that folder under which they lie."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            with suppress(OSError):
+                yield os.path.relpath(path, folder).split(os.sep)[0], os.lstat(path)
 
 
 def _folders(proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:

@@ -42,6 +42,11 @@ from megasdc.wire import raise_descriptor_limit
 PRIVATE_TIMEOUT_S, REMOVAL_TIMEOUT_S = 60.0, 10.0
 """For a host to take what is secret of a launch, longer where it is only busy; to remove it, once all has ended."""
 
+MEMORY_UNKNOWN = (
+    "whether the kernel has killed a rank for want of memory is not known where SLURM or MPI starts it: srun says "
+    "`task N: Out Of Memory` where SLURM counts that (TaskPlugin=task/cgroup), and the kernel's log on its host does"
+)
+
 
 @dataclass(frozen=True)
 class LaunchResult:
@@ -345,6 +350,8 @@ def _run(
     clocks = None if agents is None else agents.clocks
     verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
     verdict = after_suspension(verdict, records, process.stood_still_s)
+    if number is None and not plan.has_own_launchers and records.started.keys() - records.done.keys():
+        verdict = replace(verdict, lines=[*verdict.lines, MEMORY_UNKNOWN])
     if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
         verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])
     return verdict, code, unreachable

@@ -36,7 +36,7 @@ from megasdc.launcher.on_host.build_locks import BuildLocks
 from megasdc.launcher.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.launcher.own_lines import own_lines_to, take_folder_option
 from megasdc.launcher.rank import RankCommand
-from megasdc.launcher.records import records_dir, write_ended
+from megasdc.launcher.records import read_done, records_dir, write_ended
 from megasdc.launcher.verdict import describe_code
 from megasdc.memory_limits import MemoryKill, MemoryWatch
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
@@ -177,16 +177,22 @@ class Ranks:
         self._are_ended = True
         failed = [(rank, code) for rank, process in self._processes.items() if (code := process.poll())]
         for rank, code in sorted(failed, key=lambda one: one[1] > 0):  # those that a signal has ended come first
-            kill = self._killed_for_memory(rank) if code == -signal.SIGKILL else None
-            why = ", since the kernel had no memory for it" if kill is not None else ""
+            folder = records_folder(LOGS, sys.argv)
+            kill = self._killed_for_memory(rank, code, folder)
+            what = "it" if code < 0 else "a worker of it"
+            why = f", since the kernel had no memory for {what}" if kill is not None else ""
             say(f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too")
-            if (folder := records_folder(LOGS, sys.argv)) is not None:
+            if folder is not None:
                 write_ended(folder, int(rank), code, kill)
 
-    def _killed_for_memory(self, rank: str) -> MemoryKill | None:
-        """That the kernel has ended a rank for want of memory; None: there is no sign of it."""
+    def _killed_for_memory(self, rank: str, code: int, folder: Path | None) -> MemoryKill | None:
+        """That the kernel has ended a rank, or a worker that it cannot do without; None: there is no sign of it."""
         with suppress(OSError, ValueError, psutil.Error):
-            return self._memory.of(self._processes[rank].pid, own_processes())
+            if code == -signal.SIGKILL:
+                return self._memory.of(self._processes[rank].pid, own_processes())
+            done = None if code < 0 or folder is None else read_done(folder, int(rank))
+            if done is not None and done.message:
+                return self._memory.of_worker(done.message, own_processes())
         return None
 
 
@@ -230,9 +236,10 @@ def rank_variable(argv: Sequence[str], name: str) -> str | None:
 
 
 def say(line: str) -> None:
-    """Print a message in one write, since many processes share the stream."""
-    sys.stderr.write(f"{socket.gethostname()}: {line}\n")
-    sys.stderr.flush()
+    """Print a message in one write, since many processes share the stream; where that has gone, nobody can be told."""
+    with suppress(OSError):
+        sys.stderr.write(f"{socket.gethostname()}: {line}\n")
+        sys.stderr.flush()
 
 
 def main() -> None:

@@ -63,6 +63,11 @@ class LaunchPlan:
         return self.program.run_dir
 
     @property
+    def has_own_launchers(self) -> bool:
+        """Whether ranks are started by ``megasdc.launcher.node``, which sees how they end; SLURM and MPI do it else."""
+        return self.request.hostfile is None or self.request.backend == "pdsh"
+
+    @property
     def shown_command(self) -> list[str]:
         """The command as it is shown and saved: without what looks like a secret in arguments of the user's."""
         rank, arguments = self.rank, words_without_credentials(self.rank.arguments)

@@ -231,6 +231,16 @@ def write_ended(folder: Path, rank: int, exit_code: int, memory: MemoryKill | No
     return _write(folder, f"ended_{rank:05d}.json", asdict(record))
 
 
+def read_done(folder: Path, rank: int) -> DoneRecord | None:
+    """How a rank of this host has ended, as it says in ``records_dir``; None: it has left no record."""
+    name = f"rank_{rank:05d}.json"
+    try:
+        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return parse_records({name: text}).done.get(rank)
+
+
 def collect(run_dir: Path | str, launch_id: str) -> LaunchRecords:
     """Read the records of one launch that this host can see; empty if the folder does not exist."""
     folder = records_dir(run_dir, launch_id)
@@ -271,7 +281,10 @@ def parse_records(texts: Mapping[str, str]) -> LaunchRecords:
 
 Record = TypeVar("Record", StartedRecord, DoneRecord, EndedRecord, HostRecord)
 _NUMBER: tuple[type, ...] = (int, float)
+_TEXT: tuple[type, ...] = (str, NoneType)
+_LARGEST = 2.0**63
 _TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("error_class", "message", "first_line", "end", "buffer"), _TEXT),
     "rank": (int,),
     "host": (str,),
     "exit_code": (int,),
@@ -281,17 +294,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "memory_bytes": (int, NoneType),
     "memory": (dict, NoneType),
 }
-"""Of fields that are calculated with."""
+"""Of fields that are calculated with, or searched."""
 
 
 def _checked(record: Record) -> Record:
-    """The record; ValueError: a field is of another type than its class says."""
+    """The record; ValueError: a field is of another type than its class says, or is a number that nothing has."""
     own = {name: getattr(record, name) for name in _TYPES if hasattr(record, name)}
     wrong = [name for name, value in own.items() if isinstance(value, bool) or not isinstance(value, _TYPES[name])]
+    wrong += [name for name, value in own.items() if isinstance(value, int | float) and not abs(value) < _LARGEST]
+    wrong += ["rank"] if "rank" in own and not wrong and own["rank"] < 0 else []
     memory = own.get("memory")
     if not wrong and memory is not None:
         numbers = asdict(MemoryKill(**memory)).values()
-        wrong = [] if all(one is None or type(one) is int for one in numbers) else ["memory"]
+        wrong = [] if all(one is None or (type(one) is int and abs(one) < _LARGEST) for one in numbers) else ["memory"]
     if wrong:
         raise ValueError(f"{wrong[0]} is {own[wrong[0]]!r}")
     return record

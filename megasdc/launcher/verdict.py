@@ -122,7 +122,8 @@ def judge(
     if agreed := _agreed(causes):
         return _ranks_agreed(agreed, host_of_rank, failed, missing, notes)
     if causes:
-        return _ranks_failed(_explaining(_first(causes, clocks)), host_of_rank, failed, missing, notes)
+        first = _explaining(_first(causes, clocks))
+        return _ranks_failed(first, host_of_rank, records, (missing, failed), notes)
     if early := [done for _, done in sorted(records.done.items()) if done.exit_code == 0 and not done.has_ended_well]:
         return _ended_early(early, host_of_rank, failed, missing, notes)
     interrupted = [done.rank for done in failed if done.error_class == INTERRUPTED]
@@ -131,7 +132,7 @@ def judge(
     if missing:
         return _ranks_missing(host_of_rank, records, (missing, failed), launcher_code, notes, clocks)
     if failed:
-        return _ranks_failed(_first(failed, clocks), host_of_rank, failed, missing, notes)
+        return _ranks_failed(_first(failed, clocks), host_of_rank, records, (missing, failed), notes)
     if stopped_by is None and (outlived or launcher_killed(records, launcher_code)):
         return _abandoned(host_of_rank, records, launcher_code, notes)
     if launcher_code != 0:
@@ -248,21 +249,32 @@ def _ranks_agreed(
 
 
 def _ranks_failed(
-    first: list[DoneRecord], host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
+    first: list[DoneRecord],
+    host_of_rank: Sequence[str],
+    records: LaunchRecords,
+    ranks: tuple[list[int], list[DoneRecord]],
+    notes: list[str],
 ) -> Verdict:
-    """``first``: the rank that failed first, or all that may have."""
+    """``first``: the rank that failed first, or all that may have; ``ranks``: as of ``_ranks_missing``."""
+    missing, failed = ranks
+    memory = _memory([done.rank for done in first], host_of_rank, records)
     others = [done.rank for done in failed if done not in first]
     if len(first) == 1:
         host, text = _failure(first[0], host_of_rank, "failed first")
+        if memory is not None:
+            short = _out_of_memory(records.ended[first[0].rank], host_of_rank, records)
+            text += f"; the kernel had no memory for a worker of it: {short}"
         lines = [text, *_others(others, missing, host_of_rank, "after it")]
-        return Verdict(first[0].exit_code, first[0].rank, host, [*lines, *notes])
+        return Verdict(first[0].exit_code, first[0].rank, host, [*lines, *notes], memory=memory)
     # One that says what is wrong, if there is one.
     code = min(first, key=lambda done: (done.exit_code not in ERRORS_BY_EXIT_CODE, done.rank)).exit_code
     shown = [_failure(done, host_of_rank, "failed")[1] for done in first[:MAX_RANKS_SHOWN]]
     lines = [f"{shown[0]}; {_unknown(first)}", *shown[1:]]
     if len(first) > len(shown):
         lines.append(f"and {len(first) - len(shown)} more ranks that may have been first")
-    return Verdict(code, None, None, [*lines, *_others(others, missing, host_of_rank, "after them"), *notes])
+    return Verdict(
+        code, None, None, [*lines, *_others(others, missing, host_of_rank, "after them"), *notes], memory=memory
+    )
 
 
 def _ended_early(
@@ -339,24 +351,30 @@ def _ranks_missing(
         lines.append(ABORTED)
     if failed:
         lines.append(f"as a consequence failed: {_ranks([done.rank for done in failed], host_of_rank)}")
-    is_short = any(records.ended[rank].memory for rank in first if rank in records.ended)
+    memory = _memory(first, host_of_rank, records)
     if len(hosts_of_first) > 1:
         # One code of all: their hosts were not told apart, what has ended them is.
         codes = {records.ended[rank].exit_code if rank in records.ended else 0 for rank in first}
         ended_by = -codes.pop() if len(codes) == 1 and min(codes) < 0 else None
-        killed = [records.ended[rank] for rank in first if rank in records.ended and records.ended[rank].memory]
-        is_of_run = len(killed) == len(first) and not any(_why_of_host(one, host_of_rank, records) for one in killed)
-        memory = RUN_MEMORY if is_of_run else None
         return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by, memory=memory)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
     if one is None and len(missing) == 1:  # of launchers that leave no such record, as SLURM's
         ended_by = _signal_of_one(launcher_code)
-    memory = None
-    if one is not None and is_short:
-        memory = HOST_MEMORY if _why_of_host(one, host_of_rank, records) else RUN_MEMORY
     named = host_of_rank[missing[0]]
     return Verdict(own_code, missing[0], named, [*lines, *notes], ended_by=ended_by, memory=memory)
+
+
+def _memory(first: Sequence[int], host_of_rank: Sequence[str], records: LaunchRecords) -> str | None:
+    """Whose want of memory has ended ranks, of which one was first; None: that of hosts which differ, or of none."""
+    known = [records.ended[rank] for rank in first if rank in records.ended and rank < len(host_of_rank)]
+    killed = [one for one in known if one.memory]
+    if not killed or len(killed) < len(first):
+        return None
+    of_host = [bool(_why_of_host(one, host_of_rank, records)) for one in killed]
+    if not any(of_host):
+        return RUN_MEMORY
+    return HOST_MEMORY if len(first) == 1 else None
 
 
 def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: LaunchRecords) -> str:
@@ -367,9 +385,12 @@ def _out_of_memory(seen: EndedRecord, host_of_rank: Sequence[str], records: Laun
     had = "" if kill.process is None else f", of which it had {_gib(kill.process)}"
     if kill.total is None or kill.others is None or kill.before is None:
         return "how much there is, and who uses it, is not known"
-    others = f"other programs use {_gib(kill.others)} there, and used {_gib(kill.before)} at its start"
+    others = (
+        f"other programs use {_gib(kill.others)} there, with files of theirs in /dev/shm, and used {_gib(kill.before)} "
+        "at its start"
+    )
     if kill.shared:
-        others += f"; shared memory and files in /dev/shm took {_gib(kill.shared)}, of whoever has made them"
+        others += f"; other shared memory and files in /dev/shm took {_gib(kill.shared)}, of whoever has made them"
     remedy = _why_of_host(seen, host_of_rank, records) or (
         "the run needs more than that: give ranks less to hold (smaller micro-batches, fewer ranks on a host, more "
         "ranks to a model), or hosts more memory"
@@ -383,7 +404,9 @@ def _why_of_host(seen: EndedRecord, host_of_rank: Sequence[str], records: Launch
     if kill.total is None or kill.others is None or kill.before is None:
         return ""
     if kill.others - kill.before > MEMORY_SHARE * kill.total:
-        return "other programs have taken it meanwhile: end them, or take another host"
+        return (
+            "other programs have taken it meanwhile: end them, remove what they left in /dev/shm, or take another host"
+        )
     own, ranks = host_of_rank[seen.rank], Counter(host_of_rank)
     elsewhere = [
         one.memory_bytes / ranks[host_of_rank[rank]]

@@ -58,6 +58,14 @@ class Allocation:
         """Whether a scheduler has cancelled an attempt, by what that has printed."""
         return False
 
+    def lacked_memory(self, log: str, rank: int | None) -> bool:
+        """Whether a scheduler says, in what an attempt has printed, that a rank was killed for want of memory.
+
+        Args:
+            rank: None: any of them.
+        """
+        return False
+
     def prefix(self, host: str) -> list[str]:
         """Words before a command that make it run on a host; empty: it reaches the host itself, by a hostfile."""
         return []

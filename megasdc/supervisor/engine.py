@@ -24,7 +24,7 @@ from megasdc.health.process_state import DISK_S, Waker
 from megasdc.launcher.records import collect
 from megasdc.launcher.remote import Watch
 from megasdc.launcher.request import LaunchRequest
-from megasdc.launcher.verdict import Met
+from megasdc.launcher.verdict import RUN_MEMORY, Met
 from megasdc.metrics.writer import read_metrics
 from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
@@ -295,7 +295,7 @@ class FrontEngine:
             corruption=max(ending, key=lambda one: one.place, default=None),
             reached=self._reached(attempt),
             ended_by=None if result is None else result.ended_by,
-            memory=None if result is None else result.memory,
+            memory=self._memory(attempt, result),
             last=self._last(attempt, trained, 0.0 if code == 0 or unreachable else AGENTS_S),
             steps=self._steps,
             trained=trained,
@@ -373,6 +373,17 @@ class FrontEngine:
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)
 
+    def _said(self, attempt: Attempt) -> str:
+        """What an attempt has printed."""
+        log = self._file(attempt, "log")
+        return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+    def _memory(self, attempt: Attempt, result: FrontResult | None) -> str | None:
+        """See ``Evidence``; where a scheduler alone knows that it was memory, it counts as the run's."""
+        if result is None or result.memory is not None or not result.exit_code:
+            return None if result is None else result.memory
+        return RUN_MEMORY if self._allocation.lacked_memory(self._said(attempt), result.failed_rank) else None
+
     def _interrupted(self, attempt: Attempt, result: FrontResult | None, is_asked: bool) -> str:
         """How it was ended from outside; empty: it was not.
 
@@ -383,11 +394,10 @@ class FrontEngine:
             return "its job has ended"
         if self._allocation.is_ending:
             return f"{self._allocation.name} is about to end"
-        log = self._file(attempt, "log")
-        said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        done = collect(self._run_dir, attempt.launch_id).done.values()
+        done, said = collect(self._run_dir, attempt.launch_id).done.values(), self._said(attempt)
         # A front that ends the rest after a failure has the step cancelled, too.
-        if {one.exit_code for one in done} <= {0, PeerError.exit_code} and self._allocation.was_cancelled(said):
+        is_alone = {one.exit_code for one in done} <= {0, PeerError.exit_code}
+        if is_alone and self._allocation.was_cancelled(said) and not self._allocation.lacked_memory(said, None):
             return "its job step was cancelled"
         if result is not None and result.stopped_by is not None and not is_asked and not attempt.grows:
             return f"its launch got {signal.Signals(result.stopped_by).name}, which was not the supervisor's"

@@ -27,6 +27,10 @@ _NODES_VARIABLE, _TASKS_VARIABLE = "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
 _PROGRAMS = ("srun", "scontrol", "sinfo")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _CANCELLED = re.compile(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (?P<why>[^*]*))?\*\*\*")
+_NO_MEMORY = re.compile(
+    r"^srun: error: \S+: tasks? (?P<tasks>\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*): Out Of Memory$", re.MULTILINE
+)
+"""What srun (22.05, ``launch_slurm.so``) says of tasks whose cgroup counts one that was killed for want of memory."""
 _ANSWER_S = 60.0
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--quit-on-interrupt")
 
@@ -119,6 +123,11 @@ class SlurmJob(Allocation):
     def was_cancelled(self, log: str) -> bool:
         """See ``Allocation``: a node failure and a time limit of the step are no cancellation."""
         return any(match["why"] is None for match in _CANCELLED.finditer(log))
+
+    def lacked_memory(self, log: str, rank: int | None) -> bool:
+        """See ``Allocation``: srun says so, where SLURM counts it (``TaskPlugin=task/cgroup``); a task is a rank."""
+        told = [part.split("-") for match in _NO_MEMORY.finditer(log) for part in match["tasks"].split(",")]
+        return any(rank is None or int(one[0]) <= rank <= int(one[-1]) for one in told)
 
     def prefix(self, host: str) -> list[str]:
         """See ``Allocation``."""

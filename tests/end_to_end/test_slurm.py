@@ -115,6 +115,16 @@ def test_the_front_in_an_allocation(slurm: SlurmCluster, config: Path, behaviour
     assert ("rank 1 on node2 failed first with exit code 71 (DataError)" in said) == (code != 0)
 
 
+def test_a_killed_rank_says_that_memory_may_be_the_cause(slurm: SlurmCluster, config: Path) -> None:
+    """SLURM starts it, and tells the front neither how it has ended nor what the kernel has counted there."""
+    process = launch(slurm, config, "sums")
+    wait_for(config.parent / "run dir", "summing_*", 2)
+    slurm.hosts.run("node2", ["pkill", "-KILL", "-f", "^[^ ]*python -u .*launch_worker.py"])
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 78, said
+    assert "rank 1 on node2: no done record" in said and "srun says `task N: Out Of Memory`" in said
+
+
 @pytest.mark.parametrize(
     ("behaviour", "number", "code"),
     [

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megasdc.memory_limits import FIRST_PIDS, MemoryKill, MemoryWatch, memory_use
+from megasdc.shared_memory import own_prefix
 
 MIB = 1 << 20
 LINE = "3,900,{at},-;{what} Killed process {pid} (python) total-vm:9kB, anon-rss:{kib}kB, file-rss:4kB, shmem-rss:0kB\n"
@@ -17,6 +23,7 @@ class Host:
 
     def __init__(self, folder: Path, version: int) -> None:
         self.proc, self.cgroups, self.log = folder / "proc", folder / "cgroups", folder / "kmsg"
+        self.shared = folder / "shared"
         (self.proc / "self" / "ns").mkdir(parents=True)
         (self.proc / "self" / "ns" / "pid").symlink_to(FIRST_PIDS)
         self.version = version
@@ -24,6 +31,7 @@ class Host:
         (self.proc / "self" / "cgroup").write_text(place)
         self.own = self.cgroups / ("memory/job/step" if version == 1 else "job/step")
         self.log.write_text("")
+        self.in_files = 0
         self.uses(used=100)
 
     def uses(self, used: int, kills: int = 0) -> None:
@@ -54,7 +62,18 @@ class Host:
 
     def watch(self) -> MemoryWatch:
         """From now on."""
-        return MemoryWatch(self.proc, self.cgroups, self.log)
+        return MemoryWatch(self.proc, self.cgroups, self.log, self.shared)
+
+    def holds(self, name: str, mib: int) -> None:
+        """A file in memory, which counts as such, written now."""
+        path = self.shared / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(bytes(mib * MIB))
+            os.fsync(file.fileno())  # the disk of this test gives it blocks then
+        with (self.proc / "meminfo").open("a") as file:
+            self.in_files += mib
+            file.write(f"Shmem: {self.in_files * 1024} kB\n")
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -139,3 +158,71 @@ def test_a_host_that_tells_nothing_has_no_sign_of_it(tmp_path: Path) -> None:
     host = Host(tmp_path, 0)
     host.log.unlink()
     assert host.watch().of(7, []) is None
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+def test_files_in_memory_are_others_where_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: bool
+) -> None:
+    """Those of other users, and what was there before; what this user has written since may be the run's own."""
+    host = Host(tmp_path, 0)
+    host.holds("torch_left_by_an_earlier_job", 3)
+    os.utime(host.shared / "torch_left_by_an_earlier_job", (1.0, 1.0))
+    host.holds(f"{own_prefix()}memory-run-node1/rank_0", 5)
+    os.utime(host.shared / f"{own_prefix()}memory-run-node1/rank_0", (1.0, 1.0))
+    watch = host.watch()
+    left = memory_use(host.proc, host.cgroups, host.shared)
+    assert left.total - left.used == (1000 - 100 - 3) * MIB and left.shared == 5 * MIB, "snapshots are the run's own"
+    host.holds("folder/written_since", 20)
+    if stranger:
+        monkeypatch.setattr(os, "getuid", lambda: 12345678)
+    host.says(7, 600)
+    kill = watch.of(7, [])
+    assert kill is not None and kill.before == 103 * MIB
+    assert (kill.others, kill.shared) == ((128 * MIB, None) if stranger else (103 * MIB, 25 * MIB))
+
+
+def test_a_data_worker_that_was_killed_for_memory_has_ended_its_rank(tmp_path: Path) -> None:
+    """By what PyTorch says of it, and the kernel's log; not one that somebody else has killed."""
+    host = Host(tmp_path, 0)
+    watch = host.watch()
+    with pytest.raises(RuntimeError, match="worker") as raised:
+        list(torch.utils.data.DataLoader(Killed(), num_workers=1))
+    said = str(raised.value)
+    (pid,) = (int(word) for word in re.findall(r"pid(?:\(s\))? (\d+)", said))
+    host.says(pid + 1, 600)
+    assert watch.of_worker(said, []) is None
+    host.says(pid, 600)
+    assert watch.of_worker(said, []) == MemoryKill(1000 * MIB, 100 * MIB, 100 * MIB, 600 * MIB)
+    assert watch.of_worker("shard 3 is damaged", []) is None
+
+
+class Killed(torch.utils.data.Dataset[int]):
+    """Data whose worker is killed."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, place: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return place
+
+
+@pytest.mark.parametrize("age_s", [1.0, 100.0])
+def test_a_worker_was_it_where_the_cgroup_has_counted_shortly_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    """A rank takes its time to end, and runs meanwhile; what was counted long before has not ended it."""
+    host, now = Host(tmp_path, 2), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    host.log.unlink()
+    host.uses(used=100, kills=3)
+    watch = host.watch()
+    said = "A process in the process pool was terminated abruptly while the future was running or pending."
+    assert watch.of_worker(said, []) is None
+    host.uses(used=700, kills=4)
+    for _ in range(3):
+        watch.all_run()
+        now[0] += age_s
+    assert (watch.of_worker(said, []) is None) == (age_s > 60.0)
+    assert watch.of_worker("shard 3 is damaged", []) is None

@@ -79,6 +79,29 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
     assert os.path.exists(f"{tmp_path}/saved") == saved
 
 
+TERMINAL_GONE = """
+import os, sys
+from pathlib import Path
+from megasdc.launcher import node
+node.records_folder = lambda *_: Path("records")
+class Watch:
+    of = all_run = lambda *_: None
+ranks = node.Ranks(Watch())
+ranks.start([sys.executable, "-c", "exit(79)"], env={**os.environ, "RANK": "0"}).wait()
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 2)
+ranks.tell_failed()
+"""
+
+
+def test_a_failed_rank_is_written_down_where_nobody_can_be_told(tmp_path: Path) -> None:
+    """The terminal of its launch has gone."""
+    subprocess.run([sys.executable, "-c", TERMINAL_GONE], check=True, cwd=tmp_path, timeout=60)
+    records = parse_records({one.name: one.read_text() for one in (tmp_path / "records").iterdir()})
+    assert records.ended[0].exit_code == 79
+
+
 LEFT = """
 import json, os, psutil, sys, time
 from megasdc.launcher import node
@@ -160,13 +183,29 @@ from megasdc.memory_limits import MemoryWatch
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 node.records_folder = lambda *_: Path("records")
 ranks = node.Ranks(MemoryWatch())
-programs = ["import time; x = b'x' * 400_000_000; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"]
-one = ranks.start([sys.executable, "-c", programs[int(sys.argv[2])]], env={**os.environ, "RANK": "0"})
+one = ranks.start([sys.executable, "-c", sys.argv[2]], env={**os.environ, "RANK": "0"})
 while psutil.Process(one.pid).status() != "zombie":
     time.sleep(0.05)
 ranks.tell_failed()
 """
 LIMIT = 200_000_000
+ALONE = "import os; x = b'x' * {count} or os.kill(os.getpid(), 9)"
+POOL = """
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from megasdc.launcher import records
+def work():
+    return len(b"x" * {count}) or os.kill(os.getpid(), 9)
+records.records_dir = lambda *_: Path("records")
+os.environ[records.LAUNCH_ID_VARIABLE] = "x"
+try:
+    with ProcessPoolExecutor(1) as pool:
+        pool.submit(work).result()
+except Exception as error:
+    records.write_done("x", 0, 1, error)
+    os._exit(1)
+"""
 
 
 @pytest.fixture
@@ -189,15 +228,18 @@ def small_cgroup(tmp_path: Path) -> Iterator[Path]:
     pytest.skip("this user may make no memory cgroup with a limit")
 
 
-def test_a_rank_that_the_kernel_has_killed_for_memory_is_told_of(small_cgroup: Path, tmp_path: Path) -> None:
-    """In a real memory cgroup, with its numbers; a rank that somebody else has killed there is not."""
-    for number in range(2):
-        program = [sys.executable, "-c", SMALL, str(small_cgroup), str(number)]
-        subprocess.run(program, check=True, cwd=tmp_path, timeout=100)
+@pytest.mark.parametrize(("program", "code"), [(ALONE, -9), (POOL, 1)], ids=["itself", "its worker"])
+def test_a_rank_that_the_kernel_has_killed_for_memory_is_told_of(
+    small_cgroup: Path, tmp_path: Path, program: str, code: int
+) -> None:
+    """In a real memory cgroup, with its numbers, as one whose worker was; what others have killed there is not."""
+    for count in (400_000_000, 0):
+        command = [sys.executable, "-c", SMALL, str(small_cgroup), program.format(count=count)]
+        subprocess.run(command, check=True, cwd=tmp_path, timeout=100)
         records = parse_records({one.name: one.read_text() for one in (tmp_path / "records").iterdir()})
         found = records.ended[0]
-        assert found.exit_code == -9
-        if number:
+        assert found.exit_code == code
+        if not count:
             assert found.memory is None
             continue
         kill = MemoryKill(**(found.memory or {}))  # type: ignore[arg-type]

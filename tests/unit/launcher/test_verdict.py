@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -125,6 +126,19 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
     assert unknown.host is None
 
 
+@pytest.mark.parametrize(("others", "whose"), [(1.0, "run"), (2.5, "host")])
+def test_a_rank_whose_worker_the_kernel_has_ended_for_memory_is_told_so(others: float, whose: str) -> None:
+    """It has failed by an error of its own, which says nothing of its host."""
+    records = records_of({0: 79, 1: 79, 2: 1, 3: 79})
+    kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 2 * GIB)
+    records.ended[2] = EndedRecord(2, "b", 1, 5.0, memory=asdict(kill))
+    verdict = judge(HOSTS, records, 1)
+    assert (verdict.exit_code, verdict.rank, verdict.host, verdict.memory) == (1, 2, "b", whose)
+    assert "the kernel had no memory for a worker of it: 8.00 GiB for programs" in verdict.lines[0]
+    records.ended[2] = replace(records.ended[2], memory=None)
+    assert judge(HOSTS, records, 1).memory is None and "memory" not in judge(HOSTS, records, 1).lines[0]
+
+
 def test_hosts_with_other_numbers_of_ranks_are_compared_by_what_each_rank_has() -> None:
     """Half the ranks on half the memory are as well off; numbers that are not known say nothing of a host."""
     hosts = ["a"] * 8 + ["b"] * 4
@@ -156,6 +170,23 @@ def test_an_odd_record_of_an_end_is_told_and_not_used(memory: str, more: str) ->
     assert records.unreadable[0] in judge(["a", "b"], records, 247).lines
     started = '{"rank": 1, "host": "b", "pid": 1, "time": 5.0, "memory_bytes": "1"}'
     assert parse_records({"started_00001.json": started}).unreadable
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("message", 5), ("message", ["a"]), ("error_class", 5), ("end", 7), ("first_line", 5), ("rank", -3),
+        ("rank", 1 << 70), ("exit_code", 1 << 70), ("time", float("nan")), ("monotonic", float("inf")),
+    ],
+)  # fmt: skip
+def test_an_odd_record_of_a_rank_is_told_and_not_used(name: str, value: object) -> None:
+    """The front ended in a traceback, and none of the others was judged."""
+    done = {"rank": 1, "host": "b", "exit_code": 1, "error_class": None, "message": "", "time": 5.0, "first_line": ""}
+    records = parse_records({"rank_00001.json": json.dumps({**done, name: value})})
+    assert not records.done and records.unreadable[0].startswith(f"rank_00001.json is not a record: {name} is ")
+    assert records.unreadable[0] in judge(["a", "b"], records, 1).lines
+    huge = '{"rank": 1, "host": "b", "exit_code": -9, "time": 5.0, "memory": {"total": 1%s, "others": 1, "before": 2}}'
+    assert not parse_records({"ended_00001.json": huge % ("0" * 400)}).ended
 
 
 def test_timeouts_after_a_suspension_blame_nobody() -> None:

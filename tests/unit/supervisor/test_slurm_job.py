@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.errors import LaunchError
 from megasdc.launcher.command import parse_launcher_args
 from megasdc.launcher.request import LaunchRequest
+from megasdc.supervisor import front
+from megasdc.supervisor.diagnosis import diagnose
 from megasdc.supervisor.engine import FrontEngine
+from megasdc.supervisor.front import FrontResult
 from megasdc.supervisor.history import Attempt
+from megasdc.supervisor.journal import FOLDER
 from megasdc.supervisor.slurm import SlurmJob, fields_of, is_down, tasks_per_node
 
 ENVIRON = {
@@ -204,6 +209,26 @@ def test_a_cancelled_step_is_told_from_one_that_lost_a_node(programs: Programs) 
     job, line = SlurmJob(ENVIRON), "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-26T04:00:00"
     assert job.was_cancelled(f"step 5\n{line} ***\n") and not job.was_cancelled("step 5")
     assert not job.was_cancelled(f"{line} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***")
+
+
+@pytest.mark.parametrize("tasks", ["task 1", "tasks 0-3", "tasks 0,2-4"])
+def test_a_rank_that_slurm_says_was_out_of_memory_was(programs: Programs, tmp_path: Path, tasks: str) -> None:
+    """Its front sees only that it was killed: the cause is no host, and not that of another rank that failed."""
+    said = f"srun: error: node2: {tasks}: Out Of Memory\n"
+    engine = FrontEngine(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), SlurmJob(ENVIRON), {})
+    (folder := tmp_path / "run" / FOLDER).mkdir(parents=True)
+    ended = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-26T04:00:00 ***"  # by the front, after it
+    front.file_of(folder, 1, "launch", "log").write_text(f"step 5\n{said}{ended}\n")
+
+    def memory(failed_rank: int | None) -> str | None:
+        result = FrontResult(78, failed_rank, "node2", ["rank 1 on node2: no done record"], ended_by=9)
+        front.file_of(folder, 1, "launch", "json").write_text(json.dumps(asdict(result)))
+        evidence = engine.evidence(attempt(node1=2, node3=3), {})
+        assert diagnose(evidence).kind == ("memory" if evidence.memory else "rank_lost" if failed_rank else "launch")
+        return evidence.memory
+
+    named = 1 if tasks != "tasks 0,2-4" else 2
+    assert (memory(named), memory(None), memory(1 if "4" in tasks else 4)) == ("run", "run", None)
 
 
 def test_an_attempt_that_ended_from_outside_is_known(programs: Programs, tmp_path: Path) -> None:
