@@ -31,6 +31,7 @@ UNEVEN = frozenset(
     }
 )
 """Collectives to which ranks may give other sizes, by the names of PyTorch's flight recorders."""
+MAX_SHOWN = 8
 UNSEEN = -1
 """In the wait-for graph: ranks of which nothing is known."""
 
@@ -83,6 +84,9 @@ def find_blame(
         if found := [rank for rank in at_work if by_rank[rank].process == process]:
             if process == STOPPED and len(found) == len(at_work) > 1:
                 return blame(kind, [], f"all {len(found)} ranks are stopped by a signal: the job was suspended")
+            if process == DISK and (shared := _hosts_text([by_rank[rank].host for rank in found])):
+                said = f"{len(found)} ranks on {shared} wait for a disk: storage that hosts share does not answer"
+                return blame(kind, [], said)
             return blame(kind, found, why)
     if silent := _silent_pairs(states, names or {}):
         hosts = tuple(sorted({host for pair in silent for host in pair}))
@@ -113,6 +117,13 @@ def find_blame(
     if states and all(_waiting(one) for one in states):
         return blame("link", [], _link_text(states))
     return blame("unknown", [], "no rank moves, and what is known names none of them")
+
+
+def _hosts_text(of_ranks: Sequence[str]) -> str:
+    """Several hosts in words; empty: it is one."""
+    hosts = sorted(set(of_ranks))
+    shown = ", ".join(hosts[:MAX_SHOWN])
+    return "" if len(hosts) < 2 else f"{shown} and {len(hosts) - MAX_SHOWN} more" if len(hosts) > MAX_SHOWN else shown
 
 
 def _silent_pairs(states: Sequence[RankState], names: Mapping[str, str]) -> dict[tuple[str, str], int]:

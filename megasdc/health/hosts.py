@@ -123,7 +123,7 @@ def read_hosts(
     for name in names:
         try:
             found = _read_host(folder, name, clock, rank_hosts)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             notes.append(f"health/{name} is left out: {error!r}")
             continue
         hosts += [found] if found and launch in (None, found.launch) else []

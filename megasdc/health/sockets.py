@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +38,12 @@ def connections(pid: int) -> list[Connection]:
     found: list[Connection] = []
     try:
         own = set(_inodes(Path(f"/proc/{pid}/fd")))
-        for name in ("tcp", "tcp6"):
-            lines = Path(f"/proc/{pid}/net/{name}").read_text(encoding="ascii").splitlines()[1:]
-            found += [one for line in lines if (one := _parse(line.split(), own)) is not None]
     except OSError:
         return []
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):  # a kernel without IPv6 has no tcp6
+            lines = Path(f"/proc/{pid}/net/{name}").read_text(encoding="ascii").splitlines()[1:]
+            found += [one for line in lines if (one := _parse(line.split(), own)) is not None]
     return found
 
 

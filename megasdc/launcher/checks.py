@@ -275,7 +275,10 @@ def version_problems(
 def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, several: bool) -> list[HostProblem]:
     problems = []
     if found["missing_cwd"]:
-        problems.append(f"{host}: working folder {needs.cwd} does not exist; share or create it, or start elsewhere")
+        problems.append(
+            f"{host}: working folder {needs.cwd} does not exist, or may not be entered; share or create it, or start "
+            "elsewhere"
+        )
     try:
         check_range({"python": found["python"], **found["versions"]})
     except LaunchError as error:
@@ -361,5 +364,5 @@ def address_from_here(host: str) -> str | None:
 def _resolved(host: str) -> str | None:
     try:
         return socket.gethostbyname(host.rpartition("@")[2])
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: of a name that DNS allows no host
         return None

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return the content of every ``*_*.json`` in ``folder`` by name; empty if the folder does not exist.
+    """Return the content of every ``*_*.json`` in ``folder`` by name, empty where it cannot be read.
+
+    Of a folder that does not exist nothing.
 
     With ``text`` instead, replace the file ``path``, which its user alone may read; its folder is made. Without a text
     in it, remove the file.
@@ -19,7 +21,14 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     if "text" in request:
         _write(pathlib.Path(request["path"]), request["text"])
         return {}
-    return {path.name: path.read_text() for path in pathlib.Path(request["folder"]).glob("*_*.json")}
+    return {path.name: _read(path) for path in pathlib.Path(request["folder"]).glob("*_*.json")}
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""  # which is no record, as who asks says
 
 
 def _write(path: pathlib.Path, text: str) -> None:

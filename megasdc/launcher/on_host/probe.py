@@ -21,6 +21,8 @@ import time
 from typing import Any
 
 WRITTEN_BYTES = 1 << 16
+LOCK = "lock"
+"""Name of a lock in the folder of an extension; Source: ``torch.utils.cpp_extension``."""
 ON_THIS_HOST = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}
 """File systems of one host alone."""
 FIRST_PIDS = "pid:[4026531836]"
@@ -41,9 +43,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """
     if list(request) == ["extensions"]:
         return {"locks": _locks(request["extensions"])}
-    missing_cwd = not os.path.isdir(request["cwd"])
-    if not missing_cwd:
-        os.chdir(request["cwd"])
+    missing_cwd = not _enters(request["cwd"])
     sys.path[:0] = request["python_path"]
     os.environ["PATH"] = os.pathsep.join([*request["path"], os.environ.get("PATH", os.defpath)])
     return {
@@ -64,6 +64,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _enters(folder: str) -> bool:
+    """Go to a folder; returns whether that could be."""
+    try:
+        os.chdir(folder)
+    except OSError:
+        return False
+    return True
+
+
 def _version(name: str) -> str | None:
     """A distribution's version; for megasdc a checksum of its sources, which change without the version."""
     if name == "megasdc":
@@ -73,7 +82,8 @@ def _version(name: str) -> str | None:
         root = pathlib.Path(spec.origin).parent
         total = hashlib.sha256()
         for path in sorted(root.rglob("*.py")):
-            total.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+            if path.is_file():  # an editor may lock one by a link that leads nowhere
+                total.update(str(path.relative_to(root)).encode() + b"\0" + (_bytes_of(path) or b""))
         return f"sources {total.hexdigest()[:12]}"
     try:
         return importlib.metadata.version(name)
@@ -87,8 +97,14 @@ def _readable(path: str) -> bool:
 
 def _digest(path: pathlib.Path) -> str | None:
     """Of a file's bytes; None: it cannot be read."""
+    content = _bytes_of(path)
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _bytes_of(path: pathlib.Path) -> bytes | None:
+    """Content of a file; None: it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return path.read_bytes()
     except OSError:
         return None
 
@@ -119,7 +135,7 @@ def _own_address() -> str | None:
     """The first address that this host's own name resolves to; gloo binds to it."""
     try:
         first = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: of a name that DNS allows no host
         return None
     return str(first[4][0]).partition("%")[0]  # without the zone of an IPv6 address
 
@@ -130,7 +146,7 @@ def _addresses() -> list[str]:
 
 def _output(*argv: str) -> str:
     try:
-        return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(argv, capture_output=True, check=False).stdout.decode(errors="replace").strip()
     except OSError:
         return ""
 
@@ -156,7 +172,7 @@ def _locks(folder: str | None) -> list[dict[str, Any]]:
     that of one host.
     """
     found = []
-    for path in sorted(pathlib.Path(folder).glob("*/lock")) if folder is not None else ():
+    for path in sorted(pathlib.Path(folder).glob(f"*/{LOCK}")) if folder is not None else ():
         try:
             seen = path.stat()
             held = _is_open(seen)
@@ -180,7 +196,7 @@ def _is_open(seen: os.stat_result) -> bool | None:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):
-                other = _status(f"/proc/{pid}/fd/{name}")
+                other = _status_of_lock(f"/proc/{pid}/fd/{name}")
                 if other is not None and (other.st_dev, other.st_ino) == (seen.st_dev, seen.st_ino):
                     return True
         except PermissionError:
@@ -197,10 +213,13 @@ def _process_namespace() -> str:
         return ""
 
 
-def _status(path: str) -> os.stat_result | None:
-    """Of what a path leads to; None: it is gone."""
+def _status_of_lock(path: str) -> os.stat_result | None:
+    """Of what a link leads to, if it has the name of a lock; None: it has not, or is gone.
+
+    Others are not looked at: they may lie where a server does not answer, and this would wait for it.
+    """
     try:
-        return os.stat(path)
+        return os.stat(path) if os.path.basename(os.readlink(path)) == LOCK else None
     except PermissionError:
         raise
     except OSError:

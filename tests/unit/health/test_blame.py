@@ -86,6 +86,15 @@ def test_a_job_that_was_suspended_has_no_cause() -> None:
     assert find_blame(stopped[:1]).ranks == (0,)
 
 
+def test_storage_that_hosts_share_is_no_rank_and_no_host() -> None:
+    """Ranks of several hosts wait for a disk at once, all of them or those that read data; of one host they are it."""
+    held = [waiting(rank, process=DISK, groups={}) for rank in range(3)]
+    for ranks in ([replace(one, host=f"n{one.rank}") for one in held], [replace(held[0], host="n9"), *held[1:]]):
+        blame = find_blame([*ranks, waiting(3)])
+        assert (blame.kind, blame.ranks, blame.hosts) == ("disk", (), ()) and "storage that hosts share" in blame.text
+    assert find_blame([*(replace(one, host="n1") for one in held), waiting(3)]).ranks == (0, 1, 2)
+
+
 def test_a_lost_host_is_named_and_no_rank() -> None:
     """Without its agent nothing is known of its ranks."""
     blame = find_blame([waiting(0), waiting(1)], ["n2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -133,3 +134,12 @@ def test_ages_are_by_the_clock_of_the_file_system(tmp_path: Path, monkeypatch: p
     assert clock.age_s(tmp_path / "health" / "nothing") is None
     assert [path.name for path in (tmp_path / "health").iterdir()] == ["node_00000.jsonl"]
     assert FileClock(tmp_path / "nowhere").is_local
+
+
+def test_a_number_that_nothing_has_leaves_its_host_out(tmp_path: Path) -> None:
+    """As any other that is none."""
+    (tmp_path / "health").mkdir()
+    rank = {"rank": 0, "step": 1, "micro_batch": math.inf, "phase": "forward", "stuck_s": 1.0, "process": "running"}
+    (tmp_path / "health" / "node_00000.now").write_text(json.dumps({"run": "r", "ranks": [rank]}))
+    hosts, notes = read_hosts(tmp_path, FileClock(tmp_path), {})
+    assert not hosts and "health/node_00000 is left out: OverflowError" in notes[0]

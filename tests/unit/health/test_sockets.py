@@ -43,6 +43,8 @@ def test_overdue_data_of_this_process_to_other_hosts_count(tmp_path: Path, monke
         Connection("10.0.0.11", "10.0.0.14", 3),
     ]
     assert silent_peers(found) == {"10.0.0.12": 5, "10.0.0.14": 3}
+    (tmp_path / "net" / "tcp6").unlink()  # of a kernel without IPv6
+    assert connections(7) == found[:2]
 
 
 def test_the_table_of_a_real_process_is_read() -> None:

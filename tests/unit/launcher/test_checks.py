@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +90,49 @@ def test_probe_judges_paths(tmp_path: Path) -> None:
     assert probe._why_unwritable(str(tmp_path)) is None and [one.name for one in tmp_path.iterdir()] == ["file"]
     assert probe._why_unwritable(str(tmp_path / "file" / "below")) == ""
     assert probe._readable(str(tmp_path)) and not probe._readable(str(tmp_path / "none"))
+
+
+def test_odd_records_of_a_host_keep_none_of_the_others(tmp_path: Path) -> None:
+    """Of one that cannot be read nothing is known, and of one that is not UTF-8 what can be read."""
+    (tmp_path / "rank_00000.json").write_text("{}")
+    (tmp_path / "rank_00001.json").write_bytes(b'{"message": "\xff"}')
+    (tmp_path / "rank_00002.json").symlink_to("nowhere")
+    found = files.answer({"folder": str(tmp_path)})
+    assert found == {
+        "rank_00000.json": "{}",
+        "rank_00001.json": '{"message": "\ufffd"}',
+        "rank_00002.json": "",
+    }
+
+
+def test_names_that_no_host_can_have_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label of 64 characters, which Linux allows, and two dots in a hostfile: both lead nowhere."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "a" * 64)
+    assert probe._own_address() is None
+    assert address_from_here("node..1") is None and address_from_here("a" * 64) is None
+
+
+def test_sources_that_an_editor_has_locked_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emacs does so by a link of that name that leads nowhere; the check ended with FileNotFoundError."""
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    before = probe._version("megasdc")
+    (tmp_path / ".#model.py").symlink_to("me@node1.123:456")
+    assert probe._version("megasdc") == before
+    (tmp_path / "model.py").write_text("x = 1")
+    assert probe._version("megasdc") != before
+
+
+def test_a_working_folder_that_may_not_be_entered_is_as_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of its host ended with PermissionError."""
+
+    def refuse(path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "chdir", refuse)
+    assert not probe._enters(str(tmp_path))
 
 
 def test_program_runs_on_this_host(tmp_path: Path) -> None:
@@ -260,9 +305,22 @@ def test_a_lock_that_its_writer_releases_meanwhile_was_not_left(
     monkeypatch.setattr(probe, "_process_namespace", lambda: probe.FIRST_PIDS)
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: [str(os.getpid())] if path == "/proc" else listed(path))
+    own = [str(os.getpid())]
     assert probe._is_open(lock.stat()) is False
-    with lock.open("rb"):
-        assert probe._is_open(lock.stat()) is True
+    with lock.open("rb"), (tmp_path / "on a dead server").open("w") as other:
+        hangs, stat = f"/proc/{os.getpid()}/fd/{other.fileno()}", os.stat
+
+        def looked_at(path: str | Path, **options: bool) -> os.stat_result:
+            assert path != hangs, "who looks at it waits for its server"
+            return stat(path, **options)
+
+        def other_first(path: str) -> list[str]:
+            return own if path == "/proc" else sorted(listed(path), key=lambda name: name != str(other.fileno()))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", looked_at)
+            patch.setattr(os, "listdir", other_first)
+            assert probe._is_open(lock.stat()) is True
     with monkeypatch.context() as patch:
         patch.setattr(probe, "_process_namespace", lambda: "pid:[4026532000]")
         assert probe._is_open(lock.stat()) is None
