@@ -465,8 +465,9 @@ def test_audits_of_extra_micro_batches_change_no_bit(
 ) -> None:
     """With dropout: checkpoints, with random states and places in the data, and metrics are those of a run without."""
     changes = {**changes, "model__hidden_dropout": 0.1}
-    for name, more in {"off": {"audit__enabled": False}, "on": EXTRA}.items():
-        results = train_run(_write(tmp_path, data, name, 2, **{**more, **changes}), ranks)
+    plain = {key: value for key, value in changes.items() if not key.startswith("audit__")}
+    for name, sections in {"off": {"audit__enabled": False, **plain}, "on": {**EXTRA, **changes}}.items():
+        results = train_run(_write(tmp_path, data, name, 2, **sections), ranks)
         assert [code for code, _ in results if code] == [], results
     assert end_of(tmp_path / "off") == end_of(tmp_path / "on")
     audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "on", "audit", "agreed")]
