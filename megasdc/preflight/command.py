@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from megasdc.errors import MegasdcError
+from megasdc.errors import MegasdcError, StorageError
 from megasdc.preflight.hardware import check_golden, check_spares
 from megasdc.preflight.inputs import check_configuration, check_data, check_hosts
 from megasdc.preflight.job import Job, prepared
@@ -28,7 +28,7 @@ class Check:
     """A check.
 
     Args:
-        run: makes it; a ``MegasdcError`` is a failure of it.
+        run: makes it; a ``MegasdcError`` or an ``OSError`` is a failure of it.
         after: checks that must not have failed before.
         uses: the check whose files it reads; empty: none.
     """
@@ -100,6 +100,9 @@ def _make(name: str, check: Check, job: Job | None, results: Sequence[CheckResul
         return check.run(job)
     except MegasdcError as error:
         return failed(error)
+    except OSError as error:  # a disk that ends, or a share that goes, while a check uses it
+        place, why = error.filename or job.storage, error.strerror or str(error)
+        return failed(StorageError(f"{place}: {why}; see that the disk answers and has room, and start again"))
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

@@ -40,7 +40,8 @@ def check_storage(job: Job) -> Finding:
             f"{path}: {error.strerror}; free space, or choose another megasdc.checkpoint.folder"
         ) from error
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder goes as a whole later, which tells what is left
+            path.unlink()
     where = " of each host's folder, this host's" if job.config.megasdc.checkpoint.storage == "node_local" else ""
     text = (
         f"write and sync {size / write_s / 1e6:,.0f} MB/s, read {size / read_s / 1e6:,.0f} MB/s{where}; "

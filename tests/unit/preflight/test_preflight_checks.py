@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import LaunchError
+from megasdc.errors import LaunchError, StorageError
 from megasdc.launcher.checks import HostProblem, HostReport
 from megasdc.preflight import remove_on_host
-from megasdc.preflight.command import CHECKS, run_preflight
+from megasdc.preflight.command import CHECKS, Check, run_preflight
 from megasdc.preflight.commands import Commands, Done
 from megasdc.preflight.hardware import judged
 from megasdc.preflight.job import divided
@@ -120,6 +120,15 @@ def test_free_space_is_compared_with_what_is_kept(
         assert finding.figures["predicted_checkpoint_bytes"] == size
         assert (finding.status, finding.exit_code) == (status, 0 if status is OK else 77)
         assert finding.figures["write_bytes_per_s"] > 0 and finding.figures["read_bytes_per_s"] > 0
+
+
+def test_a_disk_that_fails_during_a_check_fails_that_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are made, and the verdict is told: no traceback."""
+    gone = tmp_path / "gone"
+    monkeypatch.setitem(CHECKS, "storage", Check(lambda job: Finding(OK, gone.read_text())))
+    finding = made(tmp_path, configured(tmp_path), skip=ONLY_STORAGE)["storage"].finding
+    assert finding.status is FAILED and finding.exit_code == StorageError.exit_code
+    assert str(gone) in finding.text and "No such file" in finding.text
 
 
 def test_the_file_of_the_storage_test_is_bounded(tmp_path: Path) -> None:
