@@ -27,7 +27,7 @@ from megasdc.guard.engine import check_engine, check_environment, dims_of
 from megasdc.guard.golden import GuardGolden
 from megasdc.guard.health import GuardPhases, GuardStragglers
 from megasdc.guard.nonfinite import GuardNonFinite
-from megasdc.guard.record import check_patterns, choose_watched
+from megasdc.guard.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.guard.saves import SaveMarks
 from megasdc.guard.settings import Trial, golden_problems, load_settings
 from megasdc.guard.trace import GuardTrace
@@ -100,7 +100,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     check_private_names(GUARD)
     found, trial = _settings_of(settings)
     if is_trainer(engine):
-        check_trainer(engine)
+        check_trainer(engine, found)
         hides = bool(engine.args.logging_nan_inf_filter)
         return TrainerGuard(engine, lambda made: _guard(made, found, trial, hides_losses=hides))
     return _guard(engine, found, trial)
@@ -225,15 +225,14 @@ class Guard:
         except (OSError, StorageError) as caught:
             error = caught
         model, patterns = engine.module, settings.audit.submodules
-        own = {fqn for fqn, _ in model.named_modules() if fqn}, {name for name, _ in model.named_parameters()}
+        own = computing_names(model), trained_names(model)
         texts, origins, *names = zip(*gather_objects((error and str(error), origin, *own), world), strict=True)
         remove_buffers([deepspeed_buffer(self.dims.rank)])  # all ranks have opened what DeepSpeed has made of it
         if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise StorageError(f"logging.run_dir: {folder} cannot be written: {failed[0]}") from error
         submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names)
-        check_patterns("audit.submodules", "submodule", patterns or (), submodules)
-        for place, spec in enumerate(settings.optimizer_hooks):
-            check_patterns(f"optimizer_hooks.{place}.parameters", "parameter", spec.parameters, parameters)
+        if problems := pattern_problems(settings, submodules, parameters):
+            raise ConfigError(problems)
         events.origin = replace(origins[0], device=device_uuid())
         suspects = Suspects()
         suspects.on_start(engine.device, world)

@@ -5,9 +5,11 @@ Hooks are on the model while something is recorded, and at no other time.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.config.schema import nearest
-from megasdc.errors import ConfigError
+from megasdc.config.problems.optimizer_hooks import covered_problems
+from megasdc.config.sections.guard import GuardSettings
 from megasdc.model.submodules import tap_gradient
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
@@ -49,24 +51,53 @@ def choose_watched(model: nn.Module, patterns: Sequence[str] | None) -> list[Wat
     return [one for one in named if any(fnmatch.fnmatchcase(one.fqn, pattern) for pattern in patterns)]
 
 
-def check_patterns(path: str, what: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse patterns that match none of the names of what a model has, on all stages.
+def computing_names(model: nn.Module) -> list[str]:
+    """Names of the submodules that compute something; a ``ModuleList`` does not."""
+    found = ((fqn, one) for fqn, one in model.named_modules() if fqn)
+    return [fqn for fqn, one in found if "forward" in vars(one) or type(one).forward is not nn.Module.forward]
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that are trained."""
+    return [name for name, one in model.named_parameters() if one.requires_grad]
+
+
+def pattern_problems(settings: GuardSettings, submodules: Collection[str], parameters: Collection[str]) -> list[str]:
+    """Patterns of the settings that match none of the names of what a model has, on all stages; a sentence each.
 
     Args:
-        path: of the patterns in the settings.
-
-    Raises:
-        ConfigError: with every such pattern.
+        submodules: that compute something.
+        parameters: that are trained.
     """
-    problems = []
+    problems = _unmatched(
+        *("audit.submodules", "submodule that computes something"), settings.audit.submodules or (), submodules
+    )
+    for place, spec in enumerate(settings.optimizer_hooks):
+        path = f"optimizer_hooks.{place}.parameters"
+        problems += _unmatched(path, "parameter that is trained", spec.parameters, parameters)
+    return problems + [one.text for one in covered_problems(settings.optimizer_hooks, "optimizer_hooks", parameters)]
+
+
+def _unmatched(path: str, what: str, patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    ordered, problems = sorted(names), []
     for place, pattern in enumerate(patterns):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            ends = {name.rpartition(".")[2]: name for name in reversed(names)}
-            near = nearest(pattern.rpartition(".")[2].strip("*"), ends)
-            hint = f"nearest: {ends[near]}" if near else f"there are {', '.join(names[:5])} ..."
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in ordered):
+            near = closest_names(pattern, ordered)
+            hint = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(ordered[:5])} ..."
             problems.append(f"{path}.{place}: got {pattern!r}, which matches no {what}; {hint}.")
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def closest_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """At most three names, of which some parts that follow one another are most like those of a pattern."""
+    parts = [part for part in pattern.split(".") if part.strip("*?[]!")]
+    found: dict[str, str] = {}
+    for name in names:
+        own = name.split(".")
+        for start in range(len(own) - len(parts) + 1):
+            found.setdefault(".".join(own[start : start + len(parts)]).lower(), name)
+    wanted = re.sub(r"[*?\[\]!]", "", ".".join(parts)).lower()
+    return list(dict.fromkeys(found[one] for one in difflib.get_close_matches(wanted, found, n=3))) if parts else []
 
 
 class Recorder:

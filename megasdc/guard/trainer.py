@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasdc.config.sections.guard import GuardSettings
 from megasdc.errors import ConfigError
 from megasdc.guard.engine import ZERO3
+from megasdc.guard.record import computing_names, pattern_problems, trained_names
 
 COMPILES = (
     "TrainingArguments.torch_compile: got True; allowed: False, since the submodules of a compiled model cannot be "
@@ -77,11 +79,12 @@ def is_trainer(value: Any) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(value).__mro__)
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: Any, settings: GuardSettings) -> None:
     """Refuse a trainer that does not train with DeepSpeed.
 
     Raises:
-        ConfigError: it does not, or its arguments already show that its engine cannot be guarded.
+        ConfigError: it does not, or its arguments already show that its engine cannot be guarded, or patterns of the
+            settings match nothing in its model.
     """
     if not trainer.is_deepspeed_enabled:
         raise ConfigError(
@@ -94,5 +97,6 @@ def check_trainer(trainer: Any) -> None:
         problems.append(COMPILES)
     if trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
         problems.append(ZERO3)
+    problems += pattern_problems(settings, computing_names(trainer.model), trained_names(trainer.model))
     if problems:
         raise ConfigError(problems)

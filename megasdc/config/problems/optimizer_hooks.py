@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -95,25 +95,32 @@ def deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
             )
 
 
+def covered_problems(specs: Sequence[HookSpec], path: str, names: Collection[str]) -> Iterator[Problem]:
+    """Yield bounds that bound no parameter, since earlier ones of their kind and place do; ``names``: of parameters."""
+    taken: set[tuple[str, str, str]] = set()
+    for place, spec in enumerate(specs):
+        if spec.hook not in BOUNDS:
+            continue
+        fitting = {
+            (spec.hook, spec.where, name)
+            for name in names
+            if any(fnmatchcase(name, pattern) for pattern in spec.parameters)
+        }
+        if fitting and fitting <= taken:
+            yield Problem(
+                (f"{path}.{place}.parameters",),
+                f"got {spec.parameters}, but earlier entries of hook {spec.hook} and the same place fit all of "
+                "these parameters, and the first that fits counts; put this entry before them.",
+            )
+        taken |= fitting
+
+
 def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
     """Entries that would never have an effect, or that would make another check fail."""
-    taken: set[tuple[str, str, str]] = set()
+    yield from covered_problems(file.optimizer_hooks, "megasdc.optimizer_hooks", names)
     resets = [spec for spec in file.optimizer_hooks if spec.hook == MOMENTUM_RESET]
     for place, spec in enumerate(file.optimizer_hooks):
         path = f"megasdc.optimizer_hooks.{place}"
-        if spec.hook in BOUNDS:
-            fitting = {
-                (spec.hook, spec.where, name)
-                for name in names
-                if any(fnmatchcase(name, pattern) for pattern in spec.parameters)
-            }
-            if fitting and fitting <= taken:
-                yield Problem(
-                    (f"{path}.parameters",),
-                    f"got {spec.parameters}, but earlier entries of hook {spec.hook} and the same place fit all of "
-                    "these parameters, and the first that fits counts; put this entry before them.",
-                )
-            taken |= fitting
         if spec.hook == SPIKE_AWARE:
             most = min([file.training.steps, *(reset.interval for reset in resets)])
             if spec.grace_steps >= most:
