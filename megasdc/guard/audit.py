@@ -68,7 +68,8 @@ class GuardAudit(Part):
         self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
         referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
         recorder.listener = referee.listen
-        self._findings = AuditFindings(*(dims, world, sdc.repeats, referee, partial(tell, "sdc")), asks=sdc.referee)
+        to_sdc, asks = partial(tell, "sdc"), sdc.referee
+        self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
         self._places = Places(dims, world, tell) if settings.audit.permuted else None
 
     def close(self) -> None:

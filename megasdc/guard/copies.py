@@ -11,6 +11,7 @@ from torch import Tensor
 from megasdc.addresses import PARAMETER, UPDATE, Address
 from megasdc.guard.record import ROOT
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.audits.together import merged
 from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
@@ -45,6 +46,7 @@ def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout
 
     Returns:
         A ruling for each rank that differs, at its first such copy, or where there is no majority one without a rank.
+        Of ranks of one replica that differ none is named: the norm of the gradients is a sum over them.
     """
     rulings: dict[int, Ruling] = {}
     for first in range(layout.world_size):
@@ -66,4 +68,12 @@ def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout
                     rank, verdict, MAJORITY, address, int(stays), 1, expected=right, got={rank: values[rank]}
                 )
                 rulings.setdefault(rank, ruling)
-    return tuple(rulings.values())
+    by_replica: dict[tuple[int, ...], list[Ruling]] = {}
+    for one in rulings.values():
+        replicas = {layout.at(rank).dp_rank for rank in ((one.rank,) if one.rank is not None else one.suspects)}
+        by_replica.setdefault(tuple(sorted(replicas)), []).append(one)
+    return tuple(some[0] if len(some) == 1 else _together(some) for some in by_replica.values())
+
+
+def _together(rulings: list[Ruling]) -> Ruling:
+    return merged(rulings, tuple(sorted({rank for one in rulings for rank in one.got})))

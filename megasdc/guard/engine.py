@@ -19,6 +19,12 @@ UNGUARDED = (
     "`megasdc run` names ranks that are stuck or fail, and `megasdc stress` tests hosts: docs/guides/attach.md."
 )
 
+TENSOR_SIZES = (
+    "get_slice_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_model_parallel_world_size",
+)
+"""Methods of DeepSpeed's pipelines, and of Megatron's mpu, newer and older."""
 ZERO3 = "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
 COMPILED = (
     "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, and train "
@@ -83,8 +89,7 @@ def dims_of(engine: Any) -> ParallelDims:
     grid = engine.mpu  # of a pipeline its grid, of which stages count as ranks of a model, too
     tensor = pipeline = 1
     if grid is not None:
-        slices = hasattr(grid, "get_slice_parallel_world_size")
-        tensor = grid.get_slice_parallel_world_size() if slices else grid.get_model_parallel_world_size()
+        tensor = next(getattr(grid, name)() for name in TENSOR_SIZES if hasattr(grid, name))
         pipeline = getattr(engine, "num_stages", 1)
     dims = ParallelDims.from_world(tensor, pipeline, dist.get_world_size(), dist.get_rank())
     place = dims.dp_rank if grid is None else grid.get_data_parallel_rank()

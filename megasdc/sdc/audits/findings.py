@@ -16,6 +16,7 @@ from megasdc.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
+from megasdc.sdc.audits.together import suspect_together, tensor_ranks
 from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
@@ -85,6 +86,7 @@ class AuditFindings:
         referee: keeps results, and judges those that differ between replicas.
         tell: writes an event ``sdc`` of a name, with its step and fields.
         asks: whether the referee is asked for opinions.
+        sums: whether results may be sums over tensor ranks, or made of such; else each is of its rank alone.
     """
 
     def __init__(
@@ -96,10 +98,11 @@ class AuditFindings:
         tell: Callable[..., None],
         *,
         asks: bool = True,
+        sums: bool = False,
     ) -> None:
         self._dims, self._group = dims, group
         self._repeats, self._referee, self._asks = repeats, referee, asks
-        self._tell = tell
+        self._tell, self._sums = tell, sums and dims.tensor > 1
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +132,9 @@ class AuditFindings:
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
         self._tell_overruled(work.step, ballot, named, golden or {})
         shown = tuple(one for _, one in opinions)
+        if self._sums:
+            alone = {(rank, one.address) for one in shown for rank in one.alone}
+            rulings = suspect_together(rulings, self._dims, alone)
         return Settled(
             "audit", _micro_batch(rulings), rulings, *count_differing(audit, self._dims, named), opinions=shown
         )
@@ -168,8 +174,8 @@ class AuditFindings:
             if one.status == DIVERGENT and one.first is not None
         }
         for rank, difference in flagged.items():
-            address = str(difference.address)
-            self._tell("finding", step=work.step, tier="permuted", rank=rank, address=address)
+            who = {"ranks": list(tensor_ranks(rank, dims))} if self._sums else {"rank": rank}
+            self._tell("finding", step=work.step, tier="permuted", **who, address=str(difference.address))
         pairs: dict[int, list[tuple[int, int] | None]] = {rank: [] for rank in flagged}
         own = flagged[dims.rank].address if dims.rank in flagged else None
         kept: list[Tensor | None] = []
@@ -195,6 +201,8 @@ class AuditFindings:
             for rank, one in flagged.items()
             if not void[rank]
         ]
+        if self._sums:
+            rulings = list(suspect_together(rulings, dims))
         unclear = tuple(rank for rank, one in verdicts.items() if one.status == UNCLEAR)
         if unclear:
             rulings.append(Ruling(None, INCONCLUSIVE, ELSEWHERE, verdicts[unclear[0]].first, suspects=unclear))
@@ -209,9 +217,12 @@ class AuditFindings:
 
     def _tell_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
-            self._tell("finding", step=step, tier="audit", rank=flag.rank, address=str(flag.address), basis=MAJORITY)
+            who = {"ranks": list(tensor_ranks(flag.rank, self._dims))} if self._sums else {"rank": flag.rank}
+            self._tell("finding", step=step, tier="audit", **who, address=str(flag.address), basis=MAJORITY)
         if ballot.dispute is not None:
             ranks = [rank for values in ballot.dispute.values for rank in values]
+            if self._sums:
+                ranks = sorted({other for rank in ranks for other in tensor_ranks(rank, self._dims)})
             self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
     def _tell_overruled(self, step: int, ballot: Ballot, named: Mapping[int, str], golden: Mapping[int, bool]) -> None:

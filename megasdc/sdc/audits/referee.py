@@ -155,13 +155,13 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         ranks: those that differ.
         mine: from ``shown_by``; of a rank that does not differ nothing is taken.
     """
-    opinion, reasons, budget = Opinion(address, {}), list[str](), Budget()
+    opinion, reasons, budget, alone = Opinion(address, {}), list[str](), Budget(), tuple[int, ...]()
     while True:
         one = next(mine, None)
         shown = yield one if one is None or isinstance(one, str) else _tried(partial(_digests, one))
         by_rank = {rank: shown[rank] for rank in ranks}
         if any(found is None for found in by_rank.values()):
-            return replace(opinion, reason="; ".join(dict.fromkeys(reasons)))
+            return replace(opinion, reason="; ".join(dict.fromkeys(reasons)), alone=alone)
         if texts := {rank: found for rank, found in by_rank.items() if isinstance(found, str)}:
             reasons.append(_told(texts))
             continue
@@ -169,6 +169,7 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         if not opinion.reason:
             return opinion
         reasons.append(opinion.reason)
+        alone = alone or opinion.alone
 
 
 def _told(texts: Mapping[int, str]) -> str:
@@ -218,8 +219,12 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     taken = {rank: one[places[:, 0], places[:, 1]] for rank, one in results.items()}
     within = judge(taken, reference, trust.inner, outer)
     if not within:
-        return Opinion(address, {}, "rounding explains all results, or none", count)
-    return Opinion(address, within, "", count, _worst(rows, places, taken, within, reference), trust.basis)
+        known_bounds = bool(reference.bounds.isfinite().all())
+        fits = known_bounds and all(bool(is_within(one, reference, trust.inner).all()) for one in taken.values())
+        own = tuple(known) if fits else ()
+        return Opinion(address, {}, "rounding explains all results, or none", count, alone=own)
+    worst = _worst(rows, places, taken, within, reference)
+    return Opinion(address, within, "", count, worst, trust.basis, tuple(known))
 
 
 def _sent(mine: Exhibit, rows: Sequence[int]) -> tuple[Tensor, Trust]:

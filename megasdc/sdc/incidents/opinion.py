@@ -36,6 +36,7 @@ class Opinion:
         elements: that were computed.
         worst: None: none is outside.
         basis: of rulings that follow from it.
+        alone: ranks that have computed it from what all of these had alike, without another rank.
     """
 
     address: Address
@@ -44,3 +45,4 @@ class Opinion:
     elements: int = 0
     worst: Outside | None = None
     basis: str = "referee"
+    alone: tuple[int, ...] = ()

@@ -38,3 +38,17 @@ def test_of_two_nobody_is_named() -> None:
     copies = {0: _held(1, 2, 3), 1: _held(1, 2, 3), 2: _held(4, 5, 6), 3: _held(4, 0, 6)}
     (ruling,) = judge_copies(copies, copies, ParallelDims(1, 2, 2))
     assert (ruling.rank, ruling.verdict, ruling.suspects, ruling.got) == (None, "inconclusive", (2, 3), {2: 5, 3: 0})
+
+
+def test_ranks_of_one_replica_are_suspects_together() -> None:
+    """The norm of the gradients is a sum over them; of two replicas all ranks are. One rank alone is named."""
+    wrong = {rank: _held(1, 2, 3) for rank in range(6)} | {2: _held(1, 9, 3), 3: _held(1, 2, 8)}
+    (ruling,) = judge_copies(wrong, wrong, ParallelDims(2, 1, 3))
+    assert (ruling.rank, ruling.suspects, ruling.got) == (None, (2, 3), {2: 9, 3: 8})
+    (ruling,) = judge_copies(wrong, {**wrong, 2: _held(1, 2, 3), 3: _held(1, 2, 3)}, ParallelDims(2, 1, 3))
+    assert (ruling.suspects, ruling.verdict) == ((2, 3), "not_reproduced")
+    half = {rank: wrong[rank] for rank in range(4)}
+    (ruling,) = judge_copies(half, half, ParallelDims(2, 1, 2))
+    assert (ruling.rank, ruling.suspects) == (None, (0, 1, 2, 3))
+    single = {**wrong, 2: _held(1, 2, 3)}
+    assert [one.rank for one in judge_copies(single, single, ParallelDims(2, 1, 3))] == [3]

@@ -61,6 +61,7 @@ def test_a_wrong_submodule_is_named(model: str, precision: str, submodule: str, 
     found = _judged(model, precision, Planted(1, submodule, phase, PERSISTENT, 4, "row"))
     assert found.named == [1], found.opinion.reason
     assert found.opinion.within == {0: True, 1: False} and found.opinion.basis == basis
+    assert found.opinion.alone == (0, 1), "from what both had, without another rank"
     assert [one.basis for one in found.rulings] == [basis]
 
 
@@ -89,6 +90,7 @@ def test_a_hook_that_changes_what_is_computed_lets_nobody_be_named() -> None:
     judged = judge_pair(sides)
     assert judged is not None and judged.named == []
     assert "elements that agree are not what the referee takes them for" in judged.opinion.reason
+    assert judged.opinion.alone == (), "nobody knows what it is made of"
 
 
 def test_what_is_not_repeated_and_what_is_not_computed_are_two_reasons() -> None:
