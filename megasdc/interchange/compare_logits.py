@@ -3,17 +3,19 @@
 Both sides compute in fp32 from what is on disk: ours from the weights, ``transformers`` with its own class from its own
 reading of ``config.json`` and from the folder's tensors. So a setting that one of the two reads otherwise shows.
 
+Each of our layers gets the hidden states that ``transformers`` has there, so that a wrong layer is named, and errors
+of earlier layers are neither amplified nor hidden. Beside them it gets our own, which end in our logits.
+
 A model can amplify rounding so much that two right computations differ by more than is allowed. So before a model is
-refused, ``transformers`` computes it once more with another kernel and with each output moved by one unit in its last
-place: what that changes is no difference of models.
+refused, ``transformers`` computes it once more with another kernel and with each input and output moved by one unit in
+its last place: what that changes is no difference of models.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,18 @@ from megasdc.progress import parts_bar
 from megasdc.tensors.finite import are_finite
 
 MAX_DIFFERENCE = 1e-4
-"""Of two logits, relative to the largest one; that of equal models in fp32 is some 1e-6."""
+"""Of two logits, relative to the largest one, and of a layer; that of equal models in fp32 is some 1e-6."""
 MAX_NOISE_FACTOR = 10
 """A layer's difference is that of another model above this multiple of what rounding changes there."""
 NUM_TOKENS = 64
 SEED = 1
 _GB = 1e9
 _BLOCK = re.compile(r"(.*\.\d+)\..*")
+_LAYER = re.compile(r".*\.(\d+)")
+_EMBEDDINGS = "embeddings"
+"""Name of what enters the first layer."""
+_NUM_NAMED = 3
+"""Wrong layers that an error names."""
 _ROUNDING = torch.finfo(torch.float32).eps
 _WITHOUT_EFFECT = (
     "attn_implementation", "_attn_implementation", "return_dict", "use_return_dict", "output_attentions",
@@ -60,19 +67,30 @@ class LogitsComparison:
         tokens: length of the random input.
         difference: largest difference of two logits, divided by the largest logit; None: not compared.
         reason: why they were not compared; None: they were.
+        layer: the layer that differs most for the same input, by its name in ``transformers``; None: not compared.
+        layer_difference: by how much, relative to what it adds to its input.
     """
 
     tokens: int
     difference: float | None = None
     reason: str | None = None
+    layer: str | None = None
+    layer_difference: float | None = None
 
     def render(self) -> str:
         """The result as text."""
-        if self.difference is None:
+        if self.difference is None or self.layer is None:
             return f"logits: not verified, {self.reason}"
+        most = f"for the same input {_title(self.layer)} differs most, by {self.layer_difference:.1e}"
+        allowed = f"(allowed {MAX_DIFFERENCE:g}; {self.tokens} random tokens, fp32)"
+        if self.difference <= MAX_DIFFERENCE:
+            return (
+                f"logits: those of transformers, largest difference {self.difference:.1e} of the largest logit; {most} "
+                f"{allowed}"
+            )
         return (
-            f"logits: those of transformers, largest difference {self.difference:.1e} of the largest logit "
-            f"(allowed {MAX_DIFFERENCE:g}; {self.tokens} random tokens, fp32)"
+            f"logits: each layer computes that of transformers, {most} {allowed}; together they amplify rounding to a "
+            f"difference of {self.difference:.1e} of the largest logit"
         )
 
 
@@ -88,25 +106,41 @@ def compare_logits(
         progress: draw a bar on standard error where it is a terminal.
 
     Returns:
-        The largest difference; or why logits were not compared: there is not enough memory, they are not finite,
-        ``transformers`` cannot compute the model, or rounding changes them as much as they differ.
+        The largest differences; or why logits were not compared: there is not enough memory, they are not finite,
+        ``transformers`` cannot compute the model, or rounding changes a layer as much as it differs.
 
     Raises:
-        ConfigError: logits differ by more than ``MAX_DIFFERENCE`` and by more than rounding explains.
+        ConfigError: a layer or logits differ by more than ``MAX_DIFFERENCE`` and by more than rounding explains.
 
     Collective: none; in a process group of several ranks nothing is compared.
     """
     count = min(NUM_TOKENS, weights.model.max_positions)
     try:
-        return LogitsComparison(count, _compare(weights, shards, count, rounded_to, progress))
+        return _compare(weights, shards, count, rounded_to, progress)
     except (_NotVerifiedError, MemoryError) as error:
         return LogitsComparison(count, reason=str(error) or "there is not enough memory")
 
 
+@dataclass(frozen=True)
+class _Differences:
+    """Those of each layer for the same input, by its name in ``transformers``, and that of the logits after all."""
+
+    layers: dict[str, float]
+    logits: float
+
+    def within(self, allowed: _Differences) -> bool:
+        """Whether all are; NaN is not."""
+        return self.logits <= allowed.logits and not self.above(allowed)
+
+    def above(self, allowed: _Differences) -> list[str]:
+        """The layers that differ by more."""
+        return [name for name, value in self.layers.items() if not value <= allowed.layers[name]]
+
+
 def _compare(
     weights: WeightSource, shards: HfShards, count: int, rounded_to: torch.dtype | None, progress: bool
-) -> float:
-    """The largest difference; _NotVerifiedError, or ConfigError, as ``compare_logits``."""
+) -> LogitsComparison:
+    """The largest differences; _NotVerifiedError, or ConfigError, as ``compare_logits``."""
     if dist.is_initialized() and dist.get_world_size() != 1:
         raise _NotVerifiedError(f"this process is one of {dist.get_world_size()} ranks, needed is one alone")
     needed = _needed_bytes(weights, count)
@@ -114,35 +148,55 @@ def _compare(
         raise _NotVerifiedError(f"needs {needed / _GB:.1f} GB of memory, free are {free_memory() / _GB:.1f}")
     tokens = torch.randint(0, weights.vocab_size, (1, count), generator=torch.Generator().manual_seed(SEED))
     with parts_bar("comparing logits", 2 * num_pipeline_layers(weights.model), quiet=not progress) as advance:
-        ours = _our_outputs(weights, tokens, rounded_to, advance)
         theirs = _their_outputs(weights, shards, tokens, advance)
-    assert len(ours) == len(theirs), f"{len(ours)} outputs of megasdc, {len(theirs)} of transformers"
-    if wrong := next((name for name, output in theirs.items() if not are_finite([output])), None):
-        raise _NotVerifiedError(f"the output of {wrong} is not finite")
-    differences = {name: _difference(output, mine) for (name, output), mine in zip(theirs.items(), ours, strict=True)}
-    logits = HEAD.removesuffix(".weight")
-    found = differences[logits]
-    if found <= MAX_DIFFERENCE:
-        return found
-    moved = _their_outputs(weights, shards, tokens, lambda: None, moved=True)
-    noise = {name: _difference(output, moved[name]) for name, output in theirs.items()}
-    allowed = {name: max(MAX_DIFFERENCE, MAX_NOISE_FACTOR * _or_infinite(value)) for name, value in noise.items()}
-    if first := next((name for name, value in differences.items() if not value <= allowed[name]), None):
-        raise ConfigError(
-            f"logits of {_final(weights.path)} differ from those that transformers computes from "
-            f"{_final(shards.folder)}: by {found:.2g} of the largest, allowed are {MAX_DIFFERENCE:g}; first {first} by "
-            f"{differences[first]:.2g}, where rounding explains {noise[first]:.1g}. "
-            "They compute other models from its config.json or its tensors; nothing was written"
-        )
-    raise _NotVerifiedError(
-        f"this model amplifies rounding by {noise[logits] / _ROUNDING:.2g}: they differ from those of transformers by "
-        f"{found:.1e} of the largest logit, and those of transformers by {noise[logits]:.1e} where each layer's output "
-        "is moved by one unit in its last place"
+        if wrong := next((name for name, output in theirs.items() if not are_finite([output])), None):
+            raise _NotVerifiedError(f"the output of {wrong} is not finite")
+        found = _our_differences(weights, tokens, rounded_to, theirs, advance)
+    limit = _Differences(dict.fromkeys(found.layers, MAX_DIFFERENCE), MAX_DIFFERENCE)
+    if not found.within(limit):
+        noise = _noise(weights, shards, tokens, theirs)
+        allowed = _Differences({name: _allowed(value) for name, value in noise.layers.items()}, _allowed(noise.logits))
+        if not found.within(allowed):
+            raise _another_model(weights, shards, found, noise, allowed)
+        if unsure := found.above(limit):
+            name = max(unsure, key=lambda one: found.layers[one])
+            raise _NotVerifiedError(
+                f"{_title(name)} amplifies rounding by {noise.layers[name] / _ROUNDING:.2g}: for the same input it "
+                f"differs from that of transformers by {found.layers[name]:.1e}, and that of transformers by "
+                f"{noise.layers[name]:.1e} where its input is moved by one unit in its last place; "
+                f"{len(found.layers) - len(unsure)} of {len(found.layers)} layers are those of transformers"
+            )
+    most = max(found.layers, key=lambda one: found.layers[one])
+    return LogitsComparison(count, found.logits, layer=most, layer_difference=found.layers[most])
+
+
+def _allowed(noise: float) -> float:
+    return math.inf if math.isnan(noise) else max(MAX_DIFFERENCE, MAX_NOISE_FACTOR * noise)
+
+
+def _another_model(
+    weights: WeightSource, shards: HfShards, found: _Differences, noise: _Differences, allowed: _Differences
+) -> ConfigError:
+    """The error that names the layers that differ; if only all together do, the one that differs most."""
+    wrong = found.above(allowed) or [max(found.layers, key=lambda one: found.layers[one])]
+    named = "; ".join(
+        f"{_title(name)}: relative difference {found.layers[name]:.2g}, where rounding explains "
+        f"{noise.layers[name]:.1g}"
+        for name in wrong[:_NUM_NAMED]
+    )
+    more = f"; and {len(wrong) - _NUM_NAMED} more" if len(wrong) > _NUM_NAMED else ""
+    return ConfigError(
+        f"logits of {_final(weights.path)} differ from those that transformers computes from {_final(shards.folder)}: "
+        f"by {found.logits:.2g} of the largest, where rounding explains {noise.logits:.1g}. For the same input, where "
+        f"{MAX_DIFFERENCE:g} is allowed, {named}{more}. They compute other models from its config.json or its tensors; "
+        "nothing was written"
     )
 
 
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def _title(name: str) -> str:
+    """A layer as a reader knows it, with its name in ``transformers``."""
+    found = _LAYER.fullmatch(name)
+    return f"layer {found[1]} ({name})" if found else name
 
 
 def _final(path: Path) -> Path:
@@ -155,18 +209,38 @@ def _difference(theirs: Tensor, ours: Tensor) -> float:
     return float((theirs - ours).abs().max() / theirs.abs().max().clamp(min=torch.finfo(torch.float32).tiny))
 
 
+def _layer_difference(name: str, theirs: Tensor, ours: Tensor, given: Tensor | None) -> float:
+    """Largest difference of a layer's outputs [s, h] for the same input, relative to what the layer computes there.
+
+    What a transformer layer computes is what it adds to its input ``given`` [s, h], which may be small beside it: the
+    rounding of that sum is no difference. Each token is measured by its own largest element, or that of most tokens,
+    since those of one token may be a thousand times as large.
+    """
+    added, rounding = theirs, theirs.abs()
+    if given is not None and _LAYER.fullmatch(name):
+        added, rounding = theirs - given, rounding + given.abs()
+    sizes = added.abs().amax(-1)
+    sizes = sizes.clamp(min=max(float(sizes.median()), torch.finfo(torch.float32).tiny))
+    beyond = ((theirs - ours).abs() - 4 * _ROUNDING * rounding).clamp(min=0).amax(-1)
+    return float((beyond / sizes).max())
+
+
 def _needed_bytes(weights: WeightSource, tokens: int) -> int:
     """Estimate of the memory: the largest layer as saved, converted and as a module; logits and all layers' outputs."""
     layers = (weights.layer(index, "meta").values() for index in range(num_pipeline_layers(weights.model)))
     largest = max(sum(one.numel() * (2 * one.itemsize + 4) for one in layer) for layer in layers)
     model = weights.model
-    return largest + 4 * tokens * (5 * weights.vocab_size + 3 * (model.num_layers + 2) * model.hidden_size)
+    return largest + 4 * tokens * (8 * weights.vocab_size + 3 * (model.num_layers + 2) * model.hidden_size)
 
 
-def _our_outputs(
-    weights: WeightSource, tokens: Tensor, rounded_to: torch.dtype | None, advance: Callable[[], None]
-) -> list[Tensor]:
-    """Outputs [s, h] of all transformer layers and of the last norm, and logits [s, v]."""
+def _our_differences(
+    weights: WeightSource,
+    tokens: Tensor,
+    rounded_to: torch.dtype | None,
+    theirs: dict[str, Tensor],
+    advance: Callable[[], None],
+) -> _Differences:
+    """Compare each of our layers, for the input that ``transformers`` has there, and the logits of all of ours."""
     from megasdc.model.sharding import LEADING_LAYERS
     from megasdc.model.whole import streamed_outputs
 
@@ -178,28 +252,90 @@ def _our_outputs(
             parameter.data = parameter.data.to(rounded_to).float()
         advance()
 
+    found: dict[str, float] = {}
+    given: Tensor | None = None
     with groups.single_process():
         outputs = streamed_outputs(model, tokens, vocab_size=weights.vocab_size, dtype=torch.float32, load=load)
-        found = [output[:, 0].detach() for output in outputs][LEADING_LAYERS:]
-    return [*found[:-1], found[-1][:, : weights.vocab_size]]
+        for _ in range(LEADING_LAYERS):
+            output = next(outputs)
+        for name, wanted in theirs.items():
+            if given is not None:  # [s, 2, h]: our own hidden states, and theirs
+                output = outputs.send(torch.cat((output[:, :1], given[:, None]), 1))
+            found[name] = _layer_difference(name, wanted, output[:, -1, : wanted.shape[-1]].detach(), given)
+            given = wanted
+        assert next(outputs, None) is None, "as many layers of megasdc as of transformers"
+    return _Differences(found, _difference(wanted, output[:, 0, : weights.vocab_size].detach()))
+
+
+class _Recorder:
+    """Outputs of the layers of ``transformers``, by the names of its modules; each is the input of the next.
+
+    They are what enters the first layer, the outputs [s, h] of all transformer layers and of the last norm, and logits
+    [s, v].
+    """
+
+    attention = "eager"
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Tensor] = {}
+
+    def enter(self, name: str, given: Tensor) -> Tensor:
+        """What a layer gets, of what it is given, [b, s, h]."""
+        if not self.outputs:
+            self.outputs[_EMBEDDINGS] = given[0].clone()
+        return given
+
+    def leave(self, name: str, output: Tensor) -> Tensor:
+        """What is made of its output, [b, s, h] or [b, s, v]."""
+        self.outputs[name] = output[0].clone()
+        return output
+
+
+class _Mover:
+    """What rounding changes: another kernel of attention, and inputs and outputs moved by one unit in the last place.
+
+    Args:
+        theirs: the outputs where nothing is moved. Each layer gets two inputs: what the moved ones before it made of
+            the tokens, and what it got where nothing was moved.
+    """
+
+    attention = "sdpa"
+
+    def __init__(self, theirs: dict[str, Tensor]) -> None:
+        self.theirs, self.found = theirs, dict.fromkeys(theirs, 0.0)
+        self.given = dict(zip(list(theirs)[1:], theirs.values(), strict=False))
+        self.logits = math.nan
+        self.generator = torch.Generator().manual_seed(SEED)
+
+    def enter(self, name: str, given: Tensor) -> Tensor:
+        """What a layer gets, [2, s, h]."""
+        return self._move(torch.stack((given[0], self.given[name])))
+
+    def leave(self, name: str, output: Tensor) -> Tensor:
+        """Compare and move its output, [2, s, h] or [2, s, v]."""
+        moved = self._move(output)
+        self.found[name] = _layer_difference(name, self.theirs[name], moved[1], self.given[name])
+        self.logits = _difference(self.theirs[name], moved[0])  # that of the last layer stays
+        return moved
+
+    def _move(self, values: Tensor) -> Tensor:
+        return values * (1 + _ROUNDING * (2 * torch.randint(0, 2, values.shape, generator=self.generator) - 1))
 
 
 def _their_outputs(
-    weights: WeightSource, shards: HfShards, tokens: Tensor, advance: Callable[[], None], *, moved: bool = False
+    weights: WeightSource, shards: HfShards, tokens: Tensor, advance: Callable[[], None]
 ) -> dict[str, Tensor]:
-    """The same as ``transformers`` computes it, by the names of its modules.
+    """The outputs of all layers, as ``_Recorder`` has them."""
+    recorder = _Recorder()
+    _compute(weights, shards, tokens, recorder, advance)
+    return recorder.outputs
 
-    Args:
-        moved: with another kernel of attention, and each module's output moved by one unit in its last place.
-    """
-    try:
-        with _streamed(weights, shards, advance, moved) as (model, found), torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
-    except MegasdcError:
-        raise
-    except Exception as error:  # transformers raises many kinds
-        raise _NotVerifiedError(f"transformers cannot compute it: {type(error).__name__}: {error}") from error
-    return found
+
+def _noise(weights: WeightSource, shards: HfShards, tokens: Tensor, theirs: dict[str, Tensor]) -> _Differences:
+    """What rounding changes of each layer for the same input, and of the logits after all."""
+    mover = _Mover(theirs)
+    _compute(weights, shards, tokens.repeat(2, 1), mover, lambda: None)
+    return _Differences(mover.found, mover.logits)
 
 
 def _empty_model(weights: WeightSource, shards: HfShards, attention: str) -> nn.Module:
@@ -226,43 +362,63 @@ def _empty_model(weights: WeightSource, shards: HfShards, attention: str) -> nn.
     return model.eval()
 
 
-@contextmanager
-def _streamed(
-    weights: WeightSource, shards: HfShards, advance: Callable[[], None], moved: bool
-) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-    """A model of ``transformers`` whose modules hold their parameters while they compute, and the outputs by name."""
-    model = _empty_model(weights, shards, "sdpa" if moved else "eager")
-    generator = torch.Generator().manual_seed(SEED)
-    parts: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        block = _BLOCK.fullmatch(name)
-        parts.setdefault(block[1] if block else name.rpartition(".")[0], []).append(name)
-    embeddings = {name for index in (0, 1) for rule in rules(weights.model, index) for name in rule.theirs}
-    tied = {HEAD: rules(weights.model, 0)[0].theirs[0]} if weights.model.tie_embeddings else {}
-    outputs: dict[str, Tensor] = {}
+def _compute(
+    weights: WeightSource, shards: HfShards, tokens: Tensor, probe: _Recorder | _Mover, advance: Callable[[], None]
+) -> None:
+    """Let ``transformers`` compute the logits of tokens [b, s]; each module holds its parameters while it computes.
 
-    def attach(part: str, names: list[str]) -> None:
-        module = model.get_submodule(part)
-
-        def load(*hooked: Any) -> None:
-            for name in names:
-                source = tied.get(name, name)
-                owner, _, leaf = name.rpartition(".")
-                value = nn.Parameter(shards.read([source])[source].float(), requires_grad=False)
-                setattr(model.get_submodule(owner), leaf, value)
-            advance()
-
-        def keep(_: Any, __: Any, output: Any) -> None:
-            found = output[0] if isinstance(output, tuple) else output
-            if moved:
-                found *= 1 + _ROUNDING * (2 * torch.randint(0, 2, found.shape, generator=generator) - 1)
+    _NotVerifiedError if it cannot.
+    """
+    try:
+        model = _empty_model(weights, shards, probe.attention)
+        parts: dict[str, list[str]] = {}
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            block = _BLOCK.fullmatch(name)
+            parts.setdefault(block[1] if block else name.rpartition(".")[0], []).append(name)
+        embeddings = {name for index in (0, 1) for rule in rules(weights.model, index) for name in rule.theirs}
+        tied = {HEAD: rules(weights.model, 0)[0].theirs[0]} if weights.model.tie_embeddings else {}
+        for part, names in parts.items():
+            _attach(model, part, {name: tied.get(name, name) for name in names}, shards, advance)
             if names[0] not in embeddings:
-                outputs[part] = found[0].detach().clone()
-            module.to_empty(device="meta")
+                _observe(model.get_submodule(part), part, probe)
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+    except MegasdcError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise _NotVerifiedError(f"transformers cannot compute it: {type(error).__name__}: {error}") from error
 
-        module.register_forward_pre_hook(load)
-        module.register_forward_hook(keep)
 
-    for part, names in parts.items():
-        attach(part, names)
-    yield model, outputs
+def _attach(
+    model: nn.Module, part: str, sources: dict[str, str], shards: HfShards, advance: Callable[[], None]
+) -> None:
+    """Load the parameters of a module before it computes, from the tensors of ``sources``, and free them afterwards."""
+    module = model.get_submodule(part)
+
+    def load(*hooked: Any) -> None:
+        for name, source in sources.items():
+            owner, _, leaf = name.rpartition(".")
+            value = nn.Parameter(shards.read([source])[source].float(), requires_grad=False)
+            setattr(model.get_submodule(owner), leaf, value)
+        advance()
+
+    def free(*hooked: Any) -> None:
+        module.to_empty(device="meta")
+
+    module.register_forward_pre_hook(load)
+    module.register_forward_hook(free)
+
+
+def _observe(module: nn.Module, name: str, probe: _Recorder | _Mover) -> None:
+    """Let a probe see, and change, what a layer of ``transformers`` gets and gives."""
+
+    def enter(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return probe.enter(name, given[0]), *given[1:]
+
+    def leave(_: Any, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return probe.leave(name, output[0]), *output[1:]
+        return probe.leave(name, output)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)

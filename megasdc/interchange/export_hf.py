@@ -29,12 +29,13 @@ from megasdc.data.tokenizer import (
     load_tokenizer,
 )
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
-from megasdc.errors import ConfigError, DataError, StorageError
+from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_tokenizer import Encoding, describe_encoding, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
 from megasdc.progress import parts_bar
 from megasdc.tensors.bits import dtype_name
+from megasdc.tensors.finite import are_finite
 
 DataType = Literal["fp32", "bf16", "as-saved"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -198,7 +199,7 @@ def export_hf(
     Raises:
         ConfigError: no class of ``transformers`` can express the model, a bad argument, ``out`` exists, or
             ``transformers`` computes other logits.
-        CheckpointError: no usable checkpoint; names the damaged files.
+        CheckpointError: no usable checkpoint; names the damaged files, or the weights that are not finite.
         DataError: the tokenizer is missing or a different one.
         StorageError: ``out`` cannot be written.
     """
@@ -305,9 +306,28 @@ def _stream(
 ) -> Iterator[tuple[str, Tensor]]:
     for index in range(layers):
         layer = _convert_layer(weights, index, dtype, "cpu")
+        if not are_finite(layer.values()):
+            raise _not_finite(weights, index, layer)
         for name in list(layer):
             yield name, layer.pop(name)
         advance()
+
+
+def _not_finite(weights: WeightSource, index: int, layer: dict[str, Tensor]) -> CheckpointError | ConfigError:
+    """The error for a layer that has weights with NaN or Inf, or finite ones that are too large for another type."""
+    saved = to_hf(weights.model, index, weights.layer(index))
+    name = next(name for name, tensor in layer.items() if not are_finite([tensor]))
+    count, all_of = int((~torch.isfinite(layer[name])).sum()), layer[name].numel()
+    if are_finite([saved[name]]):
+        return ConfigError(
+            f"--dtype: {count} of {all_of} elements of {name} of {weights.path} are too large for "
+            f"{dtype_name(layer[name].dtype)}: give as-saved, which is {dtype_name(saved[name].dtype)}; nothing was "
+            "exported"
+        )
+    return CheckpointError(
+        f"{name} of {weights.path} has {count} of {all_of} elements that are not finite: it was saved after the model "
+        "diverged, or was damaged before it was saved; export an earlier checkpoint. Nothing was exported"
+    )
 
 
 def _write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], stream: Iterator[tuple[str, Tensor]]) -> None:

@@ -55,8 +55,9 @@ _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}
 class ImportResult:
     """Result of an import; ``num_parameters`` counts tied ones once, ``vocab_size`` the rows of the word embedding.
 
-    ``tokenizer_vocab_size``: None: it has no usable tokenizer, about which ``note`` tells more; ``model``: the
-    ``model`` section to put into a configuration; ``logits``: comparison with ``transformers``.
+    ``tokenizer_vocab_size``: None: it has no usable tokenizer, about which ``note`` tells more, as of ids that its
+    vocabulary has not; ``model``: the ``model`` section to put into a configuration; ``logits``: comparison with
+    ``transformers``.
     """
 
     source: str
@@ -117,30 +118,52 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
             read_json(folder / GENERATION_FILE)
             shutil.copyfile(folder / GENERATION_FILE, work / GENERATION_FILE)
             files[GENERATION_FILE] = _record(work / GENERATION_FILE)
+        notes = [*([note] if note is not None else []), *_unknown_ids(token_ids, rows)]
         manifest = WeightsManifest(
             format_version=FORMAT_VERSION,
             kind="initial weights",
             source=str(source),
             vocab_size=rows,
             tokenizer_vocab_size=tokens,
-            end_of_document=end if end is not None else _single(token_ids.get("eos_token_id")),
+            end_of_document=end if end is not None else _single(token_ids.get("eos_token_id"), rows),
             token_ids=token_ids,
             files=files,
         )
         write_durably(work / MODEL_FILE, json.dumps(section, indent=2) + "\n")
         write_durably(work / WEIGHTS_FILE, manifest.model_dump_json(indent=1) + "\n")
         logits = compare_logits(InitialWeights(work), shards, progress=progress)
-    return ImportResult(str(source), str(out), architecture(config), parameters, rows, tokens, section, note, logits)
+    return ImportResult(
+        source=str(source),
+        path=str(out),
+        architecture=architecture(config),
+        num_parameters=parameters,
+        vocab_size=rows,
+        tokenizer_vocab_size=tokens,
+        model=section,
+        note="; ".join(notes) or None,
+        logits=logits,
+    )
+
+
+def _unknown_ids(token_ids: dict[str, int | list[int] | None], rows: int) -> list[str]:
+    """What is to be said of ids of special tokens that the vocabulary has not; many models have such a pad_token_id."""
+    return [
+        f"{key} {value} in config.json is outside the vocabulary of {rows}: it is kept as it is, in exports too"
+        for key, value in token_ids.items()
+        if not all(0 <= one < rows for one in _ids(value))
+    ]
 
 
 def _refuse_not_finite(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """CheckpointError for weights with NaN or Inf: no run can train from them."""
-    if not are_finite(tensors.values()):
-        name = next(name for name, tensor in tensors.items() if not are_finite([tensor]))
-        count = int((~torch.isfinite(tensors[name])).sum())
+    """CheckpointError for weights with NaN or Inf, or with numbers that are infinite in fp32: no run can train."""
+    computed = {name: tensor.float() if tensor.dtype is torch.float64 else tensor for name, tensor in tensors.items()}
+    if not are_finite(computed.values()):
+        name = next(name for name, tensor in computed.items() if not are_finite([tensor]))
+        count = int((~torch.isfinite(computed[name])).sum())
         raise CheckpointError(
-            f"{name} of {folder} has {count} of {tensors[name].numel()} elements that are not finite: the model is "
-            "damaged, or diverged when it was trained; nothing was imported"
+            f"{name} of {folder} has {count} of {tensors[name].numel()} elements that are not finite"
+            f"{' in fp32' if tensors[name].dtype is torch.float64 else ''}: the model is damaged, or diverged when it "
+            "was trained; nothing was imported"
         )
 
 
@@ -206,5 +229,10 @@ def _record(path: Path) -> FileRecord:
     return FileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
 
 
-def _single(value: int | list[int] | None) -> int | None:
-    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
+def _ids(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _single(value: int | list[int] | None, rows: int) -> int | None:
+    """The first id that the vocabulary has; None: there is none."""
+    return next((one for one in _ids(value) if 0 <= one < rows), None)

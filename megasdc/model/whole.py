@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -67,8 +67,10 @@ def streamed_outputs(
     vocab_size: int,
     dtype: torch.dtype,
     load: Callable[[list[tuple[str, nn.Parameter]]], None],
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, Tensor | None, None]:
     """The output of each layer of the pipeline in turn, computed as by ``WholeModel``, with one layer in memory.
+
+    What is sent to the generator is the next layer's input in place of the output that was yielded.
 
     Args:
         model: the resolved section.
@@ -95,7 +97,8 @@ def streamed_outputs(
         with torch.no_grad():
             hidden = layer.logits(hidden) if tied and spec.forward_fn else layer(hidden)
         del layer  # before the next one is built
-        yield hidden
+        given = yield hidden
+        hidden = hidden if given is None else given
 
 
 def _context(model: ModelSection, vocab_size: int, dtype: torch.dtype) -> LayerContext:

@@ -191,6 +191,8 @@ _NEUTRAL = {"partial_rotary_factor": 1.0, "factor": 1.0, "attention_factor": 1.0
 def _rotary_base(read: _Reader) -> int:
     """The base of the rotary angles, from the keys of transformers 5 and the older ones, which must agree."""
     bases = {"rope_theta": read.config["rope_theta"]} if "rope_theta" in read.config else {}
+    if (part := read.config.get("partial_rotary_factor")) not in (None, 1.0):  # transformers 4 reads it here
+        read.problems.append(f"partial_rotary_factor: got {part!r}; supported is one rotation of all of each head.")
     for key in _ROPE_KEYS:
         rope = read.config.get(key) or {}
         if not isinstance(rope, dict):

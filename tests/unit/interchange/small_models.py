@@ -1,10 +1,11 @@
-"""Small models of Hugging Face in folders, which tests import and change."""
+"""Small models and tokenizers of Hugging Face in folders, which tests import and change."""
 
 import json
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 LLAMA = {
     "vocab_size": 50,
@@ -42,3 +43,32 @@ def edit(folder, **changes):
 def change(folder, **tensors):
     """Replace or add tensors."""
     save_file({**load_file(folder / TENSORS), **tensors}, folder / TENSORS, {"format": "pt"})
+
+
+TEXTS = [f"document {index}: the quick brown fox, {index * 7} times\n" for index in range(12)]
+
+
+def tokenizer(folder, template=True, **config):
+    """A byte-level tokenizer; with a template it puts <s> before a text, as Llama's does."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<unk>", "<s>", "</s>"]
+    model.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    if template:
+        model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    # written by hand, in an order and with a spelling that no library writes
+    (folder / "tokenizer.json").write_text(model.to_str(pretty=False) + "\n\n")
+    content = {
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "odd": 1,
+        **config,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=7))
+    return folder

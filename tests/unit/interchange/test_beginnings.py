@@ -1,51 +1,23 @@
 """Beginning-of-sequence tokens: put into data if asked for, kept by imports, and told by exports as they are."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transformers
-from small_models import edit, made
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from small_models import TEXTS, edit, made, tokenizer
 
-from megasdc.config import DataSection
+from megasdc.config import DataSection, ModelSection
 from megasdc.data.dataset import build_split
 from megasdc.data.prepare import prepare
 from megasdc.data.shards import shard_path
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.errors import ConfigError, DataError
-from megasdc.interchange.export_hf import beginning_of_document, export_hf
+from megasdc.interchange.export_hf import _write_configs, beginning_of_document, export_hf
 from megasdc.interchange.export_tokenizer import describe_encoding, export_tokenizer
 from megasdc.interchange.import_hf import import_hf
-
-TEXTS = [f"document {index}: the quick brown fox, {index * 7} times\n" for index in range(12)]
-
-
-def tokenizer(folder, template=True, **config):
-    """A byte-level tokenizer; with a template it puts <s> before a text, as Llama's does."""
-    model = Tokenizer(models.BPE())
-    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<unk>", "<s>", "</s>"]
-    model.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
-    if template:
-        model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    folder.mkdir(parents=True, exist_ok=True)
-    # written by hand, in an order and with a spelling that no library writes
-    (folder / "tokenizer.json").write_text(model.to_str(pretty=False) + "\n\n")
-    content = {
-        "eos_token": "</s>",
-        "bos_token": "<s>",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "odd": 1,
-        **config,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=7))
-    return folder
 
 
 def section(tmp_path, **changes):
@@ -115,13 +87,18 @@ def test_the_readme_says_the_call_that_gives_the_ids(tmp_path, template, bos, ca
     source = tokenizer(tmp_path / "tokenizer", template)
     prepare(section(tmp_path, bos=bos), progress=False)
     words = load_tokenizer("huggingface", tmp_path / "data" / "tokenizer")
-    weights = SimpleNamespace(config={"megasdc": {"data": {"bos": bos} if bos else {}}})
+    config = {"megasdc": {"data": {"bos": bos} if bos else {}}}
+    weights = SimpleNamespace(config=config, model=ModelSection(), vocab_size=300)
     beginning = beginning_of_document(weights, words)
     assert beginning == (1 if bos else None)
     (tmp_path / "out").mkdir()
     assert export_tokenizer(words, tmp_path / "out", beginning) is None
     found = describe_encoding(words, tmp_path / "out", beginning, "the data of training")
     assert (found.call, found.adds) == (call, template != bool(bos))
+    _write_configs(tmp_path / "out", weights, 2, beginning, "float32")
+    for file in ("config.json", "generation_config.json"):  # without one, the end of the document before begins one
+        written = json.loads((tmp_path / "out" / file).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (1 if bos else 2, 2)
     assert f"The data of training have the ids of `{call}`" in found.text
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = [eval(call, {"tokenizer": loaded, "text": text}) for text in TEXTS]
@@ -189,12 +166,25 @@ def test_special_ids_come_back_from_an_import(tmp_path, generation):
     assert again == {"bos_token_id": 2, "eos_token_id": 2}
 
 
-def test_special_ids_that_are_none_are_refused(tmp_path):
+@pytest.mark.parametrize("value", ["<s>", True, 2.0, [2, "<s>"], [[2]], {"id": 2}])
+def test_special_ids_that_are_none_are_refused(tmp_path, value):
     """As other values of a wrong type are."""
     folder = made(tmp_path / "model")
-    edit(folder, bos_token_id="<s>")
-    with pytest.raises(ConfigError, match=r"bos_token_id: got '<s>'; needed is an id, a list of ids, or null"):
+    edit(folder, bos_token_id=value)
+    with pytest.raises(ConfigError, match=rf"bos_token_id: got {re.escape(repr(value))}; needed is an id, a list of "):
         import_hf(folder, tmp_path / "weights")
+
+
+def test_special_ids_outside_the_vocabulary_are_told_and_kept(tmp_path):
+    """Of a list the first that is an id ends a document, where no tokenizer says what does."""
+    folder = made(tmp_path / "model")
+    ids = {"bos_token_id": 50, "eos_token_id": [128001, 49, 3], "pad_token_id": -1}
+    edit(folder, **ids)
+    note = import_hf(folder, tmp_path / "weights").note
+    for key, value in ids.items():
+        assert f"{key} {value} in config.json is outside the vocabulary of 50: it is kept as it is" in note
+    content = json.loads((tmp_path / "weights/weights.json").read_text())
+    assert (content["token_ids"], content["end_of_document"]) == (ids, 49)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -73,6 +74,10 @@ def test_tied_embeddings_with_another_output(tmp_path, kind):
         ({"rope_scaling": {"rope_theta": 20000.0}}, "rope_parameters.rope_theta 10000, rope_scaling.rope_theta 20000"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention: got"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor: got 0.5; supported is one rotation of all",
+        ),
     ],
 )
 def test_rotary_settings_that_disagree(tmp_path, changes, message):
@@ -111,6 +116,15 @@ def test_weights_that_are_not_finite(tmp_path, value):
     wrong[3, 5] = wrong[0, 0] = value
     change(folder, **{name: wrong})
     refused(folder, CheckpointError, rf"{name} of .* has 2 of 1536 elements that are not finite")
+
+
+def test_numbers_that_are_infinite_in_fp32(tmp_path):
+    """Training computes in fp32, so finite ones of fp64 are not finite there."""
+    folder = made(tmp_path / "model")
+    head = load_file(folder / TENSORS)[HEAD].double()
+    head[0, 0] = 1e300
+    change(folder, **{HEAD: head})
+    refused(folder, CheckpointError, rf"{HEAD} of .* has 1 of 1600 elements that are not finite in fp32")
 
 
 def test_it_is_known_which_file_holds_a_tensor(tmp_path):
@@ -219,32 +233,38 @@ def test_attention_with_a_buffer(tmp_path, monkeypatch):
 
 
 def peaked(folder):
-    """A model whose attention chooses one token, so that rounding of earlier layers chooses another now and then."""
+    """A model whose attention chooses few tokens, so that rounding of earlier layers chooses others now and then."""
     made(folder, num_hidden_layers=8)
-    scale(folder, 40.0, "q_proj", "k_proj")
+    scale(folder, 10.0, "q_proj", "k_proj")
     return folder
 
 
-def test_a_model_that_amplifies_rounding_is_not_refused(tmp_path):
-    """Two right computations of it differ: that is told with both numbers, and is neither verified nor refused."""
-    found = import_hf(peaked(tmp_path / "model"), tmp_path / "out").logits
-    assert found.difference is None
-    assert found.render().startswith("logits: not verified, this model amplifies rounding by ")
+def test_a_model_that_amplifies_rounding_is_not_refused(tmp_path, monkeypatch):
+    """Its logits differ, but no layer does for the same input; one that does within rounding is not verified."""
+    folder = peaked(tmp_path / "model")
+    found = import_hf(folder, tmp_path / "out").logits
+    assert found.layer_difference < 5e-5 < 1e-4 < found.difference
+    assert found.render().startswith("logits: each layer computes that of transformers, for the same input layer ")
+    assert "together they amplify rounding to a difference of " in found.render()
+    monkeypatch.setattr(compare_logits, "MAX_DIFFERENCE", 2e-6)  # as if its layers differed by more
+    found = compare_logits.compare_logits(*opened(tmp_path / "out", folder))
+    assert (found.difference, found.layer) == (None, None)
+    assert re.match(r"logits: not verified, layer \d \(model.layers.\d\) amplifies rounding by ", found.render())
 
 
 @pytest.mark.parametrize("wrong", ["rotation", "head"])
 def test_another_model_is_refused_though_it_amplifies_rounding(tmp_path, monkeypatch, wrong):
-    """A wrong rotation shows in the first layer, a wrong output in the logits, above what rounding explains there."""
+    """A wrong rotation shows in every layer, a wrong output in the logits alone, above what rounding explains there."""
     folder = peaked(tmp_path / "model")
     if wrong == "rotation":
         content = json.loads((folder / "config.json").read_text())
         edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
         monkeypatch.setattr("megasdc.interchange.import_hf.model_fields", lambda config: model_fields(content))
-        refused(folder, ConfigError, r"first model.layers.0 by .*, where rounding explains")
+        refused(folder, ConfigError, r"layer 0 \(model.layers.0\): relative difference .*; layer 2 .*; and 5 more")
         return
     import_hf(folder, tmp_path / "out")
     change(folder, **{HEAD: load_file(folder / TENSORS)[HEAD].flip(0)})
-    with pytest.raises(ConfigError, match=r"first lm_head by .*, where rounding explains"):
+    with pytest.raises(ConfigError, match=r"is allowed, lm_head: relative difference .*, where rounding explains"):
         compare_logits.compare_logits(*opened(tmp_path / "out", folder))
 
 
@@ -274,21 +294,67 @@ def test_in_a_process_that_has_a_group(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "first"),
+    ("kind", "names", "wrong"),
     [
-        ("llama", "model.layers.1.self_attn.k_proj.weight", "model.layers.1 "),
-        ("gpt2", "transformer.ln_f.bias", "transformer.ln_f "),
+        ("llama", ["model.layers.1.self_attn.k_proj.weight"], ["layer 1 (model.layers.1)"]),
+        ("gpt2", ["transformer.ln_f.bias"], ["transformer.ln_f"]),
+        ("gpt2", ["transformer.wpe.weight"], ["embeddings"]),
+        (
+            "llama",
+            ["model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"],
+            ["layer 0 (model.layers.0)", "layer 2 (model.layers.2)"],
+        ),
     ],
 )
-def test_the_first_layer_that_differs_is_named(tmp_path, kind, name, first):
-    """A tensor that is another one than was imported is found, with the layer and both numbers."""
-    folder = made(tmp_path / "model", kind)
+def test_each_layer_that_differs_is_named_and_no_other(tmp_path, kind, names, wrong):
+    """Tensors that are others than were imported are found, though layers behind them get other hidden states."""
+    folder = made(tmp_path / "model", kind, num_hidden_layers=3)
     import_hf(folder, tmp_path / "weights")
-    change(folder, **{name: load_file(folder / TENSORS)[name] * 1.5})
-    weights, shards = InitialWeights(tmp_path / "weights"), HfShards(folder)
-    shards.check(weights.model, hf_shapes(weights.model, 50))
-    with pytest.raises(ConfigError, match=f"allowed are 0.0001; first {first}by"):
-        compare_logits.compare_logits(weights, shards)
+    tensors = load_file(folder / TENSORS)
+    change(folder, **{name: tensors[name] * 1.5 for name in names})
+    with pytest.raises(ConfigError, match=r"where 0.0001 is allowed, ") as error:
+        compare_logits.compare_logits(*opened(tmp_path / "weights", folder))
+    named = str(error.value).partition("is allowed, ")[2].partition(". They")[0].split("; ")
+    assert [one.partition(": relative difference ")[0] for one in named] == wrong
+
+
+def faint(folder):
+    """A model whose first layer adds little to its input, so that logits hardly depend on it."""
+    made(folder)
+    scale(folder, 1e-4, "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj")
+    return folder
+
+
+def massive(folder):
+    """A model with one channel that is large in all hidden states, and that its norms leave out, as others do too."""
+    tensors = load_file(made(folder) / TENSORS)
+    changed = {name: value * 2e3 for name, value in tensors.items() if "norm" in name}
+    for value in changed.values():
+        value[0] = 0.0
+    words = tensors["model.embed_tokens.weight"].clone()
+    words[:, 0] = 1e4
+    change(folder, **changed, **{"model.embed_tokens.weight": words})
+    return folder
+
+
+@pytest.mark.parametrize(("make", "layer"), [(faint, 0), (massive, 1)])
+def test_a_wrong_layer_is_not_hidden(tmp_path, make, layer):
+    """Neither behind layers that add more, nor beside a large channel: each is measured by what it adds itself."""
+    folder = make(tmp_path / "model")
+    assert import_hf(folder, tmp_path / "weights").logits.layer_difference < 1e-5
+    name = f"model.layers.{layer}.self_attn.v_proj.weight"
+    change(folder, **{name: load_file(folder / TENSORS)[name] * 1.1})
+    with pytest.raises(ConfigError, match=rf"is allowed, layer {layer} \(model.layers.{layer}\): relative"):
+        compare_logits.compare_logits(*opened(tmp_path / "weights", folder))
+
+
+def test_small_differences_of_all_layers_are_another_model(tmp_path):
+    """Each is within the limit, all together are not, and rounding does not explain it: the largest is named."""
+    folder = made(tmp_path / "model", num_hidden_layers=8)
+    import_hf(folder, tmp_path / "weights")
+    scale(folder, 1 + 8e-6, "layers")
+    with pytest.raises(ConfigError, match=r"layer \d .*: relative difference \d(\.\d)?e-05, where rounding explains"):
+        compare_logits.compare_logits(*opened(tmp_path / "weights", folder))
 
 
 def test_a_setting_that_only_transformers_reads_is_found(tmp_path, monkeypatch):
@@ -298,7 +364,7 @@ def test_a_setting_that_only_transformers_reads_is_found(tmp_path, monkeypatch):
     edit(folder, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
     monkeypatch.setattr("megasdc.interchange.import_hf.model_fields", lambda config: model_fields(content))
     both = f"logits of {tmp_path / 'out'} differ from those that transformers computes from {folder}: "
-    refused(folder, ConfigError, f"{both}.* first model.layers.0 by")
+    refused(folder, ConfigError, f"{both}.*is allowed, layer 0 .*; layer 1 ")
 
 
 def test_without_memory_it_is_said(tmp_path, monkeypatch):
