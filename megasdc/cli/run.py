@@ -31,11 +31,12 @@ def prepare_data(
     overrides: Overrides = (),
     as_json: Json = False,
 ) -> None:
-    """Turn text into token files: corpus to tokenizer to Megatron's .bin/.idx and a manifest.
+    """Turn text, or token ids of Megatron's, into token files: corpus to tokenizer to .bin/.idx and a manifest.
 
     An interrupted call resumes where it stopped.
     """
     from megasdc.config import load_config
+    from megasdc.data.indexed import describe_ids
     from megasdc.data.prepare import prepare
     from megasdc.data.sources import describe_skipped
 
@@ -52,6 +53,8 @@ def prepare_data(
             f"{kept.unknown_share:.3%} are unknown to the tokenizer"
         )
     for source in manifest.sources:
+        if source.ids is not None:
+            echo("\n".join(describe_ids(source, manifest.tokenizer, section.tokenizer.path, section.bos is True)))
         for reason, count in source.skipped.items():
             echo(f"dropped from {source.source}: {describe_skipped(reason, count, source.skipped_at)}")
 

@@ -13,7 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from megasdc.data.blocks import REMEDY, num_blocks
 from megasdc.durable import parse_json, sync_path, write_durably
@@ -36,14 +44,43 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+class IdsRecord(_Record):
+    """What a source of ids held, before ends and beginnings of documents were added; by the manifest's tokenizer.
+
+    Attributes:
+        dtypes: NumPy names of the types of tokens in its files.
+        num_ended: documents whose last token was the end-of-document id; the others were given one.
+        num_ends_within: such ids anywhere else.
+        num_begun: documents whose first token was the beginning-of-sequence token; None: the tokenizer has none.
+        sample: how the first document begins, decoded.
+    """
+
+    num_pairs: int = Field(ge=1)
+    dtypes: list[str]
+    num_tokens: int = Field(ge=1)
+    num_ended: int = Field(ge=0)
+    num_ends_within: int = Field(ge=0)
+    num_begun: int | None = Field(ge=0)
+    sample: str
+
+
 class SourceRecord(_Record):
-    """One source as it was read; `skipped` counts skipped documents by reason, `skipped_at` lists the first of them."""
+    """One source as it was read; `skipped` counts skipped documents by reason, `skipped_at` lists the first of them.
+
+    ``ids``: None of a source of text, whose record is written without it, as before there were others.
+    """
 
     source: str
     licence: str
     num_documents: int = Field(ge=0)
     skipped: dict[str, int]
     skipped_at: dict[str, list[str]] = {}
+    ids: IdsRecord | None = None
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content = write(self)
+        return {name: value for name, value in content.items() if name != "ids" or value is not None}
 
 
 class TokenizerRecord(_Record):
@@ -64,11 +101,14 @@ class RoundTripRecord(_Record):
 
 
 class SplitRecord(_Record):
-    """Size of one split; tokens include those that begin and end documents, bytes are those of the UTF-8 text."""
+    """Size of one split; tokens include those that begin and end documents, bytes are those of the UTF-8 text.
+
+    ``num_bytes``: None where ids were copied, whose text was not seen.
+    """
 
     num_documents: int = Field(ge=1)
     num_tokens: int = Field(ge=1)
-    num_bytes: int = Field(ge=0)
+    num_bytes: int | None = Field(ge=0)
 
 
 class FileRecord(_Record):
@@ -87,7 +127,7 @@ class Manifest(_Record):
         unigram_entropy_nats: entropy of the token frequencies of the training split, in nats per token: the loss of a
             model that knows only frequencies.
         files: all files but the manifest, by path relative to the folder.
-        round_trip: None: the data were prepared by a version that did not measure it.
+        round_trip: None: there was no text, or the data were prepared by a version that did not measure it.
         block_bytes: see `megasdc.data.blocks`; None: the files have no checksums of blocks (format version 1).
     """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from megasdc.data.indexed import IdSource
 from megasdc.data.manifest import SPLITS, SplitRecord
-from megasdc.data.shards import read_shard
+from megasdc.data.shards import Shard, read_shard
 from megasdc.errors import DataError
 
 
@@ -43,16 +44,16 @@ def assign_splits(num_documents: int, shares: Sequence[int], seed: int) -> np.nd
 
 
 def merge_shards(
-    paths: Sequence[Path],
+    parts: Sequence[Path | IdSource],
     splits: np.ndarray,
     folder: Path,
     vocab_size: int,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[float], None] = lambda done: None,
 ) -> tuple[dict[str, SplitRecord], np.ndarray, str]:
-    """Write ``train.bin``, ``train.idx`` and so on from shards, documents in stream order.
+    """Write ``train.bin``, ``train.idx`` and so on from shards and sources of ids, documents in stream order.
 
     ``splits``: of each document, [documents]; ``vocab_size`` determines the width of a token, by Megatron's rule;
-    ``advance`` gets 1 after each shard. Returns the sizes of the splits that hold documents, the frequency of each id
+    ``advance`` gets 1 for each part. Returns the sizes of the splits that hold documents, the frequency of each id
     in the training split, [v] int64, and the NumPy name of the tokens' type.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -63,10 +64,10 @@ def merge_shards(
         for split in np.unique(splits).tolist()
     }
     totals = np.zeros((len(SPLITS), 3), dtype=np.int64)
+    of_ids: set[int] = set()
     frequencies = np.zeros(vocab_size, dtype=np.int64)
     first = 0
-    for path in paths:
-        shard = read_shard(path)
+    for share, shard in _shards(parts):
         chosen = splits[first : first + len(shard.lengths)]
         first += len(shard.lengths)
         ends = np.cumsum(shard.lengths)
@@ -74,19 +75,32 @@ def merge_shards(
             builders[split].add_document(shard.tokens[end - length : end], [length])
         for split in builders:
             mine = chosen == split
-            totals[split] += (mine.sum(), shard.lengths[mine].sum(), shard.num_bytes[mine].sum())
+            num_bytes = 0 if shard.num_bytes is None else shard.num_bytes[mine].sum()
+            totals[split] += (mine.sum(), shard.lengths[mine].sum(), num_bytes)
+            of_ids |= {split} if shard.num_bytes is None and mine.any() else set()
         in_training = np.repeat(chosen == 0, shard.lengths)
         frequencies += np.bincount(shard.tokens[in_training], minlength=vocab_size)
-        advance(1)
+        advance(share)
     for split, builder in builders.items():
         builder.finalize(str(folder / f"{SPLITS[split]}.idx"))
     records = {
         SPLITS[split]: SplitRecord(
-            num_documents=int(totals[split, 0]), num_tokens=int(totals[split, 1]), num_bytes=int(totals[split, 2])
+            num_documents=int(totals[split, 0]),
+            num_tokens=int(totals[split, 1]),
+            num_bytes=None if split in of_ids else int(totals[split, 2]),
         )
         for split in builders
     }
     return records, frequencies, np.dtype(dtype).name
+
+
+def _shards(parts: Sequence[Path | IdSource]) -> Iterator[tuple[float, Shard]]:
+    """Every shard, with its share of its part."""
+    for part in parts:
+        if isinstance(part, IdSource):
+            yield from part.shards()
+        else:
+            yield 1, read_shard(part)
 
 
 def entropy_nats(frequencies: np.ndarray) -> float:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.formats import UNREADABLE, LeftOut
+from megasdc.data.indexed import IdSource
 from megasdc.data.manifest import (
     FORMAT_VERSION,
     TOKENIZER_FOLDER,
@@ -39,6 +41,7 @@ from megasdc.data.pool import WorkerPool
 from megasdc.data.shards import SHARD_CHARACTERS, group_documents, read_shard, shard_path
 from megasdc.data.sources import (
     LICENCES,
+    MEGATRON,
     describe_source,
     iterate_documents,
     sample_documents,
@@ -125,10 +128,12 @@ def _build(
     """Build the whole folder as ``work/result``."""
     tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
     tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
-    round_trip = _try_tokenizer(section, tokenizer)
-    stream = _Stream(section.sources, section.max_unreadable)
-    groups = group_documents(stream, shard_characters)
     beginning = _beginning(section, tokenizer)
+    copied = _open_ids(section, tokenizer, beginning, bar)
+    round_trip = _try_tokenizer(section, tokenizer)
+    stream = _Stream(section.sources, section.max_unreadable, copied)
+    workers = workers if len(copied) < len(section.sources) else 0  # none where there is no text
+    groups = group_documents(stream, shard_characters)
     shards = _tokenize(groups, num_characters, tokenizer, tokenizer_folder, work, workers, bar, beginning)
     result = work / "result"
     shutil.rmtree(result, ignore_errors=True)
@@ -167,9 +172,24 @@ def _build(
     return manifest
 
 
+def _open_ids(
+    section: DataSection, tokenizer: Tokenizer, beginning: int | None, bar: rich.progress.Progress
+) -> dict[int, IdSource]:
+    """The sources of ids by their number, every id checked, before any text is tokenized."""
+    copied = {}
+    for index, source in enumerate(section.sources):
+        if source.kind == MEGATRON:
+            task = bar.add_task(f"checking the ids of {source.path}", total=None)
+            advance = partial(bar.advance, task)
+            copied[index] = IdSource(source, tokenizer, beginning, advance)
+            bar.update(task, total=1, completed=1)
+    return copied
+
+
 def _try_tokenizer(section: DataSection, tokenizer: Tokenizer) -> RoundTripRecord | None:
     """What the tokenizer keeps of a sample of all sources; DataError if it knows less than half and may not."""
-    texts = [text for source in section.sources for text in sample_starts(source, TRIED_CHARACTERS)]
+    sources = [source for source in section.sources if source.kind != MEGATRON]
+    texts = [text for source in sources for text in sample_starts(source, TRIED_CHARACTERS)]
     found = measure_round_trip(tokenizer, texts)
     if not found.num_characters:
         return None
@@ -189,17 +209,26 @@ def _try_tokenizer(section: DataSection, tokenizer: Tokenizer) -> RoundTripRecor
 
 @dataclass
 class _Stream:
-    """All documents of all sources, with counts; DataError if more than ``max_unreadable`` cannot be read."""
+    """All documents of all sources, with counts; DataError if more than ``max_unreadable`` cannot be read.
+
+    A source of ids, one of ``copied``, stands for its documents.
+    """
 
     sources: list[SourceSection]
     max_unreadable: int
+    copied: Mapping[int, IdSource]
     num_documents: list[int] = field(default_factory=list)
     skipped: list[LeftOut] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str | IdSource]:
         self.num_documents = [0] * len(self.sources)
         self.skipped = []
         for index, source in enumerate(self.sources):
+            if index in self.copied:
+                self.skipped.append(self.copied[index].skipped)
+                self.num_documents[index] = self.copied[index].num_documents
+                yield self.copied[index]
+                continue
             before = sum(skipped[UNREADABLE] for skipped in self.skipped)
             self.skipped.append(LeftOut(self.max_unreadable - before))
             for text in iterate_documents(source, self.skipped[index]):
@@ -215,13 +244,16 @@ class _Stream:
                 num_documents=count,
                 skipped=dict(sorted(skipped.items())),
                 skipped_at=dict(sorted(skipped.places.items())),
+                ids=self.copied[index].record if index in self.copied else None,
             )
-            for source, count, skipped in zip(self.sources, self.num_documents, self.skipped, strict=True)
+            for index, (source, count, skipped) in enumerate(
+                zip(self.sources, self.num_documents, self.skipped, strict=True)
+            )
         ]
 
 
 def _tokenize(
-    groups: Iterable[tuple[int, list[str]]],
+    groups: Iterable[tuple[int, list[str] | IdSource]],
     num_characters: int | None,
     tokenizer: Tokenizer,
     tokenizer_folder: Path,
@@ -229,14 +261,14 @@ def _tokenize(
     workers: int,
     bar: rich.progress.Progress,
     beginning: int | None,
-) -> list[Path]:
-    """Write every missing shard; return the paths of all in order."""
+) -> list[Path | IdSource]:
+    """Write every missing shard; return the paths of all in order, with the sources of ids among them."""
     folder = work / "shards"
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{TEMPORARY_PREFIX}*"):
         left.unlink()
-    task = bar.add_task("tokenizing", total=num_characters)
-    paths: list[Path] = []
+    task = bar.add_task("tokenizing", total=num_characters, visible=workers > 0)
+    parts: list[Path | IdSource] = []
     running: dict[Future[None], int] = {}
     num_reused = 0
 
@@ -248,8 +280,11 @@ def _tokenize(
 
     with WorkerPool(*tokenizer.worker_files(tokenizer_folder, work), workers, beginning) as pool:
         for index, texts in groups:
+            if isinstance(texts, IdSource):
+                parts.append(texts)
+                continue
             path = shard_path(folder, index, texts, tokenizer.checksum, beginning)
-            paths.append(path)
+            parts.append(path)
             size = sum(map(len, texts))
             if _is_whole(path):
                 num_reused += 1
@@ -259,8 +294,10 @@ def _tokenize(
                 collect(2 * workers)
         collect(0)
     if num_reused:
-        logger.info("resumed: %d of %d shards were already tokenized", num_reused, len(paths))
-    return paths
+        logger.info(
+            "resumed: %d of %d shards were already tokenized", num_reused, sum(isinstance(part, Path) for part in parts)
+        )
+    return parts
 
 
 def _beginning(section: DataSection, tokenizer: Tokenizer) -> int | None:
@@ -296,6 +333,8 @@ def _provide_tokenizer(
         return folder / "files", None
     shutil.rmtree(folder, ignore_errors=True)
     num_characters = None
+    if wanted.path is None and any(source.kind == MEGATRON for source in section.sources):
+        raise DataError(f"data.tokenizer.path is not set; a source of kind {MEGATRON!r} needs the tokenizer of its ids")
     if wanted.path is not None:
         load_tokenizer(wanted.kind, wanted.path).save(folder / "files")
     elif wanted.kind == "sentencepiece":

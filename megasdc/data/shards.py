@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -19,34 +20,42 @@ from megasdc.data.tokenizer import Tokenizer
 from megasdc.durable import replacing
 from megasdc.errors import DataError
 
+Other = TypeVar("Other")
 SHARD_CHARACTERS = 1 << 20
 """Characters of text after which a shard is closed; it ends with a whole document."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of consecutive documents, one after the other, [total tokens] int32.
+    """The tokens of consecutive documents, one after the other, [total tokens] int32, or as a source of ids has them.
 
     ``lengths``: tokens of each document with its end-of-document token, [documents] int64; ``num_bytes``: UTF-8 bytes
-    of each, [documents] int64.
+    of each, [documents] int64; None: its text is not known.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
-    num_bytes: np.ndarray
+    num_bytes: np.ndarray | None
 
 
 def group_documents(
-    documents: Iterable[str], shard_characters: int = SHARD_CHARACTERS
-) -> Iterator[tuple[int, list[str]]]:
-    """Cut a stream of documents into shards; yields (index of the shard, its texts)."""
-    index, texts, held = 0, [], 0
-    for text in documents:
-        texts.append(text)
-        held += len(text)
-        if held >= shard_characters:
+    documents: Iterable[str | Other], shard_characters: int = SHARD_CHARACTERS
+) -> Iterator[tuple[int, list[str] | Other]]:
+    """Cut a stream of documents into shards; yields (index of the shard, its texts). What is no text stands alone."""
+    index, held = 0, 0
+    texts: list[str] = []
+    for document in documents:
+        if isinstance(document, str):
+            texts.append(document)
+            held += len(document)
+            if held < shard_characters:
+                continue
+        if texts:
             yield index, texts
             index, texts, held = index + 1, [], 0
+        if not isinstance(document, str):
+            yield index, document
+            index += 1
     if texts:
         yield index, texts
 

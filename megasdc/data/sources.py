@@ -1,8 +1,9 @@
-"""Sources of text: the standard library, local files, or a hub dataset, in a fixed order.
+"""Sources: text of the standard library, of local files or a hub dataset, in a fixed order, or files of token ids.
 
-A document is one string. Local files are read one after the other and streaming, so that nothing is copied into a cache
-and an error can name its file; hub datasets are read through Hugging Face `datasets`. Skipped files and documents (not
-UTF-8 in the standard library, of other kinds in a folder, empty, unreadable within `data.max_unreadable`) are counted.
+Token ids are read by `megasdc.data.indexed`; where their files are is said here. A document of text is one string.
+Local files are read one after the other and streaming, so that nothing is copied into a cache and an error can name its
+file; hub datasets are read through Hugging Face `datasets`. What is skipped (files of the standard library that are not
+UTF-8, of other kinds in a folder, empty documents, unreadable ones within `data.max_unreadable`) is counted.
 """
 
 from __future__ import annotations
@@ -31,18 +32,25 @@ KINDS_REMEDY = (
 """How to read files that were skipped for `OTHER_KINDS`, or to leave them out on purpose."""
 NOT_LINES = "JSON files that are not JSON lines with the text"
 """Reason for skipping .json files of a folder."""
+MEGATRON = "megatron"
+"""Kind of a source of token ids, see `megasdc.data.indexed`."""
+PAIR = (".bin", ".idx")
+"""Endings of a pair of files of such a source."""
+NOT_PAIRS = "files that are neither .bin nor .idx"
+"""Reason for skipping files of its folder."""
 NUM_SAMPLED_FILES = 32
 """At most so many files of a source are in the sample that a tokenizer is tried on."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
     "hub": "see the dataset's card on the Hugging Face hub",
+    "megatron": "not known to megasdc: see where the files come from",
 }
 """Licence note of each kind of source."""
 
 
 def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) -> Iterator[str]:
-    """Yield the documents of one source, the same in every call.
+    """Yield the documents of one source of text, the same in every call.
 
     Args:
         skipped: counts skipped documents, by reason, while the iterator runs.
@@ -139,6 +147,8 @@ def fingerprint_source(section: SourceSection) -> dict[str, Any]:
         root = Path(sysconfig.get_path("stdlib"))
         rows = [(path.relative_to(root).as_posix(), path.stat().st_size) for path in _list_stdlib(section)]
         return {"python": sys.version.split()[0], **_summarise(rows)}
+    if section.kind == MEGATRON:
+        return _fingerprint(Path(f"{prefix}{ending}") for prefix in list_pairs(section) for ending in PAIR)
     return _fingerprint(list_files(section))
 
 
@@ -190,6 +200,43 @@ def list_files(section: SourceSection, skipped: LeftOut | None = None) -> list[P
         raise DataError(
             f"{error.filename} cannot be read: {error.strerror}; ask its owner for read permission"
         ) from error
+
+
+def list_pairs(section: SourceSection, skipped: LeftOut | None = None) -> list[Path]:
+    """The prefixes of the pairs PREFIX.bin and PREFIX.idx of a `megatron` source, sorted by name.
+
+    A folder is searched as by `list_files`. DataError for no pair, one file of a pair alone, or no permission.
+
+    Args:
+        skipped: counts what a folder holds and is not read.
+    """
+    where = _need_path(section)
+    counts = LeftOut() if skipped is None else skipped
+    try:
+        visible = _visible_files(Path(where), counts) if Path(where).is_dir() else None
+        files = [Path(f"{_prefix(where)}{ending}") for ending in PAIR] if visible is None else visible
+        present = {path for path in files if path.suffix in PAIR and path.is_file()}
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}; ask its owner for read permission"
+        ) from error
+    if not present:
+        raise DataError(
+            f"{where!r} is no pair of files PREFIX.bin and PREFIX.idx, nor a folder of pairs (now in {Path.cwd()}); "
+            "megasdc.data.sources.*.path names the prefix, one of the files, or the folder"
+        )
+    for path in sorted(present):
+        other = path.with_suffix(PAIR[1 - PAIR.index(path.suffix)])
+        if other not in present:
+            raise DataError(f"file {other} is missing, {path.name} is there: copy it too, or make both again")
+    for path in sorted({*(visible or [])} - present):
+        counts.add(NOT_PAIRS, f"file {path}")
+    return sorted({path.with_suffix("") for path in present})
+
+
+def _prefix(path: str) -> str:
+    """The prefix of a pair, of which it or one of the files is given."""
+    return path[: -len(PAIR[0])] if path.endswith(PAIR) else path
 
 
 def _known_endings() -> str:

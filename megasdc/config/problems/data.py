@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from megasdc.config.problems.problem import Problem
 from megasdc.config.sections.data import DataSection
 
+_PATHS = {
+    "files": "a file, folder or glob",
+    "hub": "the name of a hub dataset",
+    "megatron": "the prefix of a .bin and .idx, one of them, or a folder of them",
+}
+"""What `path` is of each kind that needs one."""
+
 
 def data_problems(data: DataSection) -> Iterator[Problem]:
     """Yield every contradiction between the section's fields."""
@@ -28,10 +35,9 @@ def _own_problems(data: DataSection) -> Iterator[Problem]:
     for index, source in enumerate(data.sources):
         path = f"megasdc.data.sources.{index}"
         if source.kind == "stdlib" and source.path is not None:
-            yield Problem((f"{path}.path",), 'kind "stdlib" takes no path; set kind "files" or "hub".')
+            yield Problem((f"{path}.path",), 'kind "stdlib" takes no path; set kind "files", "hub" or "megatron".')
         if source.kind != "stdlib" and not source.path:
-            needed = "a file, folder or glob" if source.kind == "files" else "the name of a hub dataset"
-            yield Problem((f"{path}.path",), f'missing; kind "{source.kind}" needs {needed}.')
+            yield Problem((f"{path}.path",), f'missing; kind "{source.kind}" needs {_PATHS[source.kind]}.')
         if source.pattern is not None and source.kind != "stdlib":
             yield Problem((f"{path}.pattern",), f'is for kind "stdlib", not "{source.kind}".')
         elif source.pattern is not None and not _inside(source.pattern):
@@ -43,9 +49,32 @@ def _own_problems(data: DataSection) -> Iterator[Problem]:
         for name in ("name", "streaming"):
             if source.kind != "hub" and getattr(source, name):
                 yield Problem((f"{path}.{name}",), f'is for kind "hub", not "{source.kind}".')
+    yield from _id_problems(data)
     if data.tokenizer.kind == "huggingface" and not data.tokenizer.path:
         path = "megasdc.data.tokenizer.path"
         yield Problem((path,), 'missing; kind "huggingface" needs a folder or the name of a hub tokenizer.')
+
+
+def _id_problems(data: DataSection) -> Iterator[Problem]:
+    """Settings of text, and a tokenizer that is not given, where sources hold token ids."""
+    of_ids = [index for index, source in enumerate(data.sources) if source.kind == "megatron"]
+    for index in of_ids:
+        source = data.sources[index]
+        for name in ("split", "revision", "text_field", "text_unit"):
+            if (value := getattr(source, name)) != type(source).model_fields[name].default:
+                path = f"megasdc.data.sources.{index}.{name}"
+                yield Problem((path,), f'got "{value}"; kind "megatron" has token ids, no text: leave it out.')
+    if of_ids and data.tokenizer.path is None and data.tokenizer.kind == "sentencepiece":
+        needed = f'the tokenizer that made the ids of megasdc.data.sources.{of_ids[0]}, of kind "megatron"'
+        yield Problem(("megasdc.data.tokenizer.path",), f"missing; needed: {needed}.")
+    if len(of_ids) == len(data.sources):
+        for name, value in (
+            ("max_unreadable", data.max_unreadable),
+            ("tokenizer.accept_unknown", data.tokenizer.accept_unknown),
+        ):
+            if value:
+                why = 'has no effect: it is about text, and all sources are of kind "megatron"; leave it out.'
+                yield Problem((f"megasdc.data.{name}",), why)
 
 
 def _inside(pattern: str) -> bool:

@@ -27,19 +27,19 @@ SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 class SourceSection(Section):
-    """One source of text for `prepare-data`."""
+    """One source of text, or of token ids, for `prepare-data`."""
 
     at_resume = "-"
 
-    kind: Literal["stdlib", "files", "hub"] = setting(
+    kind: Literal["stdlib", "files", "hub", "megatron"] = setting(
         "stdlib",
         "stdlib: text of the running Python's standard library; files: local files or folders; hub: a dataset by its "
-        "Hugging Face name.",
+        "Hugging Face name; megatron: token ids of `tokenizer.path` in Megatron's or NeMo's .bin and .idx, copied.",
     )
     path: str | None = setting(
         None,
         "files: a file, a folder or a glob of .txt, .jsonl (.ndjson, and .json that holds JSON lines), .parquet "
-        "(.gz and .zst too); hub: its name.",
+        "(.gz and .zst too); hub: its name; megatron: the prefix of a .bin and .idx, one of them, or a folder.",
     )
     name: str | None = setting(None, "hub: configuration name, such as `en` of allenai/c4.")
     split: str = setting("train", "hub: which split to read.")

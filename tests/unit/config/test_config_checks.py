@@ -21,6 +21,8 @@ from megasdc.config import (
 from megasdc.errors import ConfigError
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+IDS = {"kind": "megatron", "path": "a"}
+GIVEN = {"tokenizer": {"path": "t"}}
 
 
 def build(deepspeed=None, **sections):
@@ -78,6 +80,14 @@ def problem(deepspeed=None, **sections):
         ({"data": {"sources": [{"kind": "files"}]}}, ["sources.0.path: missing"]),
         ({"data": {"sources": [{"kind": "files", "path": "a", "streaming": True}]}}, ["streaming", '"hub"']),
         ({"data": {"sources": [{"kind": "files", "path": "a", "pattern": "*"}]}}, ["sources.0.pattern", '"stdlib"']),
+        ({"data": {"sources": [{"kind": "megatron"}], **GIVEN}}, ["sources.0.path: missing", "the prefix of a .bin"]),
+        ({"data": {"sources": [IDS]}}, ["tokenizer.path: missing", 'data.sources.0, of kind "megatron"']),
+        ({"data": {"sources": [{**IDS, "text_unit": "line"}], **GIVEN}}, ['0.text_unit: got "line"', "no text"]),
+        ({"data": {"sources": [IDS], "max_unreadable": 3, **GIVEN}}, ["data.max_unreadable: has no effect"]),
+        (
+            {"data": {"sources": [IDS], "tokenizer": {"path": "t", "accept_unknown": True}}},
+            ["data.tokenizer.accept_unknown: has no effect"],
+        ),
         ({"data": {"sources": [{"pattern": "../*.py"}]}}, ['sources.0.pattern: got "../*.py"', "inside the library"]),
         ({"data": {"sources": [{"pattern": "a**/*.py"}]}}, ["sources.0.pattern", "whole folders"]),
         ({"data": {"blend": [{"path": "a", "weight": 1.0}]}}, ['data.path: got "x"', "not in megasdc.data.blend (a)"]),
