@@ -32,8 +32,11 @@ NUM_PLACES = 5
 UNREADABLE = "what cannot be read"
 """Reason for skipping within `data.max_unreadable`."""
 _BUFFER_BYTES = 1 << 20
-_PACKED_BYTES = 1 << 16
-_TEXT_CHARACTERS = 10 << 20
+_ARRAY_BYTES = 1 << 16
+_ZST_BYTES = 1 << 12
+"""Bytes of a .zst file that are unpacked at once: to 128 MiB at most, as 4 bytes may stand for 128 KiB."""
+_MAX_WINDOW_BYTES = 1 << 31
+"""Largest window of a .zst frame, that of `zstd --long=31`, and of the library; so much memory a file may need."""
 _MAX_VALUE_CHARACTERS = 1 << 28
 """A value of JSON that is longer must be on one line."""
 _MAX_RETRIED_CHARACTERS = 1 << 17
@@ -163,7 +166,7 @@ def json_problem(path: Path, field: str) -> tuple[str, bool] | None:
             lines = _Lines(_first_lines(file))
             first = lines.peek()
             if first.startswith("["):
-                return _array_problem(path, field, first + file.read(_PACKED_BYTES).decode("utf-8", "surrogateescape"))
+                return _array_problem(path, field, first + file.read(_ARRAY_BYTES).decode("utf-8", "surrogateescape"))
             if not first or _has_lines(lines, field):
                 return None
     except Exception:
@@ -235,14 +238,20 @@ def _text_values(path: Path, unit: str) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, 1):
                 yield number, line.rstrip("\n")
         else:
-            number, rest = 1, ""
-            while block := file.read(_TEXT_CHARACTERS):
-                *paragraphs, rest = (rest + block).split("\n\n")
-                for paragraph in filter(None, paragraphs):
-                    yield number, paragraph
-                    number += 1
-            if rest:
-                yield number, rest
+            yield from enumerate(_paragraphs(file), 1)
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    """Paragraphs of a text: lines between blank ones, which are empty or have nothing but spaces and tabs."""
+    held: list[str] = []
+    for line in lines:
+        if line.strip(" \t\n"):
+            held.append(line)
+        elif held:
+            yield "".join(held).removesuffix("\n")
+            held = []
+    if held:
+        yield "".join(held).removesuffix("\n")
 
 
 def _json_column(path: Path, field: str) -> Iterator[tuple[int, Any]]:
@@ -528,16 +537,28 @@ def _unpack_gz(path: Path) -> Iterator[bytes]:
 
 
 def _unpack_zst(path: Path) -> Iterator[bytes]:
-    """All frames; EOFError if the file ends inside one, which `zstandard` accepts."""
+    """All frames; EOFError if the file ends inside one, which `zstandard` accepts.
+
+    DataError for a frame whose window is not to be held in memory: the file is whole, so that none is left out for it.
+    """
     import zstandard
 
-    with open(path, "rb") as source:
-        block = source.read(_PACKED_BYTES)
+    with open(path, "rb", buffering=_BUFFER_BYTES) as source:
+        block = source.read(_ZST_BYTES)
         while block:
-            frame = zstandard.ZstdDecompressor().decompressobj()
+            frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             while not frame.eof:
                 if not block:
                     raise EOFError("it is cut off, inside a compressed frame; fetch it again")
-                yield frame.decompress(block)
-                block = source.read(_PACKED_BYTES) if not frame.eof else frame.unused_data
-            block = block or source.read(_PACKED_BYTES)
+                try:
+                    unpacked = frame.decompress(block)
+                except zstandard.ZstdError as error:
+                    if "memory" not in str(error):
+                        raise
+                    raise DataError(
+                        f"file {path} was packed with a window that does not fit into memory ({error}); at most "
+                        f"{_MAX_WINDOW_BYTES >> 30} GiB can; unpack it where it does, or pack it again with `--long=27`"
+                    ) from error
+                yield unpacked
+                block = source.read(_ZST_BYTES) if not frame.eof else frame.unused_data
+            block = block or source.read(_ZST_BYTES)

@@ -46,7 +46,7 @@ class SourceSection(Section):
     revision: str | None = setting(None, "hub: commit, tag or branch to read; null: the newest.")
     text_field: str = setting("text", "Column or JSON key that holds the text.")
     text_unit: Literal["file", "paragraph", "line"] = setting(
-        "file", "files: what one document of a .txt file is; paragraphs are divided by empty lines."
+        "file", "files: what one document of a .txt file is; paragraphs are divided by blank lines (spaces, tabs)."
     )
     streaming: bool = setting(False, "hub: read without downloading the whole dataset first.")
     max_documents: PositiveInt | None = setting(None, "Stop after so many documents; null: all.")

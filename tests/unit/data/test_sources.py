@@ -89,6 +89,27 @@ def test_packed_files_of_several_parts(tmp_path):
     assert list(iterate_documents(files(tmp_path))) == ["one two", "one 2"]
 
 
+def with_window(content, log):
+    """A frame of .zst that says that it needs a window of so many bits, as `zstd --long` writes it from a stream."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    frame = bytearray(packer.compress(content) + packer.flush())
+    frame[5] = (log - 10) << 3
+    return bytes(frame)
+
+
+def test_zst_with_long_windows(tmp_path):
+    """Frames up to the window of `zstd --long=31` are read, several in a file too; larger ones are never skipped."""
+    assert zstandard.get_frame_parameters(with_window(b"a", 31)).window_size == 1 << 31
+    skippable = b"\x50\x2a\x4d\x18\x05\x00\x00\x00other"
+    packed = with_window(jsonl("a"), 31) + skippable + zstandard.compress(jsonl("b")) + with_window(jsonl("c"), 28)
+    for name in ("a.jsonl.zst", "b.json.zst"):
+        (tmp_path / name).write_bytes(packed)
+    assert list(iterate_documents(files(tmp_path))) == ["a", "b", "c"] * 2
+    (tmp_path / "c.txt.zst").write_bytes(with_window(b"a", 32))
+    with pytest.raises(DataError, match=r"c\.txt\.zst was packed with a window .*; at most 2 GiB can; .*--long=27"):
+        list(iterate_documents(files(tmp_path), LeftOut(9)))
+
+
 def test_folder_is_sorted_and_mixed(tmp_path):
     """A folder gives its files of all kinds in the order of their names, sub-folders included."""
     (tmp_path / "sub").mkdir()
@@ -106,6 +127,14 @@ def test_text_unit(tmp_path, unit, texts):
     """A .txt file can be cut at lines or at empty lines."""
     (tmp_path / "a.txt").write_text("a\nb\n\nc")
     assert list(iterate_documents(files(tmp_path, text_unit=unit))) == texts
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_paragraphs(tmp_path, end):
+    """Lines between blank ones, whatever ends a line, with spaces or without; none is part of a paragraph."""
+    lines = ["", "  a", "b ", "", "", "c", " \t", "d", "\f", "", ""]
+    (tmp_path / "a.txt").write_bytes(end.join(lines).encode())
+    assert list(iterate_documents(files(tmp_path, text_unit="paragraph"))) == ["  a\nb ", "c", "d\n\f"]
 
 
 def test_text_field_and_documents_without_text(tmp_path):
