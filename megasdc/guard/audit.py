@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megasdc.errors import ConfigError
+from megasdc.guard.buffers import StillBuffers
 from megasdc.guard.copies import judge_copies, read_copies
 from megasdc.guard.probe import Batch, Probe
 from megasdc.guard.record import Recorder
@@ -23,8 +24,9 @@ from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
 
-RESULTS, COPIES, PLACE, NO_RECORDS = "results", "copies", "place", "no records"
-"""Names in the agreement of an audit: what replicas are to have alike, whether results follow the place, or lack."""
+RESULTS, COPIES, BUFFERS, PLACE, NO_RECORDS, WRITTEN = "results", "copies", "buffers", "place", "no records", "written"
+"""Names in the agreement of an audit: what replicas are to have alike, whether results follow the place, or lack, and
+whether buffers were written to."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class GuardAudit(Part):
         self.count = 0
         self._modules = _modules_of(engine.module)
         self._algorithm = training.algorithm
+        self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
         recorder = Recorder(engine.module, training.watched, self._algorithm)
         self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
         referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
@@ -115,21 +118,42 @@ class GuardAudit(Part):
     def _compute(self, step: int, source: int) -> Audited:
         """Compute the batch of a step of a replica, on all, and compare."""
         dims, problem, own, batch = self._dims, None, Trace(), None
-        copies = read_copies(self._engine, self._algorithm, step)
+        copies, (buffers, moved_on) = read_copies(self._engine, self._algorithm, step), self._buffers.look()
         try:
             batch = self._probe.share(step, dims.first_replica_rank + source * dims.tensor, self._copies)
             self._check_model()
             own = self._probe.compute(batch, step)
         except ConfigError as error:
             problem = error.problems
-        if problems := [one for one in gather_objects(problem, self._world) if one]:
+        written = self._written(copies, step) if self.count == 0 else None  # on all ranks, whatever was raised
+        if problems := [one for one in gather_objects(problem or written, self._world) if one]:
             raise ConfigError(problems[0])
         assert batch is not None, "no rank has a problem"
         moved = self._move(batch, step)
         matters = moved is not None and digest(moved.trace) != digest(own)
-        flags = {PLACE: matters, NO_RECORDS: not len(own)}
-        agreed = compare_replicas({RESULTS: digest(own), COPIES: digest(copies)}, flags, dims, self._world)
+        flags = {PLACE: matters, NO_RECORDS: not len(own), WRITTEN: moved_on}
+        values = {RESULTS: digest(own), COPIES: digest(copies), BUFFERS: buffers}
+        agreed = compare_replicas(values, flags, dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
+
+    def _written(self, copies: Trace, step: int) -> list[str] | None:
+        """That the model writes into its own parameters when it is computed, as the first audit finds on all replicas.
+
+        Args:
+            copies: read before it was.
+
+        Collective: the ranks that hold the same parameters.
+        """
+        pairs = zip(copies.addresses, read_copies(self._engine, self._algorithm, step).checksums, strict=True)
+        before = dict(zip(copies.addresses, copies.checksums, strict=True))
+        own = next((f"{address.fqn}.{address.slot}" for address, now in pairs if now != before[address]), None)
+        found = set(gather_objects(own, self._copies))
+        if len(found) > 1 or own is None:  # a single rank's was hit by a fault
+            return None
+        return [
+            f"audit.enabled: got true, and the model writes into its parameter {own} whenever it is computed, which "
+            "an audit would do, too: register it as a buffer, or set it to false."
+        ]
 
     def _settle(self, audited: Audited) -> Iterator[Settled]:
         """What an audit has found, with rulings; nothing: all agrees."""
@@ -137,6 +161,8 @@ class GuardAudit(Part):
         if agreed.differing[COPIES]:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
             return
+        if agreed.differing[BUFFERS] or agreed.raised[WRITTEN]:
+            yield from self._settle_buffers(audited.step)
         step, batch = audited.step, audited.batch
         earlier = self._training.suspects.ranks
         work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
@@ -158,9 +184,20 @@ class GuardAudit(Part):
 
         return Moved(again(), again, lambda: places.learn(step, compute))
 
+    def _settle_buffers(self, step: int) -> Iterator[Settled]:
+        """Buffers that differ though nothing has written to them; the results of the audit are of one replica's."""
+        names = self._buffers.differing()
+        if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
+            self._tell("guard", "buffers_differ", step=step, buffers=all_names)
+            again = self._buffers.trace(step, names, again=True)
+            yield self._settle_held(self._buffers.trace(step, names), again)
+
     def _settle_copies(self, audited: Audited) -> Settled:
-        again = read_copies(self._engine, self._algorithm, audited.step)
-        found, repeated = (gather_traces(one, self._dims, self._world) for one in (audited.copies, again))
+        return self._settle_held(audited.copies, read_copies(self._engine, self._algorithm, audited.step))
+
+    def _settle_held(self, held: Trace, again: Trace) -> Settled:
+        """Rule on what replicas hold alike; ``again``: read once more."""
+        found, repeated = (gather_traces(one, self._dims, self._world) for one in (held, again))
         rulings = judge_copies(found, repeated, self._dims)
         named = [one.rank for one in rulings if one.rank is not None]
         return Settled("parameters", None, rulings, *count_differing(found, self._dims, named))

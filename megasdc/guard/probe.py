@@ -2,7 +2,7 @@
 
 What the model was given in the first forward pass of an audited step on one replica is sent to the others. All compute
 it forward and backward with the same random numbers and buffers. ``torch.autograd.grad`` writes no gradient and calls
-no hook of ZeRO; random state and buffers are put back.
+no hook of ZeRO; random state, buffers and all else that submodules keep are put back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.errors import ConfigError
+from megasdc.guard.attributes import NotKept, attributes_kept, equal_bits
 from megasdc.guard.record import Recorder
 from megasdc.guard.uses import count_uses
 from megasdc.parallel.collectives import broadcast_object
@@ -153,8 +154,8 @@ class Probe:
             except RuntimeError as error:
                 if (reason := _why_not(error)) is None:
                     raise
-                first = str(error).splitlines()[0]
-                raise ConfigError(f"{self._said}, and {reason}; or set it to {self._off}. {first}") from error
+                first = "" if isinstance(error, NotKept) else f" {str(error).splitlines()[0]}"
+                raise ConfigError(f"{self._said}, and {reason}; or set it to {self._off}.{first}") from error
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
@@ -198,27 +199,27 @@ class Probe:
     def _as_of(self, batch: Batch, step: int, state: dict[str, Any] | None) -> Iterator[None]:
         """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
         own = capture_rng()
-        before = {name: (value, value.detach().clone()) for name, value in self._model.named_buffers()}
-        stage = {name: getattr(self._model, name) for name in OF_STAGES if hasattr(self._model, name)}
-        undo = set_deterministic(DeterminismSection(enabled=state is None))
-        try:
-            vars(self._model).update(dict.fromkeys(stage, 0))
-            _fill(before, batch.buffers)
-            if state is None:
-                seed_generators(self._seed, step, 0)
-            else:
-                restore_rng(state)
-            yield
-        finally:
-            undo()
-            vars(self._model).update(stage)
-            restore_rng(own)
-            _fill(before, {name: value for name, (_, value) in before.items()})
+        with attributes_kept(self._model):
+            stage = [name for name in OF_STAGES if hasattr(self._model, name)]
+            undo = set_deterministic(DeterminismSection(enabled=state is None))
+            try:
+                vars(self._model).update(dict.fromkeys(stage, 0))
+                _fill(self._model, batch.buffers)
+                if state is None:
+                    seed_generators(self._seed, step, 0)
+                else:
+                    restore_rng(state)
+                yield
+            finally:
+                undo()
+                restore_rng(own)
 
 
 def _why_not(error: RuntimeError) -> str | None:
     """Why PyTorch cannot compute a model so, and what helps; None: for another reason."""
     text = str(error)
+    if isinstance(error, NotKept):
+        return text
     if "checkpoint" in text.lower():
         return (
             "the model recomputes activations by reentrant checkpointing, which torch.autograd.grad cannot pass: use "
@@ -231,8 +232,12 @@ def _why_not(error: RuntimeError) -> str | None:
     return None
 
 
-def _fill(buffers: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+def _fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Those that are alike are not written to."""
     with torch.no_grad():
-        for name, (buffer, _) in buffers.items():
-            if name in values and values[name].shape == buffer.shape:
-                buffer.copy_(values[name])
+        for name, buffer in model.named_buffers():
+            if name not in values or values[name].shape != buffer.shape:
+                continue
+            given = values[name].to(buffer)
+            if buffer.layout != torch.strided or not equal_bits(given, buffer):
+                buffer.copy_(given)

@@ -645,12 +645,23 @@ def _refusals(folder: str) -> list[str]:
     refused(ConfigError, lambda: train(engine, 1, 0))
     guard.close()
     engine = _engine()
+    head, compute = engine.module.lm_head, engine.module.lm_head.forward
+
+    def halved(given: torch.Tensor) -> torch.Tensor:
+        head.weight.data.mul_(0.5)
+        return compute(given)  # type: ignore[no-any-return]
+
+    head.forward = halved
+    guard = megasdc.attach(engine, good)
+    refused(ConfigError, lambda: train(engine, 1, 0))
+    guard.close()
+    engine = _engine()
     engine.module.model.layers[0].mlp.compile()
     refused(ConfigError, lambda: megasdc.attach(engine, good))
     refused(ConfigError, lambda: megasdc.attach(llama_engine(deepspeed_config(3, "fp32")), good))
     trainer = llama_trainer(deepspeed_config(3, "fp32"), None, folder, 1)
     trainer.args.torch_compile = True
-    refused(ConfigError, lambda: megasdc.attach(trainer, good))
+    refused(ConfigError, lambda: megasdc.attach(trainer, {**good, "audit": {"submodules": ["*.up_prj", "*.layers"]}}))
     trainer.is_deepspeed_enabled = False
     refused(ConfigError, lambda: megasdc.attach(trainer, good))
     return said
@@ -670,9 +681,15 @@ def test_what_cannot_be_guarded_says_why(tmp_path: Path) -> None:
         ("engine: it has a guard already",),
         ("submodule lm_head of its model was added, removed or replaced",),
         ("reentrant", "use_reentrant=False"),
+        ("writes into its parameter lm_head.weight",),
         ("its model is compiled",),
         ("zero_optimization.stage: got 3", "0 to 2"),
-        ("TrainingArguments.torch_compile: got True; allowed: False", "zero_optimization.stage: got 3"),
+        (
+            "TrainingArguments.torch_compile: got True; allowed: False",
+            "zero_optimization.stage: got 3",
+            "audit.submodules.0: got '*.up_prj'",
+            "audit.submodules.1: got '*.layers', which matches no submodule that computes something",
+        ),
         ("alone or by DistributedDataParallel or FSDP, which cannot be guarded yet",),
     ]
     for said in run_distributed(_refusals, 2, str(tmp_path / "run")):

@@ -184,9 +184,9 @@ def _ranks(some: Sequence[int]) -> str:
 
 def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, budget: Budget) -> Hearing:
     """An opinion from one exhibit of each rank; ``known``: their digests."""
-    if len({operands for operands, _ in known.values()}) > 1:
-        return Opinion(address, {}, DIFFERS)
-    rows, agreeing_rows = _rows([digests for _, digests in known.values()])
+    if len({operands for operands, *_ in known.values()}) > 1:
+        return Opinion(address, {}, _differs(list(known.values())))
+    rows, agreeing_rows = _rows([digests for _, digests, _ in known.values()])
     if not rows:
         return Opinion(address, {}, "the results are equal when they are repeated")
     rows = [*rows, *agreeing_rows]
@@ -254,9 +254,22 @@ def _part(exact: Exact, some: slice) -> Exact:
     return Exact(exact.values[some], exact.bounds[some])
 
 
-def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int]]:
-    """Checksums of what the result was made of, with its shape, and of its rows."""
-    return (*map(_digest, exhibit.factors), *exhibit.result.shape), [_digest(row) for row in exhibit.result.cpu()]
+def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int], tuple[str, ...]]:
+    """Checksums of what the result was made of, with its shape, and of its rows; names of what the submodule holds."""
+    operands = (*exhibit.result.shape, *map(_digest, exhibit.factors))
+    return operands, [_digest(row) for row in exhibit.result.cpu()], exhibit.held
+
+
+def _differs(known: Sequence[tuple[tuple[int, ...], Any, tuple[str, ...]]]) -> str:
+    """That ranks had other operands; with what their submodules hold, if that is it, of which nobody knows whose is
+    right.
+    """
+    names = known[0][2]
+    operands = [one[len(one) - len(names) :] for one, *_ in known]
+    if not names or any(other != names for *_, other in known):
+        return DIFFERS
+    own = [name for name, *values in zip(names, *operands, strict=True) if len(set(values)) > 1]
+    return f"{DIFFERS}: of the submodule {', '.join(own[:5])}" if own else DIFFERS
 
 
 def _rows(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

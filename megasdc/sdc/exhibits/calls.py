@@ -104,6 +104,7 @@ class Exhibit:
         compute: elements in fp64, from their rows [n] and columns [n].
         is_product: ``factors`` are left [R, K], right [C, K] and, if there is one, bias [C]: left right^T + bias.
         trust: how far what it was taken for, and its bounds, are to be believed.
+        held: names of the last of ``factors``: parameters and buffers of the submodule.
     """
 
     result: Tensor
@@ -111,6 +112,7 @@ class Exhibit:
     compute: Callable[[Tensor, Tensor], Exact]
     is_product: bool = False
     trust: Trust = PROVED
+    held: tuple[str, ...] = ()
 
 
 @contextmanager

@@ -111,8 +111,8 @@ def _exhibit(
     call: Call, result: Tensor, slopes: Sequence[Tensor], compute: Callable[[nn.Module, Any], Tensor]
 ) -> Exhibit | str:
     module = call.module
-    held = [*module.parameters(), *module.buffers()]
-    factors = tuple(one.detach() for one in (*tensors_in((call.args, call.options)), *slopes, *held))
+    held = _held(module)
+    factors = tuple(one.detach() for one in (*tensors_in((call.args, call.options)), *slopes, *held.values()))
     kind = _coarsest(call, result, factors)
     if kind is None or result.dtype not in NARROW:
         return "it does not compute in fp32, bf16 or fp16 alone"
@@ -138,7 +138,13 @@ def _exhibit(
         values, off = values.reshape(shape.shape), off.reshape(shape.shape)
         return Exact(values[rows, columns], off[rows, columns])
 
-    return Exhibit(shape.detach(), factors, taken, trust=estimated(kind))
+    return Exhibit(shape.detach(), factors, taken, trust=estimated(kind), held=tuple(held))
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a submodule and of those in it, by kind and name."""
+    found = {f"parameter {name}": one for name, one in module.named_parameters()}
+    return found | {f"buffer {name}": one for name, one in module.named_buffers()}
 
 
 def _coarsest(call: Call, result: Tensor, factors: Sequence[Tensor]) -> torch.dtype | None:
