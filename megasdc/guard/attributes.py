@@ -81,6 +81,7 @@ class _Kept:
         self._undo: list[Callable[[], object]] = []
         self._waiting: deque[tuple[str, Any]] = deque()
         self._copies: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}
         classes: dict[type, None] = {}
         for fqn, module in model.named_modules():
             self._waiting.append((f"submodule {fqn}" if fqn else "the model", module))
@@ -111,6 +112,11 @@ class _Kept:
             return self._iterator(value)
         self._waiting.append((where, value))
         return value
+
+    def _back(self, value: Any) -> Any:
+        """What is put back for a value that was noted: an iterator that was not moved on stays, others may have it."""
+        original = self._originals.get(id(value), value)
+        return value if original is not value and _moved(original, value) else original
 
     def _note(self, where: str, value: Any) -> None:
         if id(value) in self._seen:
@@ -158,9 +164,10 @@ class _Kept:
         if not isinstance(slot, types.MemberDescriptorType):
             return
         held = slot.__get__(value) if _has(slot, value) else _ABSENT
-        wanted = held if held is _ABSENT else self._later(where, held)
+        noted = held if held is _ABSENT else self._later(where, held)
 
         def undo() -> None:
+            wanted = self._back(noted)
             if wanted is _ABSENT and _has(slot, value):
                 slot.__delete__(value)
             elif wanted is not _ABSENT and (not _has(slot, value) or slot.__get__(value) is not wanted):
@@ -177,8 +184,8 @@ class _Kept:
             for name in now.keys() - kept:
                 delattr(kind, name)
             for name, value in kept.items():
-                if now.get(name, _ABSENT) is not value:
-                    setattr(kind, name, value)
+                if now.get(name, _ABSENT) is not (wanted := self._back(value)):
+                    setattr(kind, name, wanted)
 
         self._undo.append(undo)
 
@@ -195,8 +202,8 @@ class _Kept:
             for name in [one for one in own if one not in skipped and one not in kept]:
                 del own[name]
             for name, value in kept.items():
-                if own.get(name, _ABSENT) is not value:
-                    own[name] = value
+                if own.get(name, _ABSENT) is not (wanted := self._back(value)):
+                    own[name] = wanted
 
         self._undo.append(undo)
 
@@ -205,9 +212,10 @@ class _Kept:
         base: Any = OrderedDict if isinstance(own, OrderedDict) else dict  # a class of its own may do more
 
         def undo() -> None:
-            if not _same(list(own.items()), kept):
+            wanted = [(key, self._back(value)) for key, value in kept]
+            if not _same(list(own.items()), wanted):
                 base.clear(own)
-                for key, value in kept:
+                for key, value in wanted:
                     base.__setitem__(own, key, value)
 
         self._undo.append(undo)
@@ -217,9 +225,10 @@ class _Kept:
         base: Any = deque if isinstance(own, deque) else list
 
         def undo() -> None:
-            if len(own) != len(kept) or any(one is not other for one, other in zip(own, kept, strict=True)):
+            wanted = list(map(self._back, kept))
+            if len(own) != len(wanted) or any(one is not other for one, other in zip(own, wanted, strict=True)):
                 base.clear(own)
-                base.extend(own, kept)
+                base.extend(own, wanted)
 
         self._undo.append(undo)
 
@@ -263,7 +272,8 @@ class _Kept:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self._copies[id(value)] = copy.copy(value)
+                self._copies[id(value)] = copied = copy.copy(value)
+                self._originals[id(copied)] = value
         except Exception:  # of any class: an iterator of somebody's, which is taken for one that is not moved on
             self._copies[id(value)] = value
         return self._copies[id(value)]
@@ -309,6 +319,16 @@ def _has(slot: Any, value: Any) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _moved(iterator: Any, before: Any) -> bool:
+    """Whether an iterator is not where its copy of before is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return bool(iterator.__reduce__() != before.__reduce__())
+    except Exception:  # of any class: what is in it may not be comparable
+        return True
 
 
 def _same(now: list[tuple[Any, Any]], kept: list[tuple[Any, Any]]) -> bool:

@@ -186,11 +186,13 @@ def test_what_is_kept_stays_the_same_object() -> None:
     """Others may have it, too; and what nothing has changed is not written to."""
     model = _model()
     running, cache, version = model.running, model.cache.layers, model.layer.weight._version
+    model.others = model.forward_only = iter([1, 2])  # which the training moves on, too
+    others = model.others
     untouched = model.aside[0].weight.data
     with attributes_kept(model):
         model(torch.randn(4, 8))
         model.running, model.cache = torch.ones(3), None
         running.resize_(99).fill_(2)
     assert model.running is running and model.cache.layers is cache and model.cache.layers[0].keys is None
-    assert running.tolist() == [0.0] * 8
+    assert running.tolist() == [0.0] * 8 and model.others is model.forward_only is others
     assert (model.layer.weight._version, untouched._version) == (version, untouched._version)
