@@ -208,6 +208,11 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._backend.encode(texts)
         return self._model(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
+    def begins_texts(self) -> bool:
+        """Whether its own template puts its beginning-of-sequence token before a text, as Llama's does."""
+        ids = list(self._model("a")["input_ids"])
+        return self.beginning_of_document is not None and ids[:1] == [self.beginning_of_document]
+
     def count_unknown(self, text: str) -> int:
         """Number of characters that become unknown ids; of a tokenizer with Python code the share of these ids."""
         if self._backend is None or self.unknown is None:

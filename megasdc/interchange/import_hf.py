@@ -28,7 +28,13 @@ from megasdc.checkpoint.initial import (
     weights_file,
 )
 from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
-from megasdc.data.tokenizer import complete_tokenizer, copy_tokenizer_files, kind_of_files, load_tokenizer
+from megasdc.data.tokenizer import (
+    HuggingFaceTokenizer,
+    complete_tokenizer,
+    copy_tokenizer_files,
+    kind_of_files,
+    load_tokenizer,
+)
 from megasdc.durable import write_durably
 from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
@@ -208,9 +214,9 @@ def _refuse_links_out(folder: Path) -> None:
 
 
 def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None, str | None]:
-    """Copy the files of a tokenizer, if there are any; returns number of entries, end-of-document id, and the problem.
+    """Copy the files of a tokenizer, if there are any; returns number of entries, end-of-document id, and what to know.
 
-    The first two are None if unknown, the last if there is none.
+    The first two are None if unknown, the last if there is nothing.
     """
     remedy = "prepare the data with the tokenizer that the model was trained with; only its size can be compared"
     if not copy_tokenizer_files(folder, target):
@@ -222,7 +228,13 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
         tokenizer = load_tokenizer(kind_of_files(target), target)
     except DataError as error:  # training needs the tokenizer of its data only
         return None, None, f"the tokenizer that came with the model cannot be used ({error}): {remedy}"
-    return tokenizer.vocab_size, tokenizer.end_of_document, None
+    note = None
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_texts():
+        note = (
+            f"the model's tokenizer puts its beginning-of-sequence token, id {tokenizer.beginning_of_document}, before "
+            "a text: prepare data and train with data.bos true to go on so; without it nothing stands before a document"
+        )
+    return tokenizer.vocab_size, tokenizer.end_of_document, note
 
 
 def _record(path: Path) -> FileRecord:

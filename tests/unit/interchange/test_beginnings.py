@@ -144,8 +144,11 @@ def test_special_ids_come_back_from_an_import(tmp_path, generation):
     (folder / "generation_config.json").unlink()
     if generation:
         (folder / "generation_config.json").write_text(GENERATION)
-    tokenizer(folder)
-    import_hf(folder, tmp_path / "weights")
+    tokenizer(folder, template=generation)
+    note = import_hf(folder, tmp_path / "weights").note or ""
+    assert (
+        "beginning-of-sequence token, id 1, before a text: prepare data and train with data.bos" in note
+    ) == generation
     found = export_hf(tmp_path / "weights", tmp_path / "out")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert {key: config[key] for key in IDS} == IDS
@@ -153,9 +156,9 @@ def test_special_ids_come_back_from_an_import(tmp_path, generation):
     assert out.read_text() == GENERATION if generation else not out.exists()
     text = (tmp_path / "out/README.md").read_text()
     assert "Ids of special tokens are those that were imported." in text
-    call = "tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids"
+    call = f"tokenizer(text, {'add_special_tokens=False, ' if generation else ''}split_special_tokens=True).input_ids"
     assert f"Data that `megasdc prepare-data` makes with it have the ids of `{call}`" in text
-    assert found.tokenizer == "auto" and call in found.render()
+    assert found.tokenizer == "auto" and (call in found.render()) == generation
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
 
