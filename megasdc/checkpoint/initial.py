@@ -117,7 +117,7 @@ class InitialWeights:
         if name not in self.manifest.files:
             return {}
         if device != "meta":
-            self._verify(name)
+            self.verify_file(name)
         with open_tensors(self.path / name) as file:
             if device == "meta":
                 return {key: _meta(file, key) for key in file.keys()}  # noqa: SIM118 - not a dict
@@ -130,9 +130,14 @@ class InitialWeights:
             CheckpointError: a file is missing or changed; names it.
         """
         for name in self.manifest.files:
-            self._verify(name)
+            self.verify_file(name)
 
-    def _verify(self, name: str) -> None:
+    def verify_file(self, name: str) -> None:
+        """Compare one file with its record, once.
+
+        Raises:
+            CheckpointError: it is missing or changed.
+        """
         if name in self._verified:
             return
         path, record = self.path / name, self.manifest.files[name]

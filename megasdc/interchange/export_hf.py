@@ -7,7 +7,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +222,8 @@ def export_hf(
         if own:  # what came with the weights goes with them, byte for byte
             for file in sorted((weights.path / TOKENIZER_FOLDER).iterdir()):
                 shutil.copyfile(file, folder / file.name)
-        _write_configs(folder, weights, words.end_of_document, beginning, dtype_name(saved))
+        special = _special_ids(weights, beginning, words.end_of_document)
+        _write_configs(folder, weights, special, words.end_of_document, dtype_name(saved))
         encoding = None if note is not None else _encoding(weights, words, folder, beginning)
         if encoding is not None and (encoding.adds or encoding.call is None):
             note = encoding.text
@@ -242,7 +243,7 @@ def export_hf(
             logits=compare_logits(weights, exported, rounded_to=_DTYPES.get(dtype), progress=progress),
         )
         text = encoding.text if encoding is not None else note or ""
-        _write_readme(folder, weights, (beginning, words.end_of_document), text, result)
+        _write_readme(folder, weights, special.text, text, result)
     return result
 
 
@@ -343,38 +344,68 @@ def _write_shards(folder: Path, shards: dict[str, dict[str, Tensor]], stream: It
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_configs(folder: Path, weights: WeightSource, end: int, beginning: int | None, dtype: str) -> None:
-    """Write ``config.json`` and ``generation_config.json``; special ids as they were imported, if they were."""
+@dataclass(frozen=True)
+class _SpecialIds:
+    """Ids of special tokens of an export, by their keys in ``config.json``.
+
+    ``origin``: imported weights whose ``generation_config.json`` is passed on, if they have one; None: it is written
+    from the ids. ``text``: what is said of them.
+    """
+
+    ids: Mapping[str, int | list[int] | None]
+    origin: InitialWeights | None
+    text: str
+
+
+def _special_ids(weights: WeightSource, beginning: int | None, end: int) -> _SpecialIds:
+    """Those that were imported, also of a run that has started from them, as far as it was trained with them.
+
+    ``beginning``, ``end``: ids before and after a document in training; of imported weights those of the tokenizer.
+    """
+    ids: dict[str, int | list[int] | None] = {
+        "bos_token_id": end if beginning is None else beginning,
+        "eos_token_id": end,
+    }
+    if isinstance(weights, InitialWeights):
+        if (imported := weights.manifest.token_ids) is None:  # an older import
+            return _SpecialIds(ids, None, f"The id that ends a document is {end}.")
+        return _SpecialIds(imported, weights, "Ids of special tokens are those that were imported.")
+    before = "nothing was put before it" if beginning is None else f"began with token {beginning}"
+    text = f"In training a document ended with token {end}, and {before}."
+    path = (weights.config or {}).get("megasdc", {}).get("model", {}).get("initial_weights")
+    if path is None:
+        return _SpecialIds(ids, None, text)
+    try:
+        origin = InitialWeights(path)
+    except CheckpointError:
+        gone = f"It began with {path}, where no imported weights are now: what special ids these had is not known."
+        return _SpecialIds(ids, None, f"{text} {gone}")
+    imported, source = origin.manifest.token_ids or {}, origin.manifest.source
+    ends = imported.get("eos_token_id")
+    if end not in (ends if isinstance(ends, list) else [ends]):
+        other = f"The eos_token_id of {source}, with which it began, is {json.dumps(ends)}: its ids are not kept."
+        return _SpecialIds(ids, None, f"{text} {other}")
+    kept = imported | ({} if beginning is None else {"bos_token_id": beginning})
+    return _SpecialIds(kept, origin, f"{text} Ids of special tokens are those of {source}, with which it began.")
+
+
+def _write_configs(folder: Path, weights: WeightSource, special: _SpecialIds, end: int, dtype: str) -> None:
+    """Write ``config.json`` and ``generation_config.json``."""
     config = hf_config(weights.model, weights.vocab_size, end, dtype)
-    if isinstance(weights, InitialWeights) and weights.manifest.token_ids is not None:
-        ids = weights.manifest.token_ids
-        config = {key: value for key, value in config.items() if key not in ("bos_token_id", "eos_token_id")} | ids
-        if GENERATION_FILE in weights.manifest.files:
-            shutil.copyfile(weights.path / GENERATION_FILE, folder / GENERATION_FILE)
-    else:
-        ids = {"bos_token_id": end if beginning is None else beginning, "eos_token_id": end}
-        config |= ids
-        _write_json(folder / GENERATION_FILE, ids)
-    _write_json(folder / "config.json", config)
+    config = {key: value for key, value in config.items() if key not in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "config.json", {**config, **special.ids})
+    if special.origin is None:
+        _write_json(folder / GENERATION_FILE, dict(special.ids))
+    elif GENERATION_FILE in special.origin.manifest.files:
+        special.origin.verify_file(GENERATION_FILE)
+        shutil.copyfile(special.origin.path / GENERATION_FILE, folder / GENERATION_FILE)
 
 
-def _write_readme(
-    folder: Path, weights: WeightSource, ids: tuple[int | None, int], tokenizer: str, result: ExportResult
-) -> None:
-    """``ids``: before and after a document; ``tokenizer``: what is said of it."""
-    imported = isinstance(weights, InitialWeights)
-    kept = isinstance(weights, InitialWeights) and weights.manifest.token_ids is not None
+def _write_readme(folder: Path, weights: WeightSource, ids: str, tokenizer: str, result: ExportResult) -> None:
+    """``ids``, ``tokenizer``: what is said of them."""
     of = f"imported from {weights.manifest.source}" if isinstance(weights, InitialWeights) else f"step {result.step}"
-    documents = (
-        "Ids of special tokens are those that were imported."
-        if kept
-        else f"The id that ends a document is {ids[1]}."
-        if imported
-        else f"In training a document ended with token {ids[1]}, and "
-        + ("nothing was put before it." if ids[0] is None else f"began with token {ids[0]}.")
-    )
     text = (
-        f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n{documents}\n\n"
+        f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n{ids}\n\n"
         f"## Tokenizer\n\n{tokenizer}\n"
     )
     write_durably(folder / "README.md", text)

@@ -184,10 +184,18 @@ def test_export_computes_what_the_run_computed(
 def test_training_starts_from_imported_weights_at_another_layout(
     tmp_path: Path, data: Path, trained: Trained, name: str, source: tuple[int, int, int], layout: tuple[int, int, int]
 ) -> None:
-    """A step with rate 0, the first of a warm-up, keeps every imported tensor; a resume needs the folder no more."""
+    """A step with rate 0, the first of a warm-up, keeps every imported tensor; a resume needs the folder no more.
+
+    Special ids and what came for ``generate`` come back too, as long as the folder is there.
+    """
     from megasdc.train.inference import evaluate_weights
 
     export_hf(trained(name, source) / "checkpoints", tmp_path / "out")
+    exported = json.loads((tmp_path / "out/config.json").read_text())
+    end, generation = exported["eos_token_id"], '{"eos_token_id":  7, "temperature": 0.6, "do_sample": true}'
+    special = {"bos_token_id": 5, "eos_token_id": [7, end], "pad_token_id": 3}
+    (tmp_path / "out/config.json").write_text(json.dumps(exported | special))
+    (tmp_path / "out/generation_config.json").write_text(generation)
     section = import_hf(tmp_path / "out", tmp_path / "weights").model
     config = write_config(
         tmp_path / "c.json",
@@ -207,10 +215,16 @@ def test_training_starts_from_imported_weights_at_another_layout(
     assert now == [pytest.approx(reported, rel=1e-5)]
     export_hf(tmp_path / "run/checkpoints", tmp_path / "again")
     assert _same(tmp_path / "out", tmp_path / "again")
+    assert special.items() <= json.loads((tmp_path / "again/config.json").read_text()).items()
+    assert (tmp_path / "again/generation_config.json").read_text() == generation
     found = evaluate_weights(tmp_path / "weights", config_path=config)
     assert found.loss == pytest.approx(reported, rel=1e-5)
     shutil.rmtree(tmp_path / "weights")
     assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.checkpoint.resume=must")} == {0}
+    export_hf(tmp_path / "run/checkpoints", tmp_path / "later")
+    ids = {"bos_token_id": end, "eos_token_id": end}
+    assert json.loads((tmp_path / "later/generation_config.json").read_text()) == ids
+    assert "where no imported weights are now" in (tmp_path / "later/README.md").read_text()
 
 
 def test_training_starts_from_a_checkpoint_of_another_layout(tmp_path: Path, data: Path, trained: Trained) -> None:
