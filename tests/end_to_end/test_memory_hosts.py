@@ -28,7 +28,8 @@ pytestmark = [
 def test_a_lost_host_is_replaced_from_its_partners_memory(tmp_path: Path, folder: Path) -> None:  # noqa: F811
     """Two hosts train, one is powered off, a third takes its place with nothing on any disk: equal bits at the end."""
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    config = write(folder, "run")
+    # Each snapshot is at the partner before the next one is due, on a busy machine too.
+    config = write(folder, "run", delay=[{"kind": "normal", "mean_s": 0.5, "std_s": 0.0, "steps": [12, 24]}])
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with Cluster(tmp_path / "cluster", 3, env=env) as hosts:
 
