@@ -29,7 +29,7 @@ from megasdc.data.tokenizer import (
     load_tokenizer,
 )
 from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
-from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
+from megasdc.errors import CheckpointError, ConfigError, DataError, MegasdcError, StorageError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_tokenizer import Encoding, describe_encoding, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
@@ -222,7 +222,7 @@ def export_hf(
         if own:  # what came with the weights goes with them, byte for byte
             for file in sorted((weights.path / TOKENIZER_FOLDER).iterdir()):
                 shutil.copyfile(file, folder / file.name)
-        special = _special_ids(weights, beginning, words.end_of_document)
+        special = _special_ids(weights, beginning, words)
         _write_configs(folder, weights, special, words.end_of_document, dtype_name(saved))
         encoding = None if note is not None else _encoding(weights, words, folder, beginning)
         if encoding is not None and (encoding.adds or encoding.call is None):
@@ -357,11 +357,12 @@ class _SpecialIds:
     text: str
 
 
-def _special_ids(weights: WeightSource, beginning: int | None, end: int) -> _SpecialIds:
+def _special_ids(weights: WeightSource, beginning: int | None, tokenizer: Tokenizer) -> _SpecialIds:
     """Those that were imported, also of a run that has started from them, as far as it was trained with them.
 
-    ``beginning``, ``end``: ids before and after a document in training; of imported weights those of the tokenizer.
+    ``beginning``: the id before a document in training; None: there was none.
     """
+    end = tokenizer.end_of_document
     ids: dict[str, int | list[int] | None] = {
         "bos_token_id": end if beginning is None else beginning,
         "eos_token_id": end,
@@ -384,6 +385,11 @@ def _special_ids(weights: WeightSource, beginning: int | None, end: int) -> _Spe
     ends = imported.get("eos_token_id")
     if end not in (ends if isinstance(ends, list) else [ends]):
         other = f"The eos_token_id of {source}, with which it began, is {json.dumps(ends)}: its ids are not kept."
+        return _SpecialIds(ids, None, f"{text} {other}")
+    try:
+        _compare_ids(tokenizer, Path("that of the run"), origin.path / TOKENIZER_FOLDER)
+    except MegasdcError:  # the folder has another model now, or no tokenizer came with it
+        other = f"Now {path} is of {source}, without the tokenizer of the run: its ids are not kept."
         return _SpecialIds(ids, None, f"{text} {other}")
     kept = imported | ({} if beginning is None else {"bos_token_id": beginning})
     return _SpecialIds(kept, origin, f"{text} Ids of special tokens are those of {source}, with which it began.")

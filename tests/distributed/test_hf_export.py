@@ -219,6 +219,9 @@ def test_training_starts_from_imported_weights_at_another_layout(
     assert (tmp_path / "again/generation_config.json").read_text() == generation
     found = evaluate_weights(tmp_path / "weights", config_path=config)
     assert found.loss == pytest.approx(reported, rel=1e-5)
+    shutil.rmtree(tmp_path / "weights/tokenizer")
+    export_hf(tmp_path / "run/checkpoints", tmp_path / "other")
+    assert "without the tokenizer of the run" in (tmp_path / "other/README.md").read_text()
     shutil.rmtree(tmp_path / "weights")
     assert {code for code, _ in train_run(config, math.prod(layout), "megasdc.checkpoint.resume=must")} == {0}
     export_hf(tmp_path / "run/checkpoints", tmp_path / "later")

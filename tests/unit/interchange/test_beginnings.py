@@ -95,7 +95,7 @@ def test_the_readme_says_the_call_that_gives_the_ids(tmp_path, template, bos, ca
     assert export_tokenizer(words, tmp_path / "out", beginning) is None
     found = describe_encoding(words, tmp_path / "out", beginning, "the data of training")
     assert (found.call, found.adds) == (call, template != bool(bos))
-    _write_configs(tmp_path / "out", weights, _special_ids(weights, beginning, 2), 2, "float32")
+    _write_configs(tmp_path / "out", weights, _special_ids(weights, beginning, words), 2, "float32")
     for file in ("config.json", "generation_config.json"):  # without one, the end of the document before begins one
         written = json.loads((tmp_path / "out" / file).read_text())
         assert (written["bos_token_id"], written["eos_token_id"]) == (1 if bos else 2, 2)
