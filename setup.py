@@ -13,8 +13,8 @@ setup(
     packages=find_packages(include=["megasdc", "megasdc.*"]),
     package_data={
         "megasdc.config": ["profiles/*.json"],
-        "megasdc.experiments": ["papers/*.json"],
-        "megasdc.report": ["templates/*.html"],
+        "megasdc.lab.sweeps": ["papers/*.json"],
+        "megasdc.output": ["templates/*.html"],
         "megasdc.sdc": ["templates/*.html"],
         "megasdc.tensors": ["*.c"],
     },

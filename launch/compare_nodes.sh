@@ -40,7 +40,7 @@ done
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
 # The names reach ssh's command line, so they are read and checked as those of a launch are.
-if ! names=$("$python" -c 'import sys; from megasdc.launcher.hosts import read_hostfile
+if ! names=$("$python" -c 'import sys; from megasdc.ops.launch.hosts import read_hostfile
 print(*read_hostfile(sys.argv[1]), sep="\n")' "$hostfile" 2>&1); then
     echo "compare_nodes.sh: error: ${names##*$'\n'}" >&2
     exit 2

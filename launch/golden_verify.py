@@ -16,7 +16,7 @@ import typer
 
 from megasdc.cli.app import Json, print_result, stdout_kept_clean
 from megasdc.cli.golden import Faults, Minutes, Repeats, Timeout
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,9 +46,9 @@ def verify(
     with stdout_kept_clean():
         from rich.console import Console
 
-        from megasdc.golden.node import verify_as_launched
-        from megasdc.golden.result import VerifyResult, render_result
-        from megasdc.progress import runs_bar
+        from megasdc.common.progress import runs_bar
+        from megasdc.ops.golden.node import verify_as_launched
+        from megasdc.ops.golden.result import VerifyResult, render_result
 
         console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with ExitStack() as bar:

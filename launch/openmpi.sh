@@ -4,7 +4,7 @@
 #   launch/openmpi.sh HOSTFILE CONFIG [--set a.b.c=value ...] [--allow-changed a.b.c ...]
 #
 # HOSTFILE has lines `NAME slots=RANKS`, which OpenMPI reads too. Hosts are checked over SSH first, environment and
-# rank numbers reach ranks through megasdc.launcher.rank (mpi4py is not needed), and the exit code is true as with
+# rank numbers reach ranks through megasdc.ops.launch.rank (mpi4py is not needed), and the exit code is true as with
 # pdsh. OpenMPI takes no --exclude: write a hostfile with the hosts that take part. Optional environment:
 #   MPI_INTERFACE  network card that mpirun uses; default eth0, which is DeepSpeed's default too
 #   PYTHON         interpreter of the environment; default: python

@@ -33,10 +33,10 @@ def main() -> NoReturn:
     # faults. PyTorch reads it once (c10/core/impl/alloc_cpu.cpp); 0 turns it off.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-    from megasdc.launcher.orphans import follow_parent
-    from megasdc.launcher.records import write_done, write_started
+    from megasdc.common.program import refuse_pipes
+    from megasdc.ops.launch.orphans import follow_parent
+    from megasdc.ops.launch.records import write_done, write_started
     from megasdc.parallel.identity import NODE_RANK_VARIABLE
-    from megasdc.program import refuse_pipes
     from megasdc.train.main import pretrain
 
     refuse_pipes()
@@ -67,8 +67,8 @@ def main() -> NoReturn:
 
 def _run_dir(config: str, overrides: list[str]) -> str | None:
     """The run folder, or null if the configuration cannot be read; what is wrong with it is reported by training."""
+    from megasdc.common.errors import ConfigError
     from megasdc.config import load_config
-    from megasdc.errors import ConfigError
 
     try:
         return load_config(config, overrides).megasdc.logging.run_dir

@@ -19,7 +19,7 @@ for _message in (
 def __getattr__(name: str) -> Any:
     """``megasdc.attach`` and ``check_settings``, which need PyTorch and DeepSpeed: imported where they are used."""
     if name in ("attach", "check_settings"):
-        from megasdc.guard import attach
+        from megasdc.attached import attach
 
         return getattr(attach, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

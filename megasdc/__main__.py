@@ -1,6 +1,6 @@
 """``python -m megasdc`` is the same as ``megasdc``."""
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megasdc.common.errors import CheckpointError
 from megasdc.config import DeterminismSection
-from megasdc.errors import CheckpointError
 
 
 def set_deterministic(section: DeterminismSection) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/checkpoints/step_00000100
 """
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 if __name__ == "__main__":
-    start("megasdc.report.checkpoint_command")
+    start("megasdc.lab.checkpoints.pages.checkpoint_command")

@@ -3,7 +3,7 @@
 python tools/compare_traces.py runs/a runs/b
 """
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 if __name__ == "__main__":
-    start("megasdc.report.trace_command")
+    start("megasdc.lab.traces.trace_command")

@@ -5,7 +5,7 @@ python tools/export_hf.py runs/smoke/checkpoints exported/smoke
 
 import sys
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 if __name__ == "__main__":
     sys.argv.insert(1, "export-hf")

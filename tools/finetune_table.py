@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.cli.app import stdout_kept_clean
-from megasdc.errors import ConfigError
-from megasdc.experiments.outcome import DIVERGED, DONE
-from megasdc.experiments.results import SweepResults, read_sweep
-from megasdc.experiments.runner import CHECKPOINTS
-from megasdc.experiments.sweep_file import HEALTHY
-from megasdc.program import run
-from megasdc.study.losses import loss_spikes
-from megasdc.train.choices import Answers, Question, answer_questions, read_questions
+from megasdc.common.errors import ConfigError
+from megasdc.common.program import run
+from megasdc.lab.studies.choices import Answers, Question, answer_questions, read_questions
+from megasdc.lab.studies.losses import loss_spikes
+from megasdc.lab.sweeps.outcome import DIVERGED, DONE
+from megasdc.lab.sweeps.results import SweepResults, read_sweep
+from megasdc.lab.sweeps.runner import CHECKPOINTS
+from megasdc.lab.sweeps.sweep_file import HEALTHY
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ python tools/import_hf.py exported/smoke imported/smoke
 
 import sys
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 if __name__ == "__main__":
     sys.argv.insert(1, "import-hf")

@@ -15,7 +15,7 @@ from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen, NoneUsableError
-from megasdc.durable import rename_durably, write_durably
+from megasdc.common.durable import rename_durably, write_durably
 
 ASIDE_FOLDER = "unverified"
 

@@ -12,7 +12,7 @@ from megasdc.checkpoint.formats.allowlist import check_pickle
 from megasdc.checkpoint.formats.deepspeed_names import layer_file, layer_of, shard_files, stage_file, stage_number
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.places import Place
-from megasdc.errors import CheckpointError, MegasdcError
+from megasdc.common.errors import CheckpointError, MegasdcError
 
 
 class HasFiles(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.run_lock import read_holder
+from megasdc.common.run_lock import read_holder
 
 
 class FencedError(OSError):

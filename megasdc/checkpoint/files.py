@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from megasdc.durable import REPLACED_PREFIX, TEMPORARY_PREFIX
+from megasdc.common.durable import REPLACED_PREFIX, TEMPORARY_PREFIX
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasdc.checkpoint.files import MANIFEST_FILE, rename_to_delete
-from megasdc.errors import CheckpointError
-from megasdc.run_lock import WITHOUT_FLOCK
+from megasdc.common.errors import CheckpointError
+from megasdc.common.run_lock import WITHOUT_FLOCK
 
 
 @contextlib.contextmanager

@@ -18,11 +18,11 @@ from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
 from megasdc.checkpoint.formats.records import Record
 from megasdc.checkpoint.formats.tensor_files import open_tensors
 from megasdc.checkpoint.kinds import explain_folder
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
-from megasdc.durable import parse_json
-from megasdc.errors import CheckpointError, ConfigError
 
 MODEL_FILE = "model.json"
 GENERATION_FILE = "generation_config.json"

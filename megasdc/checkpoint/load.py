@@ -22,7 +22,7 @@ from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
 
 

@@ -20,7 +20,7 @@ from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import compare_engine, load_engine
 from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_together
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, list_steps, ste
 from megasdc.checkpoint.formats.content import Content, parse_type
 from megasdc.checkpoint.formats.digest_file import digest_file
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
-from megasdc.durable import write_durably
-from megasdc.errors import CheckpointError
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import CheckpointError
 from megasdc.parallel.dims import ParallelDims
 
 FORMAT_VERSION = 1

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megasdc.checkpoint.fence import Fence
-from megasdc.errors import CheckpointError, StorageError
+from megasdc.common.errors import CheckpointError, StorageError
+from megasdc.common.room import lacks_room
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.room import lacks_room
 
 Storage = Literal["shared", "node_local"]
 

@@ -29,9 +29,9 @@ from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_share
 from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.common.progress import tell_bytes
 from megasdc.parallel.dims import ParallelDims
-from megasdc.progress import tell_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -44,8 +44,8 @@ from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
-from megasdc.durable import TEMPORARY_PREFIX, commit_folder, write_durably
-from megasdc.errors import CheckpointError, MegasdcError, StorageError
+from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, write_durably
+from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from megasdc.checkpoint.files import UNIVERSAL_FILE, UNIVERSAL_STEP
 from megasdc.checkpoint.formats.records import Count, Record, Time, read_record, write_record
 from megasdc.checkpoint.kinds import UNIVERSAL, explain_folder, is_universal
 from megasdc.checkpoint.manifest import FileRecord, Layout, check_once
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 UNIVERSAL_FORMAT_VERSION = 1
 

@@ -21,8 +21,8 @@ from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_u
 from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_manifest, read_other_nodes
 from megasdc.checkpoint.marks import Standing, find_standing
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
-from megasdc.errors import CheckpointError
-from megasdc.progress import bytes_bar
+from megasdc.common.errors import CheckpointError
+from megasdc.common.progress import bytes_bar
 
 CHECKED, NOT_ASKED = "checked", "not requested"
 

@@ -17,7 +17,7 @@ import torch
 
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import Problem, describe_error
-from megasdc.durable import sync_path
+from megasdc.common.durable import sync_path
 from megasdc.tensors.bits import dtype_name
 from megasdc.tensors.finite import are_finite
 

@@ -18,11 +18,11 @@ from typer.core import TyperCommand
 
 from megasdc import __version__
 from megasdc.cli.options import as_typer_takes_it, option
-from megasdc.errors import ConfigError, MegasdcError, StorageError
-from megasdc.program import FULL, echo, output_console, why_unreadable, write_whole
+from megasdc.common.errors import ConfigError, MegasdcError, StorageError
+from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_whole
 
 if TYPE_CHECKING:
-    from megasdc.report.result.page import Page
+    from megasdc.output.page import Page
 
 _PLACES = "megasdc.places"
 
@@ -185,7 +185,7 @@ Out = Annotated[Path | None, output_option("--out", help="Also write the result,
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from megasdc.versions.installed import describe_versions
+        from megasdc.common.versions.installed import describe_versions
 
         echo(f"megasdc {__version__}\n{describe_versions()}")
         raise typer.Exit
@@ -256,8 +256,8 @@ class Output:
 
     def write(self, result: Any, build: Callable[[Any], Page]) -> None:
         """Print the result's page, and write it as JSON and as a page where that was asked for."""
-        from megasdc.report.result.html import write_page
-        from megasdc.report.result.terminal import printer
+        from megasdc.output.html import write_page
+        from megasdc.output.terminal import printer
 
         print_result(result, printer(build), out=self.out, as_json=self.as_json)
         if self.figure is not None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from megasdc.cli.app import Json, archive_app, input_argument, output_folder
-from megasdc.errors import CheckpointError
-from megasdc.program import at_home, echo
+from megasdc.common.errors import CheckpointError
+from megasdc.common.program import at_home, echo
 
 Address = Annotated[
     str,
@@ -53,7 +53,7 @@ def push(
     content for this step; 77: the archive cannot be reached or written; 70: the address is refused; 78: a package is
     missing.
     """
-    from megasdc.archive.push import push
+    from megasdc.ops.archive.push import push
 
     _print(
         push(checkpoint, address, run=run, quantize_bits=quantize_moments, workers=workers, progress=not as_json),
@@ -84,7 +84,7 @@ def pull(
     After a kill, pull again: what is there is not moved again. Exit code 72: it is damaged, not there, or quantized and
     that was not accepted; 77: the archive cannot be reached, or DIR not written.
     """
-    from megasdc.archive.pull import pull
+    from megasdc.ops.archive.pull import pull
 
     report = pull(
         address,
@@ -107,8 +107,8 @@ def list_steps(address: Address, run: RunId = None, as_json: Json = False) -> No
     """
     import time
 
-    from megasdc.archive.entries import read_entries
-    from megasdc.archive.record import open_archive
+    from megasdc.ops.archive.entries import read_entries
+    from megasdc.ops.archive.record import open_archive
 
     entries = read_entries(open_archive(address), run)
     if as_json:
@@ -139,7 +139,7 @@ def verify(
 
     Damaged blocks are named, with the steps that need them. The originals are not needed.
     """
-    from megasdc.archive.verify import verify
+    from megasdc.ops.archive.verify import verify
 
     report = verify(address, delete_damaged=delete_damaged, workers=workers, progress=not as_json)
     _print(report, as_json)
@@ -164,7 +164,7 @@ def prune(
 
     Exit code 77: a push goes on; 72: a record that cannot be read may need blocks, so that none was removed.
     """
-    from megasdc.archive.prune import prune
+    from megasdc.ops.archive.prune import prune
 
     _print(
         prune(address, run=run, keep_last=keep_last, keep_every=keep_every, steps=step, dry_run=dry_run),

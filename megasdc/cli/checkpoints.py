@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder, stdout_kept_clean
-from megasdc.errors import CheckpointError
-from megasdc.program import echo
+from megasdc.common.errors import CheckpointError
+from megasdc.common.program import echo
 
 CheckpointFolder = Annotated[
     Path,
@@ -35,7 +35,7 @@ def verify_checkpoint(
     no NaN, no infinity; equal counts of steps.
     """
     from megasdc.checkpoint import verify
-    from megasdc.checkpoint.views.contents import verify_contents
+    from megasdc.lab.checkpoints.views.contents import verify_contents
 
     check = verify_contents if contents else verify.verify_checkpoint
     folders = verify.find_folders(folder, universal=True)
@@ -63,9 +63,9 @@ def inspect_checkpoint(
 
     Exit code 0; 72 if it is not a checkpoint or something in it cannot be read.
     """
-    from megasdc.checkpoint.views import inspect
-    from megasdc.report.inspection_page import inspection_page
-    from megasdc.report.result.terminal import print_pages
+    from megasdc.lab.checkpoints.pages.inspection_page import inspection_page
+    from megasdc.lab.checkpoints.views import inspect
+    from megasdc.output.terminal import print_pages
 
     found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
     if as_json:
@@ -95,7 +95,7 @@ def write_manifest(
     Digests of files, tensors and blocks of tensors, 9 to 15 KB a GB of large files. tools/compare_checkpoints.py
     compares manifests.
     """
-    from megasdc.report.manifest_command import make_manifest
+    from megasdc.lab.checkpoints.pages.manifest_command import make_manifest
 
     make_manifest(path, out, jobs, as_json)
 

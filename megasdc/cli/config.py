@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_option
-from megasdc.errors import ConfigError, DataError
-from megasdc.program import echo, write_whole
+from megasdc.common.errors import ConfigError, DataError
+from megasdc.common.program import echo, write_whole
 
 if TYPE_CHECKING:
     from megasdc.config import Layout, RunConfig
@@ -96,8 +96,8 @@ def check_config(
 
 def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:
     """`check-config --guard`."""
+    from megasdc.attached.settings import golden_problems, load_settings
     from megasdc.config.problems.without_effect import idle_warnings
-    from megasdc.guard.settings import golden_problems, load_settings
 
     with _problems_as_json(file, as_json):
         settings = load_settings(file, overrides)
@@ -221,8 +221,8 @@ def config_table(
     In a file: the table of fields between the markers `config-table`, those of versions between `versions-table`, all
     commands between `command-line`.
     """
+    from megasdc.common.versions.tested import render_tables
     from megasdc.config.table import render_table
-    from megasdc.versions.tested import render_tables
 
     tables = {"config-table": render_table, "versions-table": render_tables, "command-line": _render_commands}
     if write is None and check is None:
@@ -258,7 +258,8 @@ def update_tables(
 
 def _render_commands() -> str:
     """Markdown of every command with its options: those of ``megasdc`` and the scripts of ``tools/``."""
-    from megasdc.report import checkpoint_command, trace_command
+    from megasdc.lab.checkpoints.pages import checkpoint_command
+    from megasdc.lab.traces import trace_command
 
     return "\n".join(
         render_commands(program, name)

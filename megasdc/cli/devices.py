@@ -26,8 +26,8 @@ def devices(
     device or the host is unfit. A host without NVIDIA's driver is judged by the rest. Never a proof of silent data
     corruption, nor of its absence.
     """
-    from megasdc.health.devices.render import render_survey
-    from megasdc.health.devices.telemetry import Telemetry
+    from megasdc.ops.devices.render import render_survey
+    from megasdc.ops.devices.telemetry import Telemetry
 
     telemetry = Telemetry(Path.cwd(), look_back_s=since_s, answer_s=FIRST_S)
     telemetry.start()

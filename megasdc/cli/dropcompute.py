@@ -19,13 +19,13 @@ from megasdc.cli.app import (
     stdout_kept_clean,
 )
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError, DataError
-from megasdc.program import echo
+from megasdc.common.errors import ConfigError, DataError
+from megasdc.common.program import echo
 
 if TYPE_CHECKING:
     from megasdc.distributions import Environment
-    from megasdc.dropcompute.simulate import Simulation
-    from megasdc.report.step_times import StepTimesOfRun
+    from megasdc.lab.planning.simulate import Simulation
+    from megasdc.lab.report.step_times import StepTimesOfRun
 
 PAPER_SHARE = 0.5
 """Mean delay over the micro-batch's own latency in the paper's delay environment."""
@@ -41,10 +41,10 @@ class RecordedSteps:
 
     def load(self, quiet: bool) -> StepTimesOfRun:
         """Read them, with a progress bar unless ``quiet``."""
-        from megasdc.progress import progress_bars
+        from megasdc.common.progress import progress_bars
 
         with stdout_kept_clean(), progress_bars(quiet=quiet) as on_progress:
-            from megasdc.report.step_times import load_step_times
+            from megasdc.lab.report.step_times import load_step_times
 
             return load_step_times(self.run, self.first_step, self.last_step, on_progress)
 
@@ -98,9 +98,9 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
     with stdout_kept_clean():
-        from megasdc.dropcompute.simulate import SimulationResults, simulate
-        from megasdc.progress import progress_bars
-        from megasdc.report.simulation_page import simulation_page
+        from megasdc.common.progress import progress_bars
+        from megasdc.lab.planning.simulate import SimulationResults, simulate
+        from megasdc.lab.report.simulation_page import simulation_page
 
     try:
         environment, simulations = _simulations(options)
@@ -116,7 +116,7 @@ def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation
     from megasdc.distributions import Environment, load_latencies, parse_delay
     from megasdc.distributions.kinds import Resampled, Trace
     from megasdc.dropcompute.search import Rule
-    from megasdc.dropcompute.simulate import Simulation
+    from megasdc.lab.planning.simulate import Simulation
 
     replicas, steps, micro_batches, stages = 64, 0, 12, 1
     if options.latencies is not None:
@@ -170,8 +170,8 @@ def threshold_of_run(
 ) -> None:
     """Search the best threshold on the steps of a run in which nothing was dropped, as the run itself would."""
     with stdout_kept_clean():
-        from megasdc.report.run_threshold import search_run
-        from megasdc.report.threshold_page import threshold_page
+        from megasdc.lab.report.run_threshold import search_run
+        from megasdc.lab.report.threshold_page import threshold_page
 
     times = steps.load(output.as_json)
     try:
@@ -185,8 +185,8 @@ def threshold_of_run(
 def times_of_run(steps: RecordedSteps, output: Output) -> None:
     """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
     with stdout_kept_clean():
-        from megasdc.report.imbalance import report_times
-        from megasdc.report.times_page import times_page
+        from megasdc.lab.report.imbalance import report_times
+        from megasdc.lab.report.times_page import times_page
 
     output.write(report_times(steps.load(output.as_json)), times_page)
 

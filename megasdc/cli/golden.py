@@ -22,8 +22,8 @@ from megasdc.cli.app import (
     stdout_kept_clean,
 )
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError, TraceError
-from megasdc.program import echo
+from megasdc.common.errors import ConfigError, TraceError
+from megasdc.common.program import echo
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
 Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: run for this long.")]
@@ -53,9 +53,9 @@ def golden_record(
     from rich.console import Console
 
     with stdout_kept_clean():
+        from megasdc.common.progress import runs_bar
         from megasdc.config import load_config
-        from megasdc.golden.record import record
-        from megasdc.progress import runs_bar
+        from megasdc.ops.golden.record import record
 
         with runs_bar(Console(stderr=True), "recording") as on_progress:
             golden = record(
@@ -106,11 +106,11 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     from rich.console import Console
 
     with stdout_kept_clean():
-        from megasdc.golden.drill import load_drill
-        from megasdc.golden.result import render_result
-        from megasdc.golden.verify import verify_here
+        from megasdc.common.progress import runs_bar
+        from megasdc.ops.golden.drill import load_drill
+        from megasdc.ops.golden.result import render_result
+        from megasdc.ops.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
-        from megasdc.progress import runs_bar
         from megasdc.sdc.golden.file import load_header
 
         devices = None if options.local is None else options.local or count_accelerators() or 1
@@ -132,7 +132,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
 
 def _golden_file(options: VerifyOptions, devices: int | None) -> Path:
     """The file that was named, or the one of the library that is for this machine."""
-    from megasdc.golden.library import choose_golden
+    from megasdc.ops.golden.library import choose_golden
 
     if (options.file is None) == (options.library is None):
         raise typer.BadParameter("give either a golden file or --library DIR")

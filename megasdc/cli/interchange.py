@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_folder, stdout_kept_clean
-from megasdc.errors import CheckpointError, ConfigError, DataError
-from megasdc.program import at_home, echo
+from megasdc.common.errors import CheckpointError, ConfigError, DataError
+from megasdc.common.program import at_home, echo
 
 WeightsFolder = Annotated[
     Path,
@@ -172,7 +172,7 @@ def evaluate(
 def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -> None:
     """Print the answers of a model to the questions of a file."""
     with stdout_kept_clean():
-        from megasdc.train.choices import evaluate_choices
+        from megasdc.lab.studies.choices import evaluate_choices
 
         result = evaluate_choices(
             source, file, against=options.against, tokenizer=options.tokenizer, progress=not as_json

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from megasdc.program import at_home
+from megasdc.common.program import at_home
 
 _BUILD = "option"
 """Key of a field's metadata: builds the parameter that typer takes, from the field's name, type and default."""

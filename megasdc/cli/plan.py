@@ -10,10 +10,10 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, print_result
 from megasdc.cli.options import option
-from megasdc.program import echo
+from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.sdc.plan import CheckShares, Plan
+    from megasdc.lab.planning.audits import CheckShares, Plan
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     rates = [_rate(text, "--rates") for text in options.rates.split(",")]
     interval = _interval(options)
 
+    from megasdc.common.progress import progress_bars
     from megasdc.config import SdcSection
-    from megasdc.progress import progress_bars
-    from megasdc.report.plan_page import plan_page
-    from megasdc.report.result.terminal import printer
-    from megasdc.sdc.plan import make_plan
+    from megasdc.lab.planning.audits import make_plan
+    from megasdc.lab.report.plan_page import plan_page
+    from megasdc.output.terminal import printer
 
     plan, shares = _plan(options, interval)
     budget = SdcSection().budget_of(options.replicas) if options.budget is None else options.budget
@@ -142,7 +142,7 @@ def _interval(options: PlanOptions) -> int:
     if options.interval is not None:
         raise typer.BadParameter("give either --interval or --latency, which chooses the interval")
 
-    from megasdc.sdc.plan import largest_interval
+    from megasdc.lab.planning.audits import largest_interval
 
     rate = _rate(str(options.at_rate), "--at-rate")
     interval = largest_interval(latency, rate)
@@ -157,8 +157,8 @@ def _interval(options: PlanOptions) -> int:
 def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
     """The plan before its cadence is chosen; shares that are not given are predicted."""
     from megasdc.config import AlwaysOnSection, AuditSection
+    from megasdc.lab.planning.audits import Plan, check_shares
     from megasdc.sdc.cost import Accelerator
-    from megasdc.sdc.plan import Plan, check_shares
 
     machine = Accelerator()
     predicted = check_shares(

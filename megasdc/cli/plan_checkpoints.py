@@ -12,13 +12,13 @@ import typer
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
 from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_saves
-from megasdc.errors import ConfigError, DataError
+from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megasdc.checkpoint.planning.job import Costs
-    from megasdc.checkpoint.planning.rates import Preset, Shares
     from megasdc.config import MegasdcSection
-    from megasdc.report.run_costs import RunCosts
+    from megasdc.lab.planning.checkpoints.job import Costs
+    from megasdc.lab.planning.checkpoints.rates import Preset, Shares
+    from megasdc.lab.report.run_costs import RunCosts
 
 _HOUR_S = 3600
 
@@ -94,10 +94,10 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     if options.trials == 1:
         raise typer.BadParameter("--trials: got 1, needed at least 2 for an interval of confidence, or 0")
 
-    from megasdc.checkpoint.planning.job import ASSUMED, Job
-    from megasdc.checkpoint.planning.plan import make_plan
-    from megasdc.progress import progress_bars
-    from megasdc.report.checkpoint_plan_page import checkpoint_plan_page
+    from megasdc.common.progress import progress_bars
+    from megasdc.lab.planning.checkpoints.job import ASSUMED, Job
+    from megasdc.lab.planning.checkpoints.plan import make_plan
+    from megasdc.lab.report.checkpoint_plan_page import checkpoint_plan_page
 
     measured, sections = _read(options)
     origins = Origins(ASSUMED)
@@ -124,7 +124,7 @@ def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSect
 
     measured = None
     if options.run is not None:
-        from megasdc.report.run_costs import load_run_costs
+        from megasdc.lab.report.run_costs import load_run_costs
 
         measured = load_run_costs(options.run)
     if options.config is not None:
@@ -134,7 +134,7 @@ def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSect
 
 def _failures(options: FailureOptions, origins: Origins) -> tuple[Shares, float]:
     """Shares of kinds, and mean seconds between failures of the job."""
-    from megasdc.checkpoint.planning.rates import PRESETS, Shares
+    from megasdc.lab.planning.checkpoints.rates import PRESETS, Shares
 
     preset = PRESETS[options.preset]
     published = f"preset {options.preset}"
@@ -156,7 +156,7 @@ def _failures(options: FailureOptions, origins: Origins) -> tuple[Shares, float]
 
 def _published(options: FailureOptions, origins: Origins) -> str:
     """What the preset is, where a figure of it was taken."""
-    from megasdc.checkpoint.planning.rates import PRESETS
+    from megasdc.lab.planning.checkpoints.rates import PRESETS
 
     name, preset = f"preset {options.preset}", PRESETS[options.preset]
     taken = any(origin.startswith(name) for origin in origins.found.values())
@@ -176,7 +176,7 @@ def _rate_of_host(options: FailureOptions, preset: Preset) -> float:
 
 def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: Origins) -> Costs:
     """Seconds of everything: as given, else as the run measured, else as assumed."""
-    from megasdc.checkpoint.planning.job import Costs
+    from megasdc.lab.planning.checkpoints.job import Costs
 
     saves = choose_saves(options.saves, run, sections, origins)
     audit = sections.audit if sections is not None and sections.audit.enabled else None

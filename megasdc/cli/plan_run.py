@@ -14,15 +14,15 @@ import typer
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
 from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_saves
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 
 if TYPE_CHECKING:
-    from megasdc.checkpoint.planning.formulas import Intervals
-    from megasdc.checkpoint.planning.job import Costs
     from megasdc.config import AuditSection
-    from megasdc.report.run_costs import RunCosts
-    from megasdc.supervisor.planning.fleet import Audits, Cause, Fleet
-    from megasdc.supervisor.planning.measured import Measured, Pieces, Prediction
+    from megasdc.lab.planning.checkpoints.formulas import Intervals
+    from megasdc.lab.planning.checkpoints.job import Costs
+    from megasdc.lab.planning.runs.fleet import Audits, Cause, Fleet
+    from megasdc.lab.planning.runs.measured import Measured, Pieces, Prediction
+    from megasdc.lab.report.run_costs import RunCosts
 
 _CAUSES = "host, network, software, hang, storage, corruption"
 
@@ -124,12 +124,12 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
     if not 0 < options.fleet.days < math.inf:
         raise typer.BadParameter(f"--days: got {options.fleet.days:g}, needed a finite number above 0")
 
-    from megasdc.progress import progress_bars
-    from megasdc.report.run_costs import load_run_costs
-    from megasdc.report.run_plan_page import run_plan_page
-    from megasdc.supervisor.planning.assumed import ASSUMED
-    from megasdc.supervisor.planning.measured import measure_run
-    from megasdc.supervisor.planning.run_plan import make_run_plan
+    from megasdc.common.progress import progress_bars
+    from megasdc.lab.planning.runs.assumed import ASSUMED
+    from megasdc.lab.planning.runs.measured import measure_run
+    from megasdc.lab.planning.runs.run_plan import make_run_plan
+    from megasdc.lab.report.run_costs import load_run_costs
+    from megasdc.lab.report.run_plan_page import run_plan_page
 
     costs = [load_run_costs(path) for path in options.run]
     measured = [measure_run(path, time.time()) for path in options.run]
@@ -157,7 +157,7 @@ def _predictions(
     measured: Sequence[Measured], costs: Sequence[RunCosts], seed: int
 ) -> tuple[list[Prediction], list[str]]:
     """What the model says of each run, and what is missing."""
-    from megasdc.supervisor.planning.measured import pieces_for, predict_run
+    from megasdc.lab.planning.runs.measured import pieces_for, predict_run
 
     found, notes = [], list[str]()
     for run, cost in zip(measured, costs, strict=True):
@@ -176,8 +176,8 @@ def _fleet(options: PlanRunOptions, measured: Sequence[Measured], costs: RunCost
     Raises:
         ValueError: it cannot be.
     """
-    from megasdc.supervisor.planning.fleet import HOUR_S, Fleet, spares_needed
-    from megasdc.supervisor.planning.measured import Pieces
+    from megasdc.lab.planning.runs.fleet import HOUR_S, Fleet, spares_needed
+    from megasdc.lab.planning.runs.measured import Pieces
 
     pieces = Pieces([attempt for run in measured for attempt in run.pieces.attempts])
     sections = None if costs is None else costs.sections
@@ -206,9 +206,9 @@ def _fleet(options: PlanRunOptions, measured: Sequence[Measured], costs: RunCost
 
 
 def _causes(options: PlanRunOptions, pieces: Pieces, origins: Origins) -> tuple[Cause, ...]:
-    from megasdc.checkpoint.planning.rates import CAUSES, PRESETS
-    from megasdc.supervisor.planning.assumed import DETECTION_S, REPLACED
-    from megasdc.supervisor.planning.fleet import Cause
+    from megasdc.lab.planning.checkpoints.rates import CAUSES, PRESETS
+    from megasdc.lab.planning.runs.assumed import DETECTION_S, REPLACED
+    from megasdc.lab.planning.runs.fleet import Cause
 
     preset, published = PRESETS[options.fleet.preset], f"preset {options.fleet.preset}"
     rates = _by_cause("--rate", options.fleet.rate)
@@ -241,7 +241,7 @@ def _causes(options: PlanRunOptions, pieces: Pieces, origins: Origins) -> tuple[
 
 def _by_cause(name: str, given: Sequence[str]) -> Mapping[str, float]:
     """Numbers by cause of an option that may be repeated."""
-    from megasdc.checkpoint.planning.rates import CAUSES
+    from megasdc.lab.planning.checkpoints.rates import CAUSES
 
     found = {}
     for text in given:
@@ -256,7 +256,7 @@ def _by_cause(name: str, given: Sequence[str]) -> Mapping[str, float]:
 
 
 def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, origins: Origins) -> Costs:
-    from megasdc.checkpoint.planning.job import Costs
+    from megasdc.lab.planning.checkpoints.job import Costs
 
     started = len(pieces.starts)
     of_runs = (pieces.start_s, f"mean of {started} starts of the runs") if started else (None, "")
@@ -265,7 +265,7 @@ def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, or
 
 
 def _audits(options: FoundOptions, section: AuditSection | None, origins: Origins) -> Audits:
-    from megasdc.supervisor.planning.fleet import Audits
+    from megasdc.lab.planning.runs.fleet import Audits
 
     own = None if section is None else section.interval if section.enabled else 0
     return Audits(
@@ -278,7 +278,7 @@ def _audits(options: FoundOptions, section: AuditSection | None, origins: Origin
 
 def _intervals(options: PlanRunOptions, has_memory: bool, origins: Origins) -> Intervals | None:
     """Steps between saves as given; None: none are."""
-    from megasdc.checkpoint.planning.formulas import Intervals
+    from megasdc.lab.planning.checkpoints.formulas import Intervals
 
     memory, disk = options.memory_steps, options.disk_steps
     origins.found["intervals"] = "least expected loss" if memory is None and disk is None else "given"
@@ -295,7 +295,7 @@ def _intervals(options: PlanRunOptions, has_memory: bool, origins: Origins) -> I
 
 def _published(options: FleetOptions, origins: Origins) -> str:
     """What the preset is, where a figure of it was taken."""
-    from megasdc.checkpoint.planning.rates import PRESETS
+    from megasdc.lab.planning.checkpoints.rates import PRESETS
 
     name, preset = f"preset {options.preset}", PRESETS[options.preset]
     taken = any(origin.startswith(name) for origin in origins.found.values())

@@ -10,7 +10,7 @@ from megasdc.cli.options import name_of, option
 
 if TYPE_CHECKING:
     from megasdc.config import MegasdcSection
-    from megasdc.report.run_costs import RunCosts
+    from megasdc.lab.report.run_costs import RunCosts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, input_option, print_result
 from megasdc.cli.options import option
-from megasdc.errors import LaunchError, TraceError
+from megasdc.common.errors import LaunchError, TraceError
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
     Exit code 0: nothing failed, there may be warnings; else that of the first check that failed. What it writes lies in
     preflight/TIME of the run folder and is removed, unless --keep is given. Ctrl-C ends it and all that it has started.
     """
-    from megasdc.preflight.command import SKIPPABLE, run_preflight
-    from megasdc.preflight.request import PreflightRequest
-    from megasdc.preflight.result import render_result
-    from megasdc.progress import progress_bars
+    from megasdc.common.progress import progress_bars
+    from megasdc.ops.preflight.command import SKIPPABLE, run_preflight
+    from megasdc.ops.preflight.request import PreflightRequest
+    from megasdc.ops.preflight.result import render_result
 
     skip = tuple(options.skip.split(",")) if options.skip else ()
     if unknown := [name for name in skip if name not in SKIPPABLE]:

@@ -17,8 +17,8 @@ from megasdc.cli.app import (
     print_result,
     stdout_kept_clean,
 )
-from megasdc.errors import DataError
-from megasdc.program import echo
+from megasdc.common.errors import DataError
+from megasdc.common.program import echo
 
 
 @app.command(
@@ -72,8 +72,8 @@ def report(
     or they do not go together; 77: the page cannot be written, or a sweep has no tables yet.
     """
     with stdout_kept_clean():
-        from megasdc.report.run_pages.command import render_report, write_report
-    from megasdc.progress import progress_bars
+        from megasdc.lab.report.run_pages.command import render_report, write_report
+    from megasdc.common.progress import progress_bars
 
     with progress_bars(quiet=as_json) as on_progress:
         written = write_report(paths, out, figures, title, healthy, on_progress)

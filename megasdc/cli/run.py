@@ -13,8 +13,8 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError, DataError, LaunchError
-from megasdc.program import echo
+from megasdc.common.errors import ConfigError, DataError, LaunchError
+from megasdc.common.program import echo
 
 
 @app.command("prepare-data", epilog="Example: megasdc prepare-data --config configs/smoke.json --workers 2")
@@ -132,8 +132,8 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
-    from megasdc.launcher.front import launch_run
-    from megasdc.launcher.request import LaunchRequest
+    from megasdc.ops.launch.front import launch_run
+    from megasdc.ops.launch.request import LaunchRequest
     from megasdc.train.process.signals import exiting_on_signals
 
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
@@ -168,10 +168,10 @@ def run(
     """Launch any training with DeepSpeed, its script unchanged: check all hosts before, watch who is stuck, and return
     the true exit code, with first failed rank and cause.
     """
-    from megasdc.guard.settings import load_settings
-    from megasdc.launcher.deepspeed_command import read_command
-    from megasdc.launcher.front import launch_run
-    from megasdc.supervisor.command import supervise_program
+    from megasdc.attached.settings import load_settings
+    from megasdc.ops.launch.deepspeed_command import read_command
+    from megasdc.ops.launch.front import launch_run
+    from megasdc.ops.supervise.command import supervise_program
     from megasdc.train.process.signals import exiting_on_signals
 
     if supervise and (dry_run or as_json):
@@ -216,7 +216,7 @@ def check_determinism(
     Exit code 0: no cause was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
     are equal, or were not made (--lint-only), but a cause was found that can make others differ.
     """
-    from megasdc.progress import progress_bars
+    from megasdc.common.progress import progress_bars
 
     if command and (lint_only or ranks is not None):
         raise typer.BadParameter("not with a command", param_hint="--ranks, --lint-only")
@@ -235,7 +235,7 @@ def check_determinism(
 
 def _check_run(config: Any, overrides: Sequence[str], options: dict[str, Any]) -> Any:
     from megasdc.config import load_config
-    from megasdc.repeat.check import check_determinism
+    from megasdc.ops.determinism_check.check import check_determinism
 
     return check_determinism(load_config(config, overrides), **options)
 
@@ -243,9 +243,9 @@ def _check_run(config: Any, overrides: Sequence[str], options: dict[str, Any]) -
 def _check_script(
     command: list[str], settings: Path | None, overrides: Sequence[str], steps: int, progress: Any
 ) -> Any:
-    from megasdc.guard.settings import load_settings
-    from megasdc.launcher.deepspeed_command import read_command
-    from megasdc.repeat.program import check_program
+    from megasdc.attached.settings import load_settings
+    from megasdc.ops.determinism_check.program import check_program
+    from megasdc.ops.launch.deepspeed_command import read_command
     from megasdc.train.process.signals import exiting_on_signals
 
     read = read_command(command)
@@ -266,7 +266,7 @@ def summary(
     """Summarize a run: loss at begin and end, speed, checkpoints; of one that failed exit code, cause, verdict,
     rank and host, incident report, last verified checkpoint.
     """
-    from megasdc.report.summary import render, summarize
+    from megasdc.ops.run_folder.summary import render, summarize
 
     found = summarize(run_dir)
     echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
@@ -290,10 +290,10 @@ def top(
     What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Ends when the run has, or by
     Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
     """
-    from megasdc.program import output_console
-    from megasdc.report.top.command import watch
-    from megasdc.report.top.screen import Screen
-    from megasdc.report.top.view import RunWatcher
+    from megasdc.common.program import output_console
+    from megasdc.ops.top.command import watch
+    from megasdc.ops.top.screen import Screen
+    from megasdc.ops.top.view import RunWatcher
 
     watcher = RunWatcher(run_dir)
     console = output_console()

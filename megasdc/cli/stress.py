@@ -11,11 +11,11 @@ import typer
 from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
 from megasdc.cli.golden import Timeout
 from megasdc.cli.options import option
-from megasdc.errors import LaunchError, TraceError
-from megasdc.program import echo
+from megasdc.common.errors import LaunchError, TraceError
+from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.stress.run import StressPlan
+    from megasdc.ops.stress.run import StressPlan
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
     if options.resume and options.out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():
-        from megasdc.progress import runs_bar
-        from megasdc.stress.record import record
-        from megasdc.stress.result import render_result
-        from megasdc.stress.run import stress as run_stress
+        from megasdc.common.progress import runs_bar
+        from megasdc.ops.stress.record import record
+        from megasdc.ops.stress.result import render_result
+        from megasdc.ops.stress.run import stress as run_stress
 
         plan = _plan(options)
         with runs_bar(
@@ -82,11 +82,11 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
 
 
 def _plan(options: StressOptions) -> StressPlan:
-    from megasdc.launcher.hosts import LOCAL_HOST, read_hostfile
-    from megasdc.stress.drill import read_drill
-    from megasdc.stress.golden import GoldenFolder, load_folder
-    from megasdc.stress.run import StressPlan
-    from megasdc.stress.state import LINKS
+    from megasdc.ops.launch.hosts import LOCAL_HOST, read_hostfile
+    from megasdc.ops.stress.drill import read_drill
+    from megasdc.ops.stress.golden import GoldenFolder, load_folder
+    from megasdc.ops.stress.run import StressPlan
+    from megasdc.ops.stress.state import LINKS
 
     slots = {LOCAL_HOST: 0} if options.hostfile is None else read_hostfile(options.hostfile)
     if len(slots) == 1 and options.only == LINKS:
@@ -107,7 +107,7 @@ def _plan(options: StressOptions) -> StressPlan:
 
 
 def _tests(text: str) -> tuple[str, ...]:
-    from megasdc.stress.state import TESTS
+    from megasdc.ops.stress.state import TESTS
 
     asked = text.split(",")
     unknown = [name for name in asked if name not in TESTS]

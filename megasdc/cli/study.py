@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import Json, Out, app, input_argument, print_result
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 
 
 class _By(StrEnum):
@@ -29,8 +29,8 @@ def study(
     """Show how replicas differ from the trusted one: mismatch frequency and severity, noise in gradients,
     distance of parameters, losses, disagreement; also while the study runs.
     """
-    from megasdc.report.result.terminal import printer
-    from megasdc.report.study_tables import summary_page
-    from megasdc.study.tables import summarize_study
+    from megasdc.lab.report.study_tables import summary_page
+    from megasdc.lab.studies.tables import summarize_study
+    from megasdc.output.terminal import printer
 
     print_result(summarize_study(run_dir, by.value), printer(summary_page), out=out, as_json=as_json)

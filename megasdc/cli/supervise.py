@@ -10,7 +10,7 @@ import typer
 
 from megasdc.cli.app import ConfigOption, Overrides, app, input_option
 from megasdc.cli.options import option
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ def supervise(options: SuperviseOptions) -> None:
     goes on from there. Ctrl-C, or SIGTERM, lets the run save and end; a SLURM job is requeued then, after SIGTERM. Exit
     code: of the last attempt.
     """
-    from megasdc.supervisor.command import supervise_run
+    from megasdc.ops.supervise.command import supervise_run
 
     raise typer.Exit(supervise_run(**vars(options)))

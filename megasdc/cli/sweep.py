@@ -11,12 +11,12 @@ import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, stdout_kept_clean
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError
-from megasdc.program import echo
+from megasdc.common.errors import ConfigError
+from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.experiments.sweep import Sweep
-    from megasdc.experiments.table import SweepTable
+    from megasdc.lab.sweeps.sweep import Sweep
+    from megasdc.lab.sweeps.table import SweepTable
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def sweep(options: SweepOptions, as_json: Json = False) -> None:
     Every run is checked before the first one starts. The same command resumes an interrupted sweep; finished
     runs are not repeated. Runs that diverge, end with NaN or fail are results.
     """
-    from megasdc.experiments import sweep as sweeps
-    from megasdc.experiments.table import render_table
+    from megasdc.lab.sweeps import sweep as sweeps
+    from megasdc.lab.sweeps.table import render_table
 
     if options.only and (options.slurm or options.table or options.task is not None):
         raise typer.BadParameter("--only chooses what is run here; leave it out with --slurm, --task and --table")
@@ -67,8 +67,8 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
     """Run what has not finished, with progress and an estimate of the time on standard error."""
     from rich.console import Console
 
-    from megasdc.experiments.sweep import run_sweep
-    from megasdc.progress import progress_bars
+    from megasdc.common.progress import progress_bars
+    from megasdc.lab.sweeps.sweep import run_sweep
 
     console = Console(stderr=True, quiet=as_json)
     with stdout_kept_clean(), progress_bars(console=console) as on_progress:

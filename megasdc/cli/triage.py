@@ -10,7 +10,7 @@ import typer
 
 from megasdc.cli.app import Json, Out, Overrides, app, input_argument, input_option, print_result, stdout_kept_clean
 from megasdc.cli.options import option
-from megasdc.errors import ConfigError, CorruptionError, DataError, LaunchError
+from megasdc.common.errors import ConfigError, CorruptionError, DataError, LaunchError
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def inspect_data(
         raise typer.BadParameter("give either a run folder, or --config FILE with --world-size N")
     with stdout_kept_clean():
         from megasdc.config import load_config
-        from megasdc.report.result.terminal import print_pages
-        from megasdc.triage.step_data import Wanted, data_of_plan, data_of_run
-        from megasdc.triage.step_data_page import step_data_page
+        from megasdc.lab.triage.step_data import Wanted, data_of_plan, data_of_run
+        from megasdc.lab.triage.step_data_page import step_data_page
+        from megasdc.output.terminal import print_pages
 
         wanted = Wanted(at_step, options.replicas, options.micro_batches, options.text)
         if run_dir is not None:
@@ -84,10 +84,10 @@ def triage(
     72: no checkpoint leads to it; 78: a replay cannot be started; that of a replay that failed.
     """
     with stdout_kept_clean():
-        from megasdc.report.result.terminal import print_pages
+        from megasdc.lab.triage.triage import triage_step
+        from megasdc.lab.triage.triage_page import triage_page
+        from megasdc.output.terminal import print_pages
         from megasdc.train.process.signals import exiting_on_signals
-        from megasdc.triage.triage import triage_step
-        from megasdc.triage.triage_page import triage_page
 
         with exiting_on_signals():
             result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)

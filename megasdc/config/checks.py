@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megasdc.common.errors import ConfigError
 from megasdc.config.fields import LARGEST_INTEGER
 from megasdc.config.problems.detection import (
     MOST_SAMPLES_LOST,
@@ -19,7 +20,6 @@ from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warn
 from megasdc.config.problems.faults import fault_place_problems
 from megasdc.config.problems.health import health_warnings
 from megasdc.config.problems.without_effect import idle_warnings
-from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megasdc.config.load import RunConfig

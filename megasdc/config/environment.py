@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from megasdc.common.errors import ConfigError
 from megasdc.config.sections.megasdc import DeterminismSection
-from megasdc.errors import ConfigError
 
 
 @dataclass(frozen=True)

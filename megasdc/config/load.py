@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megasdc.common.errors import ConfigError
 from megasdc.config.deepspeed_part import fill_defaults, precision_of
 from megasdc.config.fields import at_resume_of
 from megasdc.config.presets import PRESETS
@@ -36,7 +37,6 @@ from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, model_in
-from megasdc.errors import ConfigError
 
 _PREFIX = "megasdc."
 SCHEMA_KEY = "$schema"

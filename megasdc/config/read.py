@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megasdc.credentials import without_credentials
-from megasdc.errors import ConfigError
+from megasdc.common.credentials import without_credentials
+from megasdc.common.errors import ConfigError
 
 ListDefault = Callable[[tuple[str | int, ...]], list[Any] | None]
 """Returns the default of a list field, so that an override can change one item of a list that the file does not set."""

@@ -6,7 +6,7 @@ models.
 
 from __future__ import annotations
 
-from megasdc.addresses import (
+from megasdc.common.addresses import (
     ACCUMULATED_GRAD,
     BACKWARD,
     FORWARD,

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 
 BLOCK_BYTES = 1 << 16
 NUM_SAMPLED = 16

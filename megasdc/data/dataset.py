@@ -23,6 +23,7 @@ import xxhash
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
+from megasdc.common.errors import DataError
 from megasdc.config.sections.data import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.blocks import BlockChecksums, CheckedReader, DirectReader
@@ -30,7 +31,6 @@ from megasdc.data.epoch import DocumentPart, EpochConfig, EpochDataset, Tokenize
 from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, tell_nobody
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import verify_prepared
-from megasdc.errors import DataError
 
 
 def build_datasets(

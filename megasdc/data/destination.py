@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.durable import commit_folder
+from megasdc.common.errors import DataError
+from megasdc.common.run_lock import open_lock_file
 from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.formats import NUM_PLACES
 from megasdc.data.manifest import MANIFEST_FILE, Manifest
 from megasdc.data.sources import fingerprint_source, newly_read
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.data.verify import verify_prepared
-from megasdc.durable import commit_folder
-from megasdc.errors import DataError
-from megasdc.run_lock import open_lock_file
 
 
 def describe_settings(section: DataSection) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from megasdc.common.durable import parse_json, rename_durably, replacing, write_durably
+from megasdc.common.program import write_whole
+from megasdc.common.run_lock import open_lock_file
 from megasdc.data.manifest import checksum_file
-from megasdc.durable import parse_json, rename_durably, replacing, write_durably
-from megasdc.program import write_whole
-from megasdc.run_lock import open_lock_file
 
 logger = logging.getLogger(__name__)
 

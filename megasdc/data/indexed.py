@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.formats import LeftOut
 from megasdc.data.manifest import IdsRecord, SourceRecord, TokenizerRecord
 from megasdc.data.shards import Shard
 from megasdc.data.sources import describe_source, list_pairs
 from megasdc.data.tokenizer import Tokenizer
-from megasdc.errors import DataError
 
 BLOCK_TOKENS = 1 << 22
 """Tokens that are read at once; more if one document has more."""

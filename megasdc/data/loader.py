@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.position import Position, merge_positions, position_for
-from megasdc.errors import CheckpointError, DataError
 
 MicroBatch = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 """(tokens [b, s] int64, (labels [b, s] int64, loss_mask [b, s] float32))."""

@@ -23,9 +23,9 @@ from pydantic import (
     model_validator,
 )
 
+from megasdc.common.durable import parse_json, sync_path, write_durably
+from megasdc.common.errors import DataError
 from megasdc.data.blocks import REMEDY, num_blocks
-from megasdc.durable import parse_json, sync_path, write_durably
-from megasdc.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megasdc.common.errors import DataError
 from megasdc.data.indexed import IdSource
 from megasdc.data.manifest import SPLITS, SplitRecord
 from megasdc.data.shards import Shard, read_shard
-from megasdc.errors import DataError
 
 
 def assign_splits(num_documents: int, shares: Sequence[int], seed: int) -> np.ndarray:

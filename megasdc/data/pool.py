@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 import megasdc
+from megasdc.common.errors import DataError
 from megasdc.data.worker import receive, send
-from megasdc.errors import DataError
 from megasdc.parallel.processes import KILLED_S, kill_all
 
 logger = logging.getLogger(__name__)

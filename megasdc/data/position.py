@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 
 @dataclass(frozen=True)

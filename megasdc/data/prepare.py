@@ -21,6 +21,8 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
+from megasdc.common.durable import TEMPORARY_PREFIX, sync_path
+from megasdc.common.errors import DataError, StorageError
 from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
@@ -54,8 +56,6 @@ from megasdc.data.tokenizer import (
     measure_round_trip,
     train_sentencepiece,
 )
-from megasdc.durable import TEMPORARY_PREFIX, sync_path
-from megasdc.errors import DataError, StorageError
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
+from megasdc.common.durable import replacing
+from megasdc.common.errors import DataError
 from megasdc.data.tokenizer import Tokenizer
-from megasdc.durable import replacing
-from megasdc.errors import DataError
 
 Other = TypeVar("Other")
 SHARD_CHARACTERS = 1 << 20

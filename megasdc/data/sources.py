@@ -19,9 +19,9 @@ from typing import Any
 
 import xxhash
 
+from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.formats import COMPRESSIONS, KINDS, NUM_PLACES, LeftOut, json_problem, kind_of, read_file, take_texts
-from megasdc.errors import DataError
 
 OTHER_KINDS = "files of other kinds"
 """Reason for skipping files of a folder; the place is the ending."""

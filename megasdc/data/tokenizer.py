@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megasdc.durable import parse_json, replacing
-from megasdc.errors import DataError
+from megasdc.common.durable import parse_json, replacing
+from megasdc.common.errors import DataError
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"

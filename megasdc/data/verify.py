@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.errors import DataError, StorageError
 from megasdc.data.blocks import BLOCK_BYTES, REMEDY, BlockChecksums, checksums_file, write_checksums
 from megasdc.data.manifest import FORMAT_VERSION, TOKENIZER_FOLDER, FileRecord, Manifest, checksum_file, record_file
 from megasdc.data.tokenizer import load_tokenizer
-from megasdc.errors import DataError, StorageError
 
 ADD_CHECKSUMS = "megasdc verify-data --add-checksums"
 

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from megasdc.common.errors import DataError
 from megasdc.data.shards import write_shard
 from megasdc.data.tokenizer import load_tokenizer
-from megasdc.errors import DataError
 
 _LENGTH = struct.Struct("<Q")
 

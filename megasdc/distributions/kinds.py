@@ -17,8 +17,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megasdc.common.errors import DataError
 from megasdc.distributions.trace import load_latencies
-from megasdc.errors import DataError
 
 BLOCK_REPLICAS = 128
 """Replicas whose delays come from one generator."""

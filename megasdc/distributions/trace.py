@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 
 
 def load_latencies(path: Path) -> NDArray[np.float64]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import parse_json
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import ConfigError
+from megasdc.common.room import LineFile
 from megasdc.engine.step_times import StepRecord, StepTimes
-from megasdc.errors import ConfigError
-from megasdc.room import LineFile
 
 DECISIONS_FILE = "decisions.jsonl"
 REMEMBERED = 256

@@ -21,8 +21,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megasdc.common.errors import ConfigError
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.errors import ConfigError
 
 Seconds = NDArray[np.float64]
 Chunks = Callable[[], Iterator[tuple[int, Seconds]]]

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.room import LineFile
 from megasdc.engine.step_times import StepRecord
 from megasdc.parallel.dims import ParallelDims
-from megasdc.room import LineFile
 
 STEP_TIMES_FOLDER = "step_times"
 

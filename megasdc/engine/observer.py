@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megasdc.addresses import (
+from megasdc.common.addresses import (
     ACCUMULATED_GRAD,
     BACKWARD,
     FORWARD,

@@ -41,7 +41,7 @@ class Run:
         is_hurried: whether that is a signal or a time limit, after which processes may be killed.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
         results: fields of the end event.
-        enter: called with the name of a phase (``megasdc.health.phases``) that begins between steps.
+        enter: called with the name of a phase (``megasdc.ops.health.phases``) that begins between steps.
         passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
         began_as: place of this rank when the launch began; None: as now, no replica was left out since.
     """

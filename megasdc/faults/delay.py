@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megasdc.common.errors import ConfigError, DataError
 from megasdc.config import DelaySpec
 from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, Place
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
-from megasdc.errors import ConfigError, DataError
 from megasdc.faults.schedule import in_steps, is_here
 from megasdc.parallel.dims import ParallelDims
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.addresses import PHASES, Address
+from megasdc.common.addresses import PHASES, Address
+from megasdc.common.errors import ConfigError
 from megasdc.config import FaultSpec
 from megasdc.config.problems.fault_specs import place_problems, spec_problems
 from megasdc.config.sections.faults import TOKENS
-from megasdc.errors import ConfigError
 from megasdc.faults.alter import UnfitError, alter_elements
 from megasdc.faults.pick import pick_elements
 from megasdc.faults.schedule import Draws, in_steps, is_here

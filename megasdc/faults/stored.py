@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config.sections.faults import (
     CHECKPOINT,
     CLIPPED_GRAD,

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from megasdc.checkpoint.views.hf_shards import HEAD, HfShards
 from megasdc.checkpoint.views.logical import WeightSource, load_weights
-from megasdc.durable import TEMPORARY_PREFIX
-from megasdc.errors import ConfigError, MegasdcError
-from megasdc.memory_limits import free_memory
+from megasdc.common.durable import TEMPORARY_PREFIX
+from megasdc.common.errors import ConfigError, MegasdcError
+from megasdc.common.memory_limits import free_memory
+from megasdc.common.progress import parts_bar
 from megasdc.model.hf import hf_class, num_pipeline_layers, rules
 from megasdc.parallel import groups
-from megasdc.progress import parts_bar
 from megasdc.tensors.finite import are_finite
 
 MAX_DIFFERENCE = 1e-4

@@ -45,9 +45,9 @@ from megasdc.checkpoint.universal import (
     write_universal_manifest,
 )
 from megasdc.checkpoint.verify import Source, find_folders, read_source
+from megasdc.common.durable import commit_folder, remove_entry, sync_path
+from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.durable import commit_folder, remove_entry, sync_path
-from megasdc.errors import CheckpointError, StorageError
 from megasdc.model.universal import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"

@@ -20,6 +20,9 @@ from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.initial import GENERATION_FILE, TOKENIZER_FOLDER, InitialWeights, same_tokenizer
 from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
+from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
+from megasdc.common.errors import CheckpointError, ConfigError, DataError, MegasdcError, StorageError
+from megasdc.common.progress import parts_bar
 from megasdc.data.tokenizer import (
     PROBES,
     SENTENCEPIECE_FILE,
@@ -28,12 +31,9 @@ from megasdc.data.tokenizer import (
     kind_of_files,
     load_tokenizer,
 )
-from megasdc.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
-from megasdc.errors import CheckpointError, ConfigError, DataError, MegasdcError, StorageError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_tokenizer import Encoding, describe_encoding, export_tokenizer
 from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
-from megasdc.progress import parts_bar
 from megasdc.tensors.bits import dtype_name
 from megasdc.tensors.finite import are_finite
 

@@ -28,6 +28,10 @@ from megasdc.checkpoint.initial import (
     weights_file,
 )
 from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import CheckpointError, ConfigError, DataError
+from megasdc.common.program import why_unreadable
+from megasdc.common.progress import parts_bar
 from megasdc.data.tokenizer import (
     HuggingFaceTokenizer,
     complete_tokenizer,
@@ -35,8 +39,6 @@ from megasdc.data.tokenizer import (
     kind_of_files,
     load_tokenizer,
 )
-from megasdc.durable import write_durably
-from megasdc.errors import CheckpointError, ConfigError, DataError
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_hf import check_out, writing_folder
 from megasdc.model.hf import (
@@ -49,8 +51,6 @@ from megasdc.model.hf import (
     special_token_ids,
     vocabulary,
 )
-from megasdc.program import why_unreadable
-from megasdc.progress import parts_bar
 from megasdc.tensors.finite import are_finite
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

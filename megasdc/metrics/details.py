@@ -10,9 +10,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megasdc.durable import parse_json
-from megasdc.errors import DataError
-from megasdc.room import LineFile
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import DataError
+from megasdc.common.room import LineFile
 
 DETAILS_FILE = "details.jsonl"
 

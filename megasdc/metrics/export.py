@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import parse_json
-from megasdc.errors import DataError, LaunchError, StorageError
-from megasdc.imports.packages import is_installed
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import DataError, LaunchError, StorageError
+from megasdc.common.imports.packages import is_installed
+from megasdc.common.progress import OnProgress
+from megasdc.common.run_identity import read_identity
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink
 from megasdc.metrics.sinks.tensorboard import TensorBoardSink
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config
 from megasdc.metrics.writer import METRICS_FILE, PLACE, read_metrics
-from megasdc.progress import OnProgress
-from megasdc.run_identity import read_identity
 
 PROMETHEUS_FILE = "metrics.prom"
 CONFIG_FILE = "resolved.json"

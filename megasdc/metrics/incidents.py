@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import parse_json
+from megasdc.common.durable import parse_json
 
 PATTERNS = ("reports/incident_*.json", "health/incidents/*.json")
 UNREADABLE = "incident that cannot be read"

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasdc.durable import parse_json, rename_durably, replacing
+from megasdc.common.durable import parse_json, rename_durably, replacing
+from megasdc.common.room import LineFile
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
-from megasdc.room import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "time", "monotonic", "attempt")
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one JSON line ``{"step", "time", "monotonic", "attempt", name: value, ...}`` per call; by rank 0 alone.
 
-    The file is written first: later where it has no room (``megasdc.room``); another error in it is raised. A sink
-    gets the line as the file has it; one that fails is reported and gets no more.
+    The file is written first: later where it has no room (``megasdc.common.room``); another error in it is raised. A
+    sink gets the line as the file has it; one that fails is reported and gets no more.
 
     Args:
         sinks: that show the metrics; the writer closes them.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from megasdc.errors import StorageError
+from megasdc.common.errors import StorageError
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.model.code_cache import remove_unloadable, use_cache
 
 _OFF = "; install one (Debian: apt install g++ python3-dev), or set megasdc.model.fuse to false"

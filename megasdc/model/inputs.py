@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD
+from megasdc.common.addresses import BACKWARD, FORWARD
 
 OnInputs = Callable[[str, str, list[Tensor]], None]
 """Called with (phase, fqn, tensors); phase is forward, also in recomputation, or backward."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megasdc.common.errors import ConfigError
 from megasdc.config.sections.megasdc import ParallelSection
 from megasdc.config.sections.model import ModelSection
-from megasdc.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD
-from megasdc.errors import ConfigError
+from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD
+from megasdc.common.errors import ConfigError
 from megasdc.model.kinds import (
     ACTIVATION,
     BLOCK_PARTS,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import ModelSection, ParallelSection, ffn_width
 from megasdc.config.deepspeed_part import large_as_floats
-from megasdc.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 
 
 @dataclass(frozen=True)

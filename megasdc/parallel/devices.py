@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 
 
 def device_index(share: bool) -> int:

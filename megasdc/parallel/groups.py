@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.common.versions.private_names import check_private_names
+from megasdc.common.wire import raise_descriptor_limit
 from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.meeting import meet
 from megasdc.parallel.stores import unsigned_store
-from megasdc.versions.private_names import check_private_names
-from megasdc.wire import raise_descriptor_limit
 
 
 def init_process_group(

@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from megasdc.errors import LaunchError
-from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.common.errors import LaunchError
+from megasdc.common.origin import LAUNCH_ID_VARIABLE
+from megasdc.common.program import printable
+from megasdc.common.run_lock import process_space, start_ticks
 from megasdc.parallel.stores import REMEDY
-from megasdc.program import printable
-from megasdc.run_lock import process_space, start_ticks
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 """``True`` where the process that starts the ranks hosts their store itself."""

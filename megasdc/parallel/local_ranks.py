@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasdc.errors import MegasdcError, StorageError
+from megasdc.common.errors import MegasdcError, StorageError
+from megasdc.common.shared_memory import shared_folder
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.stores import (
     LOOPBACK,
@@ -25,7 +26,6 @@ from megasdc.parallel.stores import (
     new_secret,
     serve_store,
 )
-from megasdc.shared_memory import shared_folder
 
 EXTENSIONS_VARIABLE = "TORCH_EXTENSIONS_DIR"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"

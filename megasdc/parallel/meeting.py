@@ -24,8 +24,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megasdc.errors import HangError, LaunchError
-from megasdc.origin import LAUNCH_ID_VARIABLE
+from megasdc.common.errors import HangError, LaunchError
+from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE, Identity, differences
 from megasdc.parallel.stores import (
     MEETING_VARIABLE,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import MegasdcError, error_of_rank
+from megasdc.common.errors import MegasdcError, error_of_rank
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Descriptor, Process, start_module
 

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megasdc.errors import LaunchError
-from megasdc.shared_memory import open_own, shared_folder
-from megasdc.wire import SECRET_BYTES
+from megasdc.common.errors import LaunchError
+from megasdc.common.shared_memory import open_own, shared_folder
+from megasdc.common.wire import SECRET_BYTES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,7 +37,7 @@ MEETING_VARIABLE = "MEGASDC_MEETING"
 STORE_FILE, SECRET_FILE = "store", "secret"
 PRIVATE_VARIABLE = "MEGASDC_PRIVATE_NAME"
 """Random part of the name of a folder in each host's memory, where ``megasdc launch`` leaves for this user alone what
-is secret of a launch on several hosts (``megasdc.launcher.on_host.private``); empty or absent: there is none."""
+is secret of a launch on several hosts (``megasdc.ops.launch.on_host.private``); empty or absent: there is none."""
 REMEDY = (
     "another launch uses the same port, or somebody who does not belong to this run reaches its hosts: choose another "
     "port with --master_port, and let nobody else reach that network (docs/guides/security.md)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 
 Position = tuple[int, int]
 """(pp_rank, tp_rank), the same in every replica."""

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megasdc.addresses import ACCUMULATED_GRAD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.common.addresses import (
+    ACCUMULATED_GRAD,
+    FORWARD,
+    MICRO_BATCH_PHASES,
+    PARAMETER,
+    REDUCED_GRAD,
+    UPDATE,
+    Address,
+)
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megasdc.addresses import (
+from megasdc.common.addresses import (
     ACCUMULATED_GRAD,
     BACKWARD,
     FORWARD,

@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
-from megasdc.errors import TraceError
+from megasdc.common.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
+from megasdc.common.errors import TraceError
 from megasdc.model.kinds import EMBEDDING, HEAD, KINDS, POSITIONS, kind_of
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import Comparison, Divergence, in_execution_order

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.inputs import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
 from megasdc.sdc.trace import Trace

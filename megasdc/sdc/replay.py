@@ -33,7 +33,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Flag
 from megasdc.sdc.compare import execution_key

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 
 
 @dataclass

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from megasdc.addresses import PHASES, Address
-from megasdc.durable import parse_json, rename_durably
-from megasdc.errors import LaunchError, TraceError
-from megasdc.room import LineFile
+from megasdc.common.addresses import PHASES, Address
+from megasdc.common.durable import parse_json, rename_durably
+from megasdc.common.errors import LaunchError, TraceError
+from megasdc.common.room import LineFile
 from megasdc.sdc.trace import Trace
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list
 class TraceWriter:
     """Writes one rank's trace, replacing the file, one batch for each call; data is flushed when ``append`` returns.
 
-    The file appears under its name with the first batch in it. What has no room is written later (``megasdc.room``).
+    The file appears under its name with the first batch in it. What has no room is written later
+    (``megasdc.common.room``).
 
     Args:
         header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.

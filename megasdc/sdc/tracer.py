@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from megasdc.addresses import MICRO_BATCH_PHASES, Address
+from megasdc.common.addresses import MICRO_BATCH_PHASES, Address
 from megasdc.config import TraceSection
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.submodules import Submodule

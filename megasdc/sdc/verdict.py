@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megasdc.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
+from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
 from megasdc.config import TraceSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key

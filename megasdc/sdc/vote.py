@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping
 from itertools import compress, count
 from typing import Any
 
-from megasdc.addresses import FORWARD, MICRO_BATCH_PHASES, Address
+from megasdc.common.addresses import FORWARD, MICRO_BATCH_PHASES, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute, Flag, Position
 from megasdc.sdc.compare import execution_key

@@ -27,7 +27,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.tensors.bound_limits import DTYPES, SUMS, Factors, Limits, factors
 
 logger = logging.getLogger(__name__)

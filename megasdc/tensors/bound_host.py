@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, Limits, factors
 
 SOURCE = Path(__file__).with_name("bound_host.c")

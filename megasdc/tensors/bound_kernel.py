@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.tensors.bound_limits import SUMS, Limits, factors
 
 try:

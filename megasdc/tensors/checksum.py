@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.mixed_sum import mixed_sum_formula
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.tensors import mixed_sum
 
 try:

@@ -17,6 +17,12 @@ import torch.distributed as dist
 
 from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.manifest import installed_versions
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import StorageError
+from megasdc.common.origin import Origin
+from megasdc.common.run_identity import count_start
+from megasdc.common.run_lock import HeldFolders
+from megasdc.common.versions.installed import component_versions, untested_versions
 from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
@@ -25,23 +31,19 @@ from megasdc.data.position import Order, Position
 from megasdc.data.step_batches import StepBatches
 from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
-from megasdc.durable import write_durably
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import is_stateful
 from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
-from megasdc.errors import StorageError
 from megasdc.events import EventLog
+from megasdc.lab.studies.bridge import Bridge
+from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.hook import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.model.compiled import require_compiler
-from megasdc.origin import Origin
 from megasdc.parallel import ParallelDims, groups
-from megasdc.parallel.bridge import Bridge
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.cut import Cut
 from megasdc.parallel.devices import device_uuid
 from megasdc.parallel.meeting import AskedRanks
-from megasdc.run_identity import count_start
-from megasdc.run_lock import HeldFolders
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
@@ -55,8 +57,6 @@ from megasdc.train.process.startup import StartClock
 from megasdc.train.saving.resume import resume
 from megasdc.train.saving.saver import checkpoint_folder
 from megasdc.train.sinks import FILE_SINKS, sink_folder
-from megasdc.train.study import Study, StudyPart, agree_on_checkpoint, meet
-from megasdc.versions.installed import component_versions, untested_versions
 
 logger = logging.getLogger(__name__)
 

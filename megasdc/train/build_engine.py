@@ -14,12 +14,12 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.views.logical import load_weights
 from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.config.sections.deepspeed import Bf16
 from megasdc.data.deal import Deal
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
-from megasdc.errors import CheckpointError, ConfigError
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups
 from megasdc.parallel.collectives import gather_objects

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megasdc.checkpoint.fence import Fence
+from megasdc.common.errors import StorageError
+from megasdc.common.run_lock import RunLock
 from megasdc.config import RunConfig, ffn_width
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
@@ -17,16 +19,18 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.engine.time_split import TimeSplit
-from megasdc.errors import StorageError
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import StateFaults
+from megasdc.lab.studies.hook import Study
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.run_lock import RunLock
-from megasdc.train.archiving.hook import Archiver, build_archiver
+from megasdc.ops.archive.hook import Archiver, build_archiver
+from megasdc.ops.health.hooks.links import LinkPings
+from megasdc.ops.health.hooks.progress import Health
+from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
 from megasdc.train.detection.checks import Detection
@@ -37,9 +41,6 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.health.links import LinkPings
-from megasdc.train.health.progress import Health
-from megasdc.train.health.stragglers import StragglerWatch
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.isolation import IsolationLimit, Remaining
@@ -51,7 +52,6 @@ from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, 
 from megasdc.train.sinks import build_writer
 from megasdc.train.step_details import DetailsRecorder
 from megasdc.train.stop import LastLines, RoomWatch, SkipWatch, StopWatch
-from megasdc.train.study import Study
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from typing import Any
 
 from megasdc.checkpoint.load_universal import place_steps
 from megasdc.checkpoint.places import Problem
+from megasdc.common.errors import CheckpointError
 from megasdc.config import RunConfig, StudySection
 from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import math
 import socket
 from typing import Any
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import DropComputeSection
 from megasdc.config.sections.drop_compute import (
     AUTO,
@@ -32,7 +33,6 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
-from megasdc.errors import ConfigError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.views.logical import open_weights
+from megasdc.common.errors import ConfigError
+from megasdc.common.progress import parts_bar
 from megasdc.data.tokenizer import Tokenizer
-from megasdc.errors import ConfigError
 from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.parallel import groups
-from megasdc.progress import parts_bar
 from megasdc.train.inference import build_model
 
 MAX_SEED = 2**64 - 1

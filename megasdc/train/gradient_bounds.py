@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megasdc.common.errors import ConfigError, NonFiniteError
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError, NonFiniteError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of

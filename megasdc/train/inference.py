@@ -12,19 +12,19 @@ import torch
 
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_weights
+from megasdc.common.errors import ConfigError, DataError
+from megasdc.common.program import why_unreadable
+from megasdc.common.progress import parts_bar
 from megasdc.config import DataSection, RunConfig, load_config, parse_config
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.dataset import TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import unchecked
-from megasdc.errors import ConfigError, DataError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel
 from megasdc.parallel import groups
-from megasdc.program import why_unreadable
-from megasdc.progress import parts_bar
 
 USED_KEYS = (
     "megasdc.data",

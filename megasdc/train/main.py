@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasdc import room
+from megasdc.common import room
+from megasdc.common.errors import LaunchError
+from megasdc.common.imports import imports_kept
+from megasdc.common.run_lock import HeldFolders, others_kept_out
+from megasdc.common.versions.installed import check_range, component_versions
+from megasdc.common.versions.private_names import names_checked
 from megasdc.config import (
     RunConfig,
     StudySection,
@@ -23,19 +28,14 @@ from megasdc.config import (
     with_replicas,
 )
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.errors import LaunchError
 from megasdc.events import EventLog
-from megasdc.health.rank_watch import record_collectives
-from megasdc.imports import imports_kept
-from megasdc.parallel.cut import Cut
-from megasdc.run_lock import HeldFolders, others_kept_out
+from megasdc.lab.studies.cut import Cut
+from megasdc.ops.health.rank_watch import record_collectives
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines
 from megasdc.train.process.logs import set_up_logging
 from megasdc.train.process.signals import STOPPED_START, Leave, StopSignals
-from megasdc.versions.installed import check_range, component_versions
-from megasdc.versions.private_names import names_checked
 
 if TYPE_CHECKING:
     from megasdc.engine.run import Run

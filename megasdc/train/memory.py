@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasdc.common.errors import ConfigError
+from megasdc.common.memory_limits import memory_limits
 from megasdc.config import RunConfig, ffn_width
-from megasdc.errors import ConfigError
-from megasdc.memory_limits import memory_limits
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 GIB = 2**30

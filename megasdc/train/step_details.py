@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megasdc import room
 from megasdc.checkpoint.marks import find_way_back
+from megasdc.common import room
+from megasdc.common.errors import NonFiniteError, StorageError
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import NonFiniteError, StorageError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import MIN, Field
 from megasdc.train.process.signals import StopSignals

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import torch
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import GoldenSection, RunConfig, check_layout, parse_config
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Listener, Observer
-from megasdc.errors import ConfigError
 from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims

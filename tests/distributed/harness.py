@@ -32,7 +32,7 @@ from typing import Any
 
 from fused_switch import apply_fused_switch
 
-from megasdc.launcher.orphans import NODE_PID_VARIABLE
+from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel import processes
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
@@ -204,7 +204,7 @@ def fork_fresh_ranks(replace: Callable[[Any, str, Any], None] = setattr) -> None
         """As ``start_module``, whose last argument asks for a fresh process."""
         return processes.start_module(*arguments[:6])
 
-    for module in ("megasdc.parallel.run_ranks", "megasdc.golden.cells"):
+    for module in ("megasdc.parallel.run_ranks", "megasdc.ops.golden.cells"):
         replace(importlib.import_module(module), "start_module", start_fork)
 
 
@@ -218,7 +218,7 @@ else:
         del words[0]
     if words[:1] == ["-m"]:
         del words[0]
-    if not words or words[0].startswith(("-", "megasdc.launcher.")):  # the launcher looks at its parent
+    if not words or words[0].startswith(("-", "megasdc.ops.launch.")):  # the launcher looks at its parent
         os.execv({python!r}, sys.argv)
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})

@@ -14,11 +14,11 @@ from small_disk import small_disk
 from tiny import relative_distance
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.archive.pull import pull
-from megasdc.archive.push import push
-from megasdc.archive.verify import verify
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.errors import StorageError
+from megasdc.common.errors import StorageError
+from megasdc.ops.archive.pull import pull
+from megasdc.ops.archive.push import push
+from megasdc.ops.archive.verify import verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from harness import run_distributed
 from whole_runs import events_of, prepare_text, train_run, write_config
 
+from megasdc.common.run_lock import Holder, read_holder, take
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
-from megasdc.run_lock import Holder, read_holder, take
 
 pytestmark = pytest.mark.distributed
 

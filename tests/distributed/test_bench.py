@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megasdc.errors import ConfigError, MegasdcError
+from megasdc.common.errors import ConfigError, MegasdcError
 from tools.bench.commands import app
 from tools.bench.rank import run_in_ranks
 from tools.bench.statistics import Cost

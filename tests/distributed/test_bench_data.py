@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megasdc.errors import ConfigError, MegasdcError
+from megasdc.common.errors import ConfigError, MegasdcError
 from tools.bench import statistics
 from tools.bench.commands import app
 from tools.bench.statistics import Cost

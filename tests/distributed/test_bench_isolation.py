@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.isolation.campaign import bench_isolation
 from tools.bench.isolation.options import IsolationOptions
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.common.errors import CheckpointError
 from megasdc.config import DataSection
 from megasdc.data.dataset import build_split
-from megasdc.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 

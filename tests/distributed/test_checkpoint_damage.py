@@ -21,7 +21,7 @@ from megasdc.checkpoint import files, retention, writer
 from megasdc.checkpoint.manifest import Manifest, describe_file, read_manifest, write_manifest
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.errors import CheckpointError, MegasdcError, StorageError
+from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.events import EventLog, read_events
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.events import EventLog, read_events
 
 pytestmark = pytest.mark.distributed

@@ -18,18 +18,18 @@ from harness import run_distributed
 from typer.testing import CliRunner
 from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_config
 
-from megasdc.checkpoint.compare.checkpoints import Options, Report, compare_checkpoints
-from megasdc.checkpoint.compare.drift import measure_drift
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.verify import CHECKED
-from megasdc.checkpoint.views.contents import verify_contents
-from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import View
 from megasdc.cli import app as cli
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import export_hf
-from megasdc.report.checkpoint_command import app
+from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints
+from megasdc.lab.checkpoints.drift import measure_drift
+from megasdc.lab.checkpoints.pages.checkpoint_command import app
+from megasdc.lab.checkpoints.views.contents import verify_contents
+from megasdc.lab.checkpoints.views.open import open_view
 
 pytestmark = pytest.mark.distributed
 

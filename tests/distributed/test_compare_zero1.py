@@ -13,10 +13,10 @@ from harness import run_distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megasdc.checkpoint.compare.checkpoints import Finding, compare_checkpoints
-from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import View
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.checkpoints import Finding, compare_checkpoints
+from megasdc.lab.checkpoints.views.open import open_view
 
 pytestmark = pytest.mark.distributed
 

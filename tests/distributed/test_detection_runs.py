@@ -27,8 +27,8 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
 from megasdc.config import load_config
 from megasdc.events import read_events
-from megasdc.golden.record import record
-from megasdc.report.summary import summarize
+from megasdc.ops.golden.record import record
+from megasdc.ops.run_folder.summary import summarize
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed

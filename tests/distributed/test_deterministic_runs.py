@@ -13,10 +13,10 @@ import pytest
 from harness import StartedCommand, run_distributed
 from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc.common.errors import ConfigError, DataError
 from megasdc.config import load_config
-from megasdc.errors import ConfigError, DataError
+from megasdc.ops.determinism_check.check import check_determinism, compare_two_runs
 from megasdc.parallel.dims import ParallelDims
-from megasdc.repeat.check import check_determinism, compare_two_runs
 from megasdc.sdc.trace_file import read_trace, trace_path
 from megasdc.train import main as training
 
@@ -188,8 +188,8 @@ def test_a_failed_rank_gives_its_own_exit_code(tmp_path: Path, data: Path) -> No
 def _steps_of_a_hidden_model(config: str, folder: str, seed: int) -> None:
     """Two steps on random tokens of a model whose submodules cannot be observed."""
     from megasdc.model import submodules
+    from megasdc.ops.determinism_check.rank import run_steps
     from megasdc.parallel.run_ranks import Messages
-    from megasdc.repeat.rank import run_steps
 
     def refuse(_stage: Any) -> Any:
         raise ConfigError("megasdc.model.backend is transformer_engine: results cannot be observed")

@@ -14,7 +14,7 @@ from harness import run_distributed
 from whole_runs import tokenize_text
 
 from megasdc.checkpoint.aside import move_aside
-from megasdc.durable import commit_folder, write_durably
+from megasdc.common.durable import commit_folder, write_durably
 
 pytestmark = pytest.mark.distributed
 

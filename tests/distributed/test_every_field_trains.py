@@ -25,8 +25,8 @@ from field_values import context_of, fields, put, value_at, values_of
 from harness import run_distributed
 from whole_runs import prepare_text, pretrain_within
 
+from megasdc.common.errors import ERRORS_BY_EXIT_CODE, ConfigError
 from megasdc.config import parse_config
-from megasdc.errors import ERRORS_BY_EXIT_CODE, ConfigError
 
 pytestmark = pytest.mark.distributed
 

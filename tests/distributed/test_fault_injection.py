@@ -15,8 +15,8 @@ from harness import run_distributed
 from megatron.core import parallel_state
 from tiny import GPT, LLAMA, SEQUENCE, VOCAB, make_engine, micro_batches, train_steps
 
-from megasdc.addresses import PHASES as ADDRESSED
-from megasdc.addresses import Address
+from megasdc.common.addresses import PHASES as ADDRESSED
+from megasdc.common.addresses import Address
 from megasdc.config import FaultSpec, ModelSection, ParallelSection
 from megasdc.config.submodule_names import submodule_slots
 from megasdc.data.loader import MicroBatchLoader

@@ -13,7 +13,7 @@ from whole_runs import events_of, prepare_text, pretrain_rank, write_config
 from megasdc.checkpoint.fence import Fence, FencedError
 from megasdc.checkpoint.snapshots.messages import Act
 from megasdc.checkpoint.snapshots.writer_main import act
-from megasdc.run_lock import RECORD_FILE, Holder
+from megasdc.common.run_lock import RECORD_FILE, Holder
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.saving.saver import Saver
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import run_distributed
 
-from megasdc.health.rank_watch import collectives
+from megasdc.ops.health.rank_watch import collectives
 
 pytestmark = pytest.mark.distributed
 

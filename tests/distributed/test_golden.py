@@ -15,7 +15,7 @@ from harness import run_command
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

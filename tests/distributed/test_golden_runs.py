@@ -11,7 +11,7 @@ from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.config import load_config
-from megasdc.golden.record import record
+from megasdc.ops.golden.record import record
 from megasdc.sdc.golden.answer import GoldenAnswer
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 from megasdc.sdc.incidents.incident import Incident, incident_from_json

@@ -18,9 +18,9 @@ from harness import run_distributed
 from torch import nn
 
 import megasdc
-from megasdc.errors import ConfigError, StorageError
+from megasdc.common.errors import ConfigError, StorageError
+from megasdc.common.run_identity import read_identity
 from megasdc.events import read_events
-from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.campaign import bench_guard
@@ -356,7 +356,7 @@ def _gathered(folder: str, zero: int, precision: dict[str, Any]) -> list[dict[st
     """Body of a rank: of each step masters and gradients of the whole model before bounds, by DeepSpeed's own tool."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    from megasdc.guard.bounds import GuardBounds
+    from megasdc.attached.bounds import GuardBounds
 
     seen = []
     original = GuardBounds.before_step

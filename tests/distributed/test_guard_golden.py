@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import run_distributed
 
 import megasdc
-from megasdc.errors import ConfigError, MegasdcError, TraceError
+from megasdc.common.errors import ConfigError, MegasdcError, TraceError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
 from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train

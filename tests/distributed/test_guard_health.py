@@ -14,11 +14,11 @@ import torch.distributed as dist
 from harness import run_distributed
 
 import megasdc
+from megasdc.attached.settings import TRIAL_VARIABLE
 from megasdc.events import read_events
-from megasdc.guard.health import GuardStragglers
-from megasdc.guard.settings import TRIAL_VARIABLE
-from megasdc.health.phases import Phase
-from megasdc.health.program_health import ProgramHealth
+from megasdc.ops.health.attached import GuardStragglers
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.program_health import ProgramHealth
 from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.cost import bench_guard_cost
 from tools.bench.guard.cost_rank import CALLS

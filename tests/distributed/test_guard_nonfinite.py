@@ -14,8 +14,8 @@ from harness import run_distributed
 from torch import nn
 
 import megasdc
+from megasdc.attached.nonfinite import GIVEN, HIDDEN, NO_LABEL
 from megasdc.events import read_events
-from megasdc.guard.nonfinite import GIVEN, HIDDEN, NO_LABEL
 from tools.bench.guard.trainings import deepspeed_config, llama_engine, llama_trainer, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -194,7 +194,7 @@ def _without_labels(folder: str) -> list[str]:
     told = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megasdc.guard.nonfinite").addHandler(handler)
+    logging.getLogger("megasdc.attached.nonfinite").addHandler(handler)
     trainer = llama_trainer(deepspeed_config(1, "fp32"), None, folder, 3)
     trainer.train_dataset = _Unlabelled()
     megasdc.attach(trainer, _settings(folder))

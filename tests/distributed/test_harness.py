@@ -14,8 +14,8 @@ from fused_switch import VARIABLE
 from harness import PRELOAD, run_distributed
 from tiny import GPT, relative_distance
 
+from megasdc.common.imports.packages import is_installed
 from megasdc.config import parse_config
-from megasdc.imports.packages import is_installed
 from megasdc.model.fused_modules import FusedLayerNorm
 from megasdc.parallel import processes
 

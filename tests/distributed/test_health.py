@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.cli import app
-from megasdc.health.phases import COLLECTIVE
-from megasdc.report.run_pages.command import write_report
-from megasdc.report.top.view import RunWatcher
+from megasdc.lab.report.run_pages.command import write_report
+from megasdc.ops.health.phases import COLLECTIVE
+from megasdc.ops.top.view import RunWatcher
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +47,7 @@ def agents_of(run_dir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "megasdc.health.agent" in words and str(run_dir) in words[-1]:
+        if "megasdc.ops.health.agent" in words and str(run_dir) in words[-1]:
             found.append(process)
     return found
 

@@ -18,11 +18,11 @@ from whole_runs import metrics_of, prepare_text, train_run, write_config
 
 from megasdc.checkpoint.views.logical import load_weights, open_weights
 from megasdc.cli import main
+from megasdc.common.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
-from megasdc.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.interchange.export_hf import divide, export_hf, parse_size
 from megasdc.interchange.import_hf import import_hf
 
@@ -343,7 +343,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, exported: Path, train
     """Log-probabilities of choices agree within 1e-4 nats, and so do answers, accuracy and disagreement."""
     import transformers
 
-    from megasdc.train.choices import evaluate_choices
+    from megasdc.lab.studies.choices import evaluate_choices
 
     names = ["parse", "self.args", "lambda", " x", "\n        yield", "\u4f60"]
     prompts = [

@@ -12,8 +12,8 @@ import pytest
 from harness import run_command, run_distributed
 from whole_runs import prepare_text, pretrain_rank, write_config
 
-from megasdc.errors import CheckpointError, DataError
-from megasdc.triage.step_data import StepData, Wanted, data_of_run
+from megasdc.common.errors import CheckpointError, DataError
+from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run
 
 pytestmark = pytest.mark.distributed
 

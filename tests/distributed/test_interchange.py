@@ -22,7 +22,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.checkpoint.views import logical
 from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import main
-from megasdc.errors import CheckpointError, ConfigError
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import convert, export_hf, import_hf
 from megasdc.train.process.signals import exiting_on_signals
 

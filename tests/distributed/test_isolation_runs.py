@@ -16,12 +16,12 @@ from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, tr
 
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.views.logical import load_weights, open_weights
+from megasdc.common.run_identity import read_identity
 from megasdc.config import ParallelSection
 from megasdc.metrics.writer import read_metrics
 from megasdc.model.pipeline import build_pipeline
 from megasdc.model.sharding import Split, parameter_splits, take_shard
 from megasdc.parallel import groups
-from megasdc.run_identity import read_identity
 from megasdc.sdc.incidents.incident import load_incidents
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -24,7 +24,7 @@ CLONE_NEWUTS = 0x04000000
 
 def train_on_own_host(config: str, breaks_at: int) -> Any:
     """Body of a rank on a host of its own name; from a step on rank 0 gets nothing from rank 1 any more."""
-    from megasdc.train.health.links import LinkPings
+    from megasdc.ops.health.hooks.links import LinkPings
 
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
@@ -54,7 +54,7 @@ def connect_in_a_ring() -> Any:
     """Body of a rank of three, of which the last cannot find its address; returns its peers, and what failed."""
     import torch.distributed as dist
 
-    from megasdc.train.health import link_connections
+    from megasdc.ops.health.hooks import link_connections
 
     def no_route(host: str) -> str:
         raise OSError(f"no route to {host}")

@@ -29,8 +29,8 @@ from megasdc.checkpoint.snapshots.held import (
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory, restore
 from megasdc.checkpoint.snapshots.room import why_not
+from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
-from megasdc.errors import CheckpointError
 from megasdc.parallel.step_agreement import StepAgreement
 
 RUN = "run"

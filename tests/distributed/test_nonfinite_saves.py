@@ -12,7 +12,7 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.report.summary import render, summarize
+from megasdc.ops.run_folder.summary import render, summarize
 
 pytestmark = pytest.mark.distributed
 

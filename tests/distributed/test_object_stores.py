@@ -14,15 +14,15 @@ from harness import StartedCommand
 from object_stores import STORES, ObjectStore
 from run_to_archive import RUN, contents, invoke, killed_command, write_run
 
-from megasdc.archive import lease
-from megasdc.archive.entries import read_entries
-from megasdc.archive.prune import prune
-from megasdc.archive.pull import pull
-from megasdc.archive.push import push
-from megasdc.archive.record import BLOCKS, RUNS, open_archive
-from megasdc.archive.store import Store
-from megasdc.archive.verify import verify
-from megasdc.errors import CheckpointError, StorageError
+from megasdc.common.errors import CheckpointError, StorageError
+from megasdc.ops.archive import lease
+from megasdc.ops.archive.entries import read_entries
+from megasdc.ops.archive.prune import prune
+from megasdc.ops.archive.pull import pull
+from megasdc.ops.archive.push import push
+from megasdc.ops.archive.record import BLOCKS, RUNS, open_archive
+from megasdc.ops.archive.store import Store
+from megasdc.ops.archive.verify import verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from harness import run_distributed
 from megatron.core import parallel_state
 from tiny import GPT, LLAMA, make_engine, train_steps
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.engine.observer import Observer
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from whole_runs import events_of, prepare_text, train_run, write_config
 
-from megasdc.report.imbalance import report_times
-from megasdc.report.run_threshold import search_run
-from megasdc.report.step_times import load_step_times
+from megasdc.lab.report.imbalance import report_times
+from megasdc.lab.report.run_threshold import search_run
+from megasdc.lab.report.step_times import load_step_times
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.report.summary import summarize
+from megasdc.ops.run_folder.summary import summarize
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed

@@ -19,11 +19,11 @@ from harness import run_distributed
 
 from megasdc.config import FaultSpec
 from megasdc.faults.injector import Injector
-from megasdc.stress.collectives import Group, check_group
-from megasdc.stress.drill import ALONE, read_drill
-from megasdc.stress.run import StressPlan, stress
-from megasdc.stress.state import ALONE as OWN
-from megasdc.stress.verdict import judge
+from megasdc.ops.stress.collectives import Group, check_group
+from megasdc.ops.stress.drill import ALONE, read_drill
+from megasdc.ops.stress.run import StressPlan, stress
+from megasdc.ops.stress.state import ALONE as OWN
+from megasdc.ops.stress.verdict import judge
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
@@ -88,7 +88,7 @@ def _profile(folder: Path, **fault: Any) -> str:
 def _agents() -> list[psutil.Process]:
     """The processes of the hosts, in their order."""
     children = sorted(psutil.Process().children(), key=lambda process: process.create_time())
-    return [process for process in children if "megasdc.stress.host" in " ".join(process.cmdline())]
+    return [process for process in children if "megasdc.ops.stress.host" in " ".join(process.cmdline())]
 
 
 def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     assert result.verdicts[0].rounds == 3
     assert "hung after 1 whole rounds: gave no answer in 20 s" in result.verdicts[1].reasons[0].text
     for process in psutil.process_iter():
-        if process.status() == psutil.STATUS_STOPPED and "megasdc.stress" in " ".join(process.cmdline()):
+        if process.status() == psutil.STATUS_STOPPED and "megasdc.ops.stress" in " ".join(process.cmdline()):
             process.kill()

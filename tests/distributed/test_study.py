@@ -17,8 +17,8 @@ import torch
 from harness import run_distributed
 from whole_runs import events_of, leave_with_the_code, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.study.log import WHOLE, read_study
-from megasdc.study.tables import MismatchRow, StudySummary, summarize_study
+from megasdc.lab.studies.tables import MismatchRow, StudySummary, summarize_study
+from megasdc.ops.run_folder.study_log import WHOLE, read_study
 
 pytestmark = pytest.mark.distributed
 STEPS = 3
@@ -321,9 +321,9 @@ def _top_of_shards(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """What a tensor rank finds as the most likely tokens."""
     import torch.distributed as dist
 
+    from megasdc.lab.studies.predictions import top_tokens
     from megasdc.model.loss import TokenLoss
     from megasdc.parallel.groups import init_model_parallel
-    from megasdc.study.predictions import top_tokens
 
     init_model_parallel(2, 1, 60.0)
     loss = TokenLoss(vocab_size, logits.shape[-1], dist.get_rank(), 2)

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from whole_runs import events_of, prepare_text, write_config
 
 from megasdc.cli import app
-from megasdc.errors import ConfigError, StorageError
-from megasdc.experiments.ma_tables import node_tables
-from megasdc.experiments.results import read_sweep
-from megasdc.experiments.runner import alone
-from megasdc.experiments.sweep import gather, open_sweep, run_sweep
-from megasdc.train.choices import evaluate_choices
+from megasdc.common.errors import ConfigError, StorageError
+from megasdc.lab.studies.choices import evaluate_choices
+from megasdc.lab.sweeps.ma_tables import node_tables
+from megasdc.lab.sweeps.results import read_sweep
+from megasdc.lab.sweeps.runner import alone
+from megasdc.lab.sweeps.sweep import gather, open_sweep, run_sweep
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ from harness import run_distributed
 from megatron.core import parallel_state
 from tiny import GLOBAL_BATCH, GPT, LLAMA, SEQUENCE, make_engine, micro_batches, train_steps
 
-from megasdc.addresses import (
+from megasdc.common.addresses import (
     BACKWARD,
     FORWARD,
     MICRO_BATCH_PHASES,
@@ -22,13 +22,13 @@ from megasdc.addresses import (
     REPLICA_PHASES,
     Address,
 )
+from megasdc.common.errors import TraceError
 from megasdc.config import ModelSection, TraceSection
 from megasdc.engine.observer import Observer
-from megasdc.errors import TraceError
+from megasdc.lab.traces.traces import RunTraces, compare_runs, load_traces
 from megasdc.model.kinds import kind_of
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
-from megasdc.report.traces import RunTraces, compare_runs, load_traces
 from megasdc.sdc.cost import Work, reads_of_step
 from megasdc.sdc.cross_layout import LAYOUT_FREE, compare_across_layouts
 from megasdc.sdc.trace import Trace

@@ -11,8 +11,8 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.addresses import MICRO_BATCH_PHASES
-from megasdc.report.traces import compare_runs, load_traces
+from megasdc.common.addresses import MICRO_BATCH_PHASES
+from megasdc.lab.traces.traces import compare_runs, load_traces
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import read_folder

@@ -20,11 +20,11 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, train
 from megasdc.checkpoint.manifest import FileRecord, describe_file, read_manifest, write_manifest, write_marker
 from megasdc.checkpoint.universal import read_universal_manifest, write_universal_manifest
 from megasdc.checkpoint.verify import read_source, verify_checkpoint
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
+from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.data.manifest import Manifest
-from megasdc.errors import CheckpointError, StorageError
 from megasdc.interchange.convert import convert_to_universal
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 
 pytestmark = pytest.mark.distributed
 

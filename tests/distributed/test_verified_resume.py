@@ -19,8 +19,8 @@ from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.checkpoint.resume import find_checkpoint
+from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.determinism import restore_rng
-from megasdc.errors import CheckpointError, StorageError
 from megasdc.events import EventLog, read_events
 
 pytestmark = pytest.mark.distributed

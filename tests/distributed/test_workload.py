@@ -9,11 +9,11 @@ import pytest
 import torch
 from harness import run_distributed
 
-from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.common.addresses import WEIGHT_GRAD, Address
+from megasdc.common.errors import ConfigError
 from megasdc.config import parse_config
 from megasdc.config.sections.faults import OPTIMIZER_STATE
 from megasdc.engine.hooks import Hook
-from megasdc.errors import ConfigError
 from megasdc.parallel import groups
 from megasdc.sdc.verdict import Finding, judge
 from megasdc.tensors.checksum import default_algorithm

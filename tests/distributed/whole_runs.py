@@ -177,7 +177,7 @@ def verdicts_of(run_dir: Path) -> list[tuple[Any, ...]]:
 
 def failure_of(run_dir: Path) -> Any:
     """What ``megasdc summary`` says of how the last start failed; the host is this one."""
-    from megasdc.report.summary import render, summarize
+    from megasdc.ops.run_folder.summary import render, summarize
 
     summary = summarize(run_dir)
     found = summary.failure

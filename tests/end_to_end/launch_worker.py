@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from megasdc.common.errors import DataError, MegasdcError, PeerError
 from megasdc.config import load_config
-from megasdc.errors import DataError, MegasdcError, PeerError
-from megasdc.launcher.records import write_done, write_started
+from megasdc.ops.launch.records import write_done, write_started
 
 RANK = int(os.environ["RANK"])
 FAILURE_S = 1.0

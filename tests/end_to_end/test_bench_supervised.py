@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.errors import ConfigError
-from megasdc.launcher.command import NODE_MODULE
-from megasdc.supervisor.goodput import PARTS
-from megasdc.supervisor.journal import FOLDER, Entry, Journal
+from megasdc.common.errors import ConfigError
+from megasdc.ops.launch.command import NODE_MODULE
+from megasdc.ops.supervise.goodput import PARTS
+from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
 from tools.bench.commands import app
 from tools.bench.supervised.campaign import _plan, _truthful_end
 from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again, used_up

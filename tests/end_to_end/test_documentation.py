@@ -21,7 +21,8 @@ import typer.main
 from harness import forked_programs
 
 from megasdc.cli import app
-from megasdc.report import checkpoint_command, trace_command
+from megasdc.lab.checkpoints.pages import checkpoint_command
+from megasdc.lab.traces import trace_command
 from tools.bench import commands as bench_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megasdc.config import parse_config
-from megasdc.golden.record import record
+from megasdc.ops.golden.record import record
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -116,7 +116,7 @@ def test_a_host_that_falls_silent(cluster: Cluster, golden: Path) -> None:
     """A host without power gives no answer; rank 0, which has waited for it, still writes the result of all."""
     fault = {"host": "node2", "kind": "hang", "phase": "forward", "steps": [2, 2]}
     out, process = _start(cluster, golden, {"process_faults": [fault]}, slots=2)
-    command = ["pgrep", "-f", "megasdc.golden.rank"]
+    command = ["pgrep", "-f", "megasdc.ops.golden.rank"]
     while len(cluster.run("node2", command).stdout.split()) < 2:  # both watchers have told rank 0 that they live
         assert process.poll() is None
         time.sleep(0.2)

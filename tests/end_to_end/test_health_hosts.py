@@ -19,11 +19,11 @@ from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import Event, read_events
-from megasdc.health.board import SIGN, node_name
-from megasdc.launcher.command import NODE_MODULE
-from megasdc.report.summary import summarize
-from megasdc.supervisor import front
-from megasdc.supervisor.journal import FOLDER, read_journal
+from megasdc.ops.health.board import SIGN, node_name
+from megasdc.ops.launch.command import NODE_MODULE
+from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.journal import FOLDER, read_journal
 from tools.bench.supervised.target import clock_library
 from tools.hosts import Cluster, unavailable_reason
 
@@ -80,7 +80,7 @@ def test_a_host_whose_agent_and_rank_are_stopped_holds_nobody_up(tmp_path: Path,
         wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 10, launch)
         for one in psutil.process_iter(["cmdline", "environ"]):
             words, rank = one.info["cmdline"] or [], (one.info["environ"] or {}).get("RANK")
-            is_agent = "megasdc.health.agent" in words and '"node": 1,' in words[-1] and str(run) in words[-1]
+            is_agent = "megasdc.ops.health.agent" in words and '"node": 1,' in words[-1] and str(run) in words[-1]
             if is_agent or (rank == "1" and str(folder / "config.json") in words):
                 own.append(one)
         for one in own:
@@ -256,8 +256,8 @@ def plays(process: psutil.Process, stopped: str, folder: Path, launch_id: str) -
     if stopped == "front":
         return front.MODULE in words and launch_id in words[-1]
     if stopped == "launcher":  # also pdsh and ssh, whose command lines have the same words
-        return launch_id in words and any(one in words for one in ("megasdc.launcher.runner", NODE_MODULE))
-    return "megasdc.health.agent" in words and '"node": 1,' in words[-1] and str(folder) in words[-1]
+        return launch_id in words and any(one in words for one in ("megasdc.ops.launch.runner", NODE_MODULE))
+    return "megasdc.ops.health.agent" in words and '"node": 1,' in words[-1] and str(folder) in words[-1]
 
 
 def signs_of(run: Path, node: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.launcher.records import collect
+from megasdc.ops.launch.records import collect
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()

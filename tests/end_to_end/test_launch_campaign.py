@@ -82,10 +82,10 @@ class Launches:
         words = process.cmdline()
         if not words or not Path(words[0]).name.startswith("python"):
             return "other"
-        names = {"megasdc.launcher.runner": "runner", "megasdc.launcher.node": "node", "launch": "front"}
+        names = {"megasdc.ops.launch.runner": "runner", "megasdc.ops.launch.node": "node", "launch": "front"}
         if role := next((role for word, role in names.items() if word in words[:5]), None):
             return role
-        is_rank = any(word == "megasdc.launcher.rank" or word.endswith("pretrain_gpt.py") for word in words)
+        is_rank = any(word == "megasdc.ops.launch.rank" or word.endswith("pretrain_gpt.py") for word in words)
         return f"rank {process.environ().get('RANK')}" if is_rank else "other"
 
     def wait_until_none(self, limit_s: float) -> dict[str, list[int]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from test_launch import ROOT, WORKER, write_small_config
 
-from megasdc.launcher import gather
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
+from megasdc.ops.launch import gather
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -95,6 +95,6 @@ def test_scripts_are_valid_and_say_how_to_call_them(script: str) -> None:
 
 def test_hostfile_example_is_valid() -> None:
     """The front reads it."""
-    from megasdc.launcher.hosts import read_hostfile
+    from megasdc.ops.launch.hosts import read_hostfile
 
     assert read_hostfile(ROOT / "launch" / "hostfile.example") == {"node1": 8, "node2": 8}

@@ -16,9 +16,9 @@ import psutil
 import pytest
 from test_launch import WORKER, write_small_config
 
-from megasdc.launcher.records import collect
+from megasdc.common.run_lock import LOCK_FILE, Holder, take
+from megasdc.ops.launch.records import collect
 from megasdc.parallel.local_ranks import UNASSIGNED_PORTS, free_port
-from megasdc.run_lock import LOCK_FILE, Holder, take
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 
@@ -108,7 +108,7 @@ def test_stop_reaches_ranks_which_save(launch: LocalLaunch, number: int, runner:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     (log,) = (launch.run_dir / "logs").iterdir()
-    for own in ("megasdc.launcher.rank", "launch.py", *(("runner.py", "get_accelerator") if runner else ())):
+    for own in ("megasdc.ops.launch.rank", "launch.py", *(("runner.py", "get_accelerator") if runner else ())):
         assert own in log.read_text() and own not in out + err
     assert {rank: done.exit_code for rank, done in launch.records().done.items()} == {0: 0, 1: 0}
     assert gone(list(pids.values()))

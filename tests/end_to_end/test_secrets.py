@@ -84,7 +84,7 @@ def watching_command_lines() -> Iterator[dict[bytes, set[bytes]]]:
     finally:
         ended.set()
         thread.join()
-        assert any(b"megasdc.launcher" in line for line in seen), "the launcher was seen"
+        assert any(b"megasdc.ops.launch" in line for line in seen), "the launcher was seen"
 
 
 def test_secrets_are_in_nothing_that_a_run_leaves(folder: Path) -> None:  # noqa: F811

@@ -17,8 +17,8 @@ from test_launch import ROOT, WORKER, write_small_config
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import read_events
-from megasdc.experiments.results import read_sweep
-from megasdc.launcher.records import collect
+from megasdc.lab.sweeps.results import read_sweep
+from megasdc.ops.launch.records import collect
 from tools.hosts import unavailable_reason
 from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from whole_runs import prepare_text, train_run, write_config
 
+from megasdc.common.errors import CorruptionError
 from megasdc.config import load_config
-from megasdc.errors import CorruptionError
-from megasdc.triage.step_data import StepData, Wanted, data_of_plan
+from megasdc.lab.triage.step_data import StepData, Wanted, data_of_plan
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(400)]
 

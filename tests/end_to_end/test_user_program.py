@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.shared_memory import SHARED_MEMORY
+from megasdc.ops.supervise.history import History
+from megasdc.ops.supervise.journal import read_journal
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, base_environment, free_port
-from megasdc.shared_memory import SHARED_MEMORY
-from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import read_journal
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()

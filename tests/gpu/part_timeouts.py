@@ -13,7 +13,7 @@ from gpu.bench import Bench
 from gpu.crew import Crew, Job
 from gpu.record import Recorder
 from gpu.setting import precision
-from megasdc.errors import HangError
+from megasdc.common.errors import HangError
 
 TIMEOUT_S = 8.0
 

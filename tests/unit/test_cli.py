@@ -19,9 +19,9 @@ from megasdc import __version__
 from megasdc.cli import app, main
 from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
+from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config import load_config
-from megasdc.errors import ConfigError, StorageError
-from megasdc.report import trace_command
+from megasdc.lab.traces import trace_command
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
 NO_DATA = f"data: prepared/stdlib is not there yet: run megasdc prepare-data --config {SMOKE}"

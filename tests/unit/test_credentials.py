@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from megasdc.attached.settings import load_settings
+from megasdc.common.credentials import find_secrets, is_secret_name, without_credentials, words_without_credentials
+from megasdc.common.errors import ConfigError
 from megasdc.config import load_config, parse_config
 from megasdc.config.load import WholeFile
 from megasdc.config.table import rows_of
-from megasdc.credentials import find_secrets, is_secret_name, without_credentials, words_without_credentials
-from megasdc.errors import ConfigError
-from megasdc.guard.settings import load_settings
 
 FILE: dict[str, Any] = {"megasdc": {"data": {"path": "d"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
 PLAIN = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.durable import replacing, write_durably
+from megasdc.common.durable import replacing, write_durably
 
 
 def test_a_failed_atomic_write_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from megasdc.common.origin import Origin
 from megasdc.events import EventLog, read_events
-from megasdc.origin import Origin
 
 BARE = {"time": 1.0, "rank": 0, "host": "a", "step": 1, "micro_batch": None, "kind": "a", "name": "b", "fields": {}}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc import imports
-from megasdc.imports import imports_kept
-from megasdc.imports.packages import is_installed
+from megasdc.common import imports
+from megasdc.common.imports import imports_kept
+from megasdc.common.imports.packages import is_installed
 
 
 @pytest.fixture(autouse=True)

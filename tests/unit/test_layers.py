@@ -1,4 +1,8 @@
-"""Imports go down in layers only, and the lowest layers need no torch."""
+"""Imports between storeys and rooms: what a storey may import, the order of its rooms, which rooms need no torch.
+
+The core is what a training needs. ``ops`` surrounds a run on its hosts, ``lab`` is what is asked afterwards or in
+experiments. lab may import ops and the core, ops the core, the core neither; ``cli`` composes them.
+"""
 
 import ast
 import graphlib
@@ -11,25 +15,26 @@ import pytest
 import megasdc
 
 PACKAGE = Path(megasdc.__file__).parent
-LAYERS = {
-    "errors": -1,
-    "credentials": -1,
-    "addresses": 0,
-    "durable": -1,
-    "imports": 0,
-    "moment": 0,
-    "origin": 0,
-    "room": 0,
-    "shared_memory": 0,
-    "wire": 0,
-    "memory_limits": 1,
-    "program": 1,
-    "progress": 1,
+STOREYS = {"ops": 1, "lab": 2, "cli": 3, "__main__": 3}
+"""Storeys by the first name below the package; every other one is the core, 0. A storey imports those below it only."""
+WRONG = {
+    ("attached/attach.py", "ops/health"),
+    ("common/process_state.py", "ops/health"),
+    ("distributions/__init__.py", "lab/planning"),
+    ("train/build.py", "lab/studies"),
+    ("train/build_hooks.py", "lab/studies"),
+    ("train/build_hooks.py", "ops/archive"),
+    ("train/build_hooks.py", "ops/health"),
+    ("train/main.py", "lab/studies"),
+    ("train/main.py", "ops/health"),
+}
+"""Imports of the core from above that are still to be turned: (file, room that it imports). None may be added."""
+ROOMS = {
+    # core: what a training needs, the protections in the step included
+    "common": 0,
     "events": 1,
-    "run_identity": 1,
-    "run_lock": 1,
-    "versions": 1,
     "config": 1,
+    "output": 1,
     "tensors": 2,
     "parallel": 2,
     "determinism": 2,
@@ -40,55 +45,59 @@ LAYERS = {
     "optim": 3,
     "checkpoint": 3,
     "engine": 3,
-    "archive": 4,
     "interchange": 4,
     "dropcompute": 4,
     "faults": 4,
     "sdc": 4,
-    "study": 4,
-    "health": 4,
-    "guard": 5,
-    "launcher": 5,
-    "supervisor": 6,
+    "attached": 5,
     "train": 5,
-    "golden": 6,
-    "preflight": 7,
-    "repeat": 7,
-    "stress": 7,
-    "experiments": 7,
-    "report": 8,
-    "triage": 9,
-    "cli": 10,
-    "__main__": 11,
+    # ops: what surrounds a run on its hosts
+    "ops/archive": 0,
+    "ops/devices": 0,
+    "ops/health": 1,
+    "ops/launch": 2,
+    "ops/golden": 2,
+    "ops/supervise": 3,
+    "ops/stress": 3,
+    "ops/determinism_check": 3,
+    "ops/preflight": 4,
+    "ops/run_folder": 4,
+    "ops/top": 5,
+    # lab: what is asked afterwards or in experiments
+    "lab/checkpoints": 0,
+    "lab/planning": 0,
+    "lab/studies": 0,
+    "lab/traces": 0,
+    "lab/sweeps": 1,
+    "lab/triage": 1,
+    "lab/report": 2,
+    # what composes them
+    "cli": 0,
+    "__main__": 1,
 }
+"""Layer of each room in its storey: a room imports rooms of lower layers of its storey only."""
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
-"""Inside layer 3 a part may import those before it."""
-ROOMS = {
-    "checkpoint": ["formats", "", "snapshots", "planning", "views", "compare"],
-    "supervisor": ["", "planning"],
-}
-"""Folders inside a part: each may import itself and those before it; the empty name stands for the part's own files."""
-NO_TORCH = {
-    "errors",
-    "credentials",
-    "addresses",
-    "durable",
-    "imports",
-    "moment",
-    "origin",
-    "shared_memory",
-    "wire",
-    "events",
-    "run_identity",
-    "run_lock",
-    "versions",
-    "config",
-}
+"""Inside layer 3 of the core a room may import those before it."""
+FOLDERS = {"checkpoint": ["formats", "", "snapshots", "views"]}
+"""Folders inside a room: each may import itself and those before it; the empty name stands for the room's own files."""
+NO_TORCH = {"common", "events", "config", "output"}
 
 
-def part_of(file):
-    """Return the first name below the package: a folder, or a module without its ending."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def room_of(file):
+    """Return the room of a file: the first name below its storey, with the storey's where that is ops or lab."""
+    names = file.relative_to(PACKAGE).with_suffix("").parts
+    return room_of_names(("megasdc", *names))
+
+
+def room_of_names(names):
+    """Return the room of a module by its dotted name's parts; the empty text for the package or a storey itself."""
+    depth = 3 if len(names) > 1 and names[1] in ("ops", "lab") else 2
+    return "" if len(names) < depth or names[depth - 1] == "__init__" else "/".join(names[1:depth])
+
+
+def storey_of(room):
+    """Return the storey of a room: 0 is the core."""
+    return STOREYS.get(room.partition("/")[0], 0)
 
 
 def imported(file):
@@ -100,66 +109,79 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            if module in {"megasdc", *(f"megasdc.{part}" for part in ROOMS)}:
-                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-            else:
+            inside = PACKAGE.parent.joinpath(*module.split("."))
+            submodules = [alias.name for alias in node.names if _is_module(inside / alias.name)]
+            yield from ((node.lineno, f"{module}.{name}") for name in submodules)
+            if len(submodules) < len(node.names):
                 yield node.lineno, module
 
 
-def submodules_imported(file):
-    """Yield every dotted name that may be an imported module: of ``from a import b`` both a and a.b."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    yield from (module for _, module in imported(file))
+def _is_module(path):
+    return path.is_relative_to(PACKAGE) and (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file())
 
 
-def may_import(part, other):
-    """Tell whether the rule lets one part import another."""
-    if part == other:
-        return True
-    if LAYERS[part] != LAYERS[other]:
-        return LAYERS[part] > LAYERS[other]
-    return part in SIDEWAYS and SIDEWAYS.index(other) < SIDEWAYS.index(part)
+def imported_rooms(file):
+    """Yield (line, room) of what a file imports of the package, but for its own room."""
+    for line, module in imported(file):
+        names = module.split(".")
+        if names[0] == "megasdc" and (room := room_of_names(names)) and room != room_of(file):
+            yield line, room
+
+
+def may_import(room, other):
+    """Return whether the order of rooms lets one import another of the same storey."""
+    if ROOMS[room] != ROOMS[other]:
+        return ROOMS[room] > ROOMS[other]
+    return room in SIDEWAYS and SIDEWAYS.index(other) < SIDEWAYS.index(room)
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_part_has_a_layer():
+def test_every_room_has_a_layer():
     """A new folder or module is given its place before it is used."""
-    assert {part_of(file) for file in FILES} - {"__init__"} <= set(LAYERS)
+    assert {room for file in FILES if (room := room_of(file))} == set(ROOMS)
 
 
-@pytest.mark.parametrize("part", sorted({part_of(file) for file in FILES} - {"__init__"}))
-def test_imports_go_down(part):
-    """No part imports from a layer above it, nor sideways but in the stated order."""
-    wrong = []
-    for file in FILES:
-        if part_of(file) != part:
-            continue
-        for line, module in imported(file):
-            names = module.split(".")
-            if names[0] == "megasdc" and len(names) > 1 and names[1] in LAYERS and not may_import(part, names[1]):
-                wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
+def test_no_storey_imports_from_above():
+    """The core imports neither ops nor lab, and ops no lab: but for a list of imports that only gets shorter."""
+    above = {
+        (str(file.relative_to(PACKAGE)), other)
+        for file in FILES
+        for _, other in imported_rooms(file)
+        if storey_of(other) > storey_of(room_of(file))
+    }
+    assert above == WRONG
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_imports_go_down_in_a_storey(room):
+    """No room imports from a layer above it in its storey, nor sideways but in the stated order."""
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{line} imports {other}"
+        for file in FILES
+        if room_of(file) == room
+        for line, other in imported_rooms(file)
+        if storey_of(other) == storey_of(room) and not may_import(room, other)
+    ]
     assert wrong == []
 
 
-def room_of(names, rooms):
-    """Return the room of a module inside a part, from its names below the part; the empty one for the part's own."""
-    return names[0] if names and names[0] in rooms else ""
+def folder_of(names, folders):
+    """Return the folder of a module inside a room, from its names below the room; the empty one for the room's own."""
+    return names[0] if names and names[0] in folders else ""
 
 
-@pytest.mark.parametrize("part", ROOMS)
-def test_imports_inside_a_part_go_one_way(part):
-    """A room of a part imports no room that stands after it, and every folder of the part has its place."""
-    rooms, wrong = ROOMS[part], []
-    assert {entry.name for entry in (PACKAGE / part).iterdir() if (entry / "__init__.py").is_file()} <= set(rooms)
-    for file in (PACKAGE / part).rglob("*.py"):
-        own = rooms.index(room_of(file.relative_to(PACKAGE / part).parts, rooms))
+@pytest.mark.parametrize("room", FOLDERS)
+def test_imports_inside_a_room_go_one_way(room):
+    """A folder of a room imports none that stands after it, and every folder of the room has its place."""
+    folders, wrong = FOLDERS[room], []
+    assert {entry.name for entry in (PACKAGE / room).iterdir() if (entry / "__init__.py").is_file()} <= set(folders)
+    for file in (PACKAGE / room).rglob("*.py"):
+        own = folders.index(folder_of(file.relative_to(PACKAGE / room).parts, folders))
         for line, module in imported(file):
             names = module.split(".")
-            if names[:2] == ["megasdc", part] and rooms.index(room_of(names[2:], rooms)) > own:
+            if names[:2] == ["megasdc", room] and folders.index(folder_of(names[2:], folders)) > own:
                 wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
     assert wrong == []
 
@@ -168,16 +190,16 @@ def test_no_modules_import_each_other():
     """No circle, not even inside functions or for types alone: what two modules share is in a third."""
     modules = {".".join(("megasdc", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in FILES}
     graph = {
-        name: {module for module in submodules_imported(file) if module in modules and module != name}
+        name: {module for _, module in imported(file) if module in modules and module != name}
         for name, file in modules.items()
     }
     assert len(graph) > 200 and sum(map(len, graph.values())) > 1000, "the imports were found"
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if part_of(file) in NO_TORCH], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in NO_TORCH], ids=lambda file: file.stem)
 def test_lowest_layers_name_no_torch(file):
-    """Config, events and errors import neither torch nor what brings it along, at any level of a file."""
+    """What lies at the bottom imports neither torch nor what brings it along, at any level of a file."""
     heavy = {"torch", "deepspeed", "megatron", "transformers", "datasets"}
     assert [module for _, module in imported(file) if module.split(".")[0] in heavy] == []
 
@@ -190,10 +212,10 @@ def test_lowest_layers_name_no_torch(file):
         "megasdc.config.table",
         "megasdc.events",
         "megasdc.cli",
-        "megasdc.launcher.records",
+        "megasdc.ops.launch.records",
         "megasdc.train.main",
-        "megasdc.versions.private_names",
-        "megasdc.repeat.rank",
+        "megasdc.common.versions.private_names",
+        "megasdc.ops.determinism_check.rank",
     ],
 )
 def test_importing_brings_no_torch(module):
@@ -215,8 +237,8 @@ def test_parallel_state_is_initialised_in_one_place():
     assert set(callers) <= {"parallel/groups.py"}
 
 
-def test_only_the_stated_parts_see_the_whole_configuration():
-    """RunConfig and its loaders are named in config, train/build.py, the CLI and programs above the loop only."""
+def test_only_the_stated_rooms_see_the_whole_configuration():
+    """RunConfig and its loaders are named in config, train, and above the core only."""
     whole = {"RunConfig", "load_config", "parse_config"}
     seen = {
         str(file.relative_to(PACKAGE))
@@ -224,6 +246,5 @@ def test_only_the_stated_parts_see_the_whole_configuration():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and whole & {alias.name for alias in node.names}
     }
-    parts = "config cli experiments golden launcher preflight repeat report supervisor train triage"
-    allowed = tuple(f"{part}/" for part in parts.split())
+    allowed = ("config/", "train/", "ops/", "lab/", "cli/")
     assert [file for file in sorted(seen) if not file.startswith(allowed)] == []

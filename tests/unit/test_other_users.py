@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from megasdc import durable, run_lock
-from megasdc.durable import write_durably
-from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher.on_host import running
-from megasdc.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
-from megasdc.supervisor import ledger
-from megasdc.supervisor.journal import Journal
-from megasdc.supervisor.ledger import Ledger, Use
+from megasdc.common import durable, run_lock
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.common.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
+from megasdc.ops.launch.on_host import running
+from megasdc.ops.supervise import ledger
+from megasdc.ops.supervise.journal import Journal
+from megasdc.ops.supervise.ledger import Ledger, Use
 
 OTHER, THIRD, GROUP = 65_534, 65_533, 4_242
 """Ids of other users, and of a group."""
@@ -218,7 +218,7 @@ def test_a_ledger_is_written_by_users_who_may_write_nothing_beside_it(
 @as_root
 def test_processes_of_another_user_are_none_of_a_launch(folder: Path) -> None:
     """Whatever stands on their command lines; an own one with the same is found."""
-    words = ["megasdc.launcher 20260102-030405-abcdef", "60"]
+    words = ["megasdc.ops.launch 20260102-030405-abcdef", "60"]
     theirs = subprocess.Popen(words, executable="/bin/sleep", user=OTHER, group=OTHER, extra_groups=[])
     own = subprocess.Popen(words, executable="/bin/sleep")
     try:

@@ -18,9 +18,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megasdc import program
 from megasdc.cli import app
-from megasdc.errors import CheckpointError, MegasdcError, StorageError
+from megasdc.common import program
+from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.interchange.import_hf import import_hf
 
 ROOT = Path(__file__).parents[2]
@@ -63,12 +63,12 @@ def test_streams_of_ascii_alone() -> None:
         assert max(done.stdout + done.stderr) < 128
 
 
-@pytest.mark.parametrize("module", ["megasdc.cli", "megasdc.report.trace_command"])
+@pytest.mark.parametrize("module", ["megasdc.cli", "megasdc.lab.traces.trace_command"])
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     """At every moment from the first line of our own code on: exit code 130 and not a word."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom megasdc.program import start\nsys.argv = ['x', '--help']\n"
+        "import sys\nfrom megasdc.common.program import start\nsys.argv = ['x', '--help']\n"
         "class First:\n    def find_spec(self, *_):\n        sys.meta_path.remove(self)\n"
         f"        print(end='go', flush=True)\nsys.meta_path.insert(0, First())\nstart('{module}')\n"
     )
@@ -87,17 +87,17 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
 def test_ctrl_c_before_and_after_the_work(tmp_path: Path, moment: str) -> None:
     """While the streams are set up, and while the result is written out: 130 and not a word."""
     (tmp_path / "work.py").write_text(
-        "import io, os, signal, sys\nfrom megasdc.program import run\nclass Stream(io.StringIO):\n"
+        "import io, os, signal, sys\nfrom megasdc.common.program import run\nclass Stream(io.StringIO):\n"
         f"    def reconfigure(self, **_): pass\n    def {moment}(self, **_): os.kill(os.getpid(), signal.SIGINT)\n"
         "def main():\n    sys.stdout = Stream()\n    run(lambda: None, 'x')\n"
     )
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in background jobs
-    code = f"{hears}; from megasdc.program import start; start('work')"
+    code = f"{hears}; from megasdc.common.program import start; start('work')"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
 
 
-@pytest.mark.parametrize("module", ["megasdc.launcher.runner", "megasdc.launcher.node"])
+@pytest.mark.parametrize("module", ["megasdc.ops.launch.runner", "megasdc.ops.launch.node"])
 def test_ctrl_c_while_a_launch_imports_torch(module: str) -> None:
     """The processes between front and ranks end at once and without a word, for they have started nothing."""
     env = {**os.environ, "DS_ACCELERATOR": "mps"}  # or launch.py would be imported alone
@@ -118,7 +118,7 @@ def test_ctrl_c_while_a_launch_imports_launch_py(tmp_path: Path) -> None:
         "import runpy, sys, time\nclass First:\n    def find_spec(self, name, *_):\n"
         "        if name == 'deepspeed.launcher.launch':\n"
         "            print('torch' in sys.modules, end='', flush=True)\n            time.sleep(60)\n"
-        "sys.meta_path.insert(0, First())\nrunpy.run_module('megasdc.launcher.node', run_name='__main__')\n"
+        "sys.meta_path.insert(0, First())\nrunpy.run_module('megasdc.ops.launch.node', run_name='__main__')\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
@@ -131,12 +131,12 @@ def test_ctrl_c_while_a_launch_imports_launch_py(tmp_path: Path) -> None:
 def test_ctrl_c_after_the_imports(tmp_path: Path) -> None:
     """Once modules are imported a command may clean up: it is not ended where it stands."""
     (tmp_path / "work.py").write_text(
-        "import time\nfrom megasdc import program\ndef work():\n    try:\n        print(end='go', flush=True)\n"
+        "import time\nfrom megasdc.common import program\ndef work():\n    try:\n        print(end='go', flush=True)\n"
         "        time.sleep(60)\n    finally:\n        print(end='cleaned', flush=True)\n"
         "main = lambda: program.run(work, 'x')\n"
     )
     heeded = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # not so in a background job
-    command = [sys.executable, "-c", f"{heeded}; from megasdc.program import start; start('work')"]
+    command = [sys.executable, "-c", f"{heeded}; from megasdc.common.program import start; start('work')"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None

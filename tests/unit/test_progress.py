@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from megasdc.progress import GIB, runs_bar, tell_bytes
+from megasdc.common.progress import GIB, runs_bar, tell_bytes
 
 
 def _drawn(minutes: float | None, *told: tuple[int, int | None], seconds: float = 0.0) -> str:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megasdc import room
-from megasdc.durable import append_bounded
-from megasdc.errors import LaunchError, StorageError
+from megasdc.common import room
+from megasdc.common.durable import append_bounded
+from megasdc.common.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.metrics.writer import MetricsWriter, read_metrics
-from megasdc.supervisor.journal import Journal, read_journal
-from megasdc.supervisor.ledger import Ledger, Use
+from megasdc.ops.supervise.journal import Journal, read_journal
+from megasdc.ops.supervise.ledger import Ledger, Use
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megasdc.errors import StorageError
-from megasdc.run_identity import RunIdentity, count_start, read_identity
+from megasdc.common.errors import StorageError
+from megasdc.common.run_identity import RunIdentity, count_start, read_identity
 
 
 def test_the_id_stays_and_starts_are_counted(tmp_path):

@@ -17,11 +17,11 @@ from typing import IO
 
 import pytest
 
-from megasdc import run_lock
-from megasdc.durable import replacing
-from megasdc.errors import LaunchError
-from megasdc.experiments.runner import alone
-from megasdc.run_lock import Holder, RunLock, check_free, join, others_kept_out, read_holder, take
+from megasdc.common import run_lock
+from megasdc.common.durable import replacing
+from megasdc.common.errors import LaunchError
+from megasdc.common.run_lock import Holder, RunLock, check_free, join, others_kept_out, read_holder, take
+from megasdc.lab.sweeps.runner import alone
 
 HOLD = """
 import os, sys, time

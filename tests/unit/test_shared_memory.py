@@ -11,17 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megasdc import shared_memory
 from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, memory_folder, owner, remove_forgotten
-from megasdc.errors import HangError, StorageError
-from megasdc.health.agent import AGENT_FILE, read_agent
-from megasdc.health.process_state import started_at
-from megasdc.health.program_health import ProgramHealth
-from megasdc.health.record import LEAVE_FILE, Identity, RecordReader, RecordWriter, leave_message, record_path
-from megasdc.health.record_folder import record_folder, remove_leftovers
-from megasdc.launcher.on_host import release
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, left_buffers, write_started
-from megasdc.shared_memory import (
+from megasdc.common import shared_memory
+from megasdc.common.errors import HangError, StorageError
+from megasdc.common.process_state import started_at
+from megasdc.common.shared_memory import (
     NAME_VARIABLE,
     deepspeed_buffer,
     is_own_folder,
@@ -30,6 +24,12 @@ from megasdc.shared_memory import (
     read_own_json,
     remove_buffers,
 )
+from megasdc.ops.health.agent import AGENT_FILE, read_agent
+from megasdc.ops.health.program_health import ProgramHealth
+from megasdc.ops.health.record import LEAVE_FILE, Identity, RecordReader, RecordWriter, leave_message, record_path
+from megasdc.ops.health.record_folder import record_folder, remove_leftovers
+from megasdc.ops.launch.on_host import release
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_started
 
 OTHER = 65_534
 """Id of another user."""

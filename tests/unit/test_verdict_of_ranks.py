@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.addresses import MICRO_BATCH_PHASES, PHASES, Address
+from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.config import TraceSection
-from megasdc.golden.cells import RankReport
-from megasdc.golden.result import judge_reports
+from megasdc.ops.golden.cells import RankReport
+from megasdc.ops.golden.result import judge_reports
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import (

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from megasdc import wire
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, HeldRecord, rank_folder
 from megasdc.checkpoint.snapshots.partner import Partner
-from megasdc.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
+from megasdc.common import wire
+from megasdc.common.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
 
 TOKEN = bytes(range(SECRET_BYTES))
 FLOOD = """
@@ -241,7 +241,7 @@ def test_the_limit_of_descriptors_is_raised() -> None:
     """To that of the system, for the processes that are started too."""
     code = (
         "import resource as r; h = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (256, h)); "
-        "from megasdc.wire import raise_descriptor_limit as up; up(); print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
+        "from megasdc.common.wire import raise_descriptor_limit as up; up(); print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
     )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     expected = wire.DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, wire.DESCRIPTORS)

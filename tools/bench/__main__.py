@@ -1,6 +1,6 @@
 """``python -m tools.bench``, from the repository's folder."""
 
-from megasdc.program import start
+from megasdc.common.program import start
 
 if __name__ == "__main__":
     start("tools.bench.commands")

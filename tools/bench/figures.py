@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.errors import DataError
 from megasdc.config.table import with_tables
-from megasdc.errors import DataError
 from tools.bench.machine import ROOT
 
 DATA = ROOT / "docs" / "results" / "data"

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from megasdc.errors import ConfigError, StorageError
+from megasdc.common.errors import ConfigError, StorageError
 
 R = TypeVar("R")
 

@@ -14,7 +14,7 @@ import typer
 
 from megasdc.cli import options
 from megasdc.cli.app import Application, Json, Out, output_option, print_result, stdout_kept_clean
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 
 _SOURCE = "the benchmark's options"
 _LEAST = "least"
@@ -122,7 +122,7 @@ def add_command(app: Application, name: str, example: str) -> Callable[[Any], An
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def command(*, out: Path | None, as_json: bool, **values: Any) -> None:
-            from megasdc.progress import progress_bars
+            from megasdc.common.progress import progress_bars
 
             with stdout_kept_clean(), progress_bars() as on_progress:
                 found = function(on_progress, **values)

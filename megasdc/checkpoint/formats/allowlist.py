@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 ALLOWED_GLOBALS: frozenset[str] = frozenset(
     {

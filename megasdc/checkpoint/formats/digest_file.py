@@ -11,7 +11,7 @@ import xxhash
 
 from megasdc.checkpoint.formats.content import BLOCK_BYTES, Content, TensorContent
 from megasdc.checkpoint.formats.file_structure import Span, Structure, read_structure
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 _CHUNK_BYTES = 1 << 22
 

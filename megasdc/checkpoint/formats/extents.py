@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 _OPEN_FILES = 8
 """Files that a reader keeps open; times the number of threads, it stays under the usual limit of 1024."""

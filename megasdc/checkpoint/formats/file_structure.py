@@ -23,7 +23,7 @@ from megasdc.checkpoint.formats.content import type_of_bytes, type_text
 from megasdc.checkpoint.formats.extents import place_in_file
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, read_shared_state
 from megasdc.checkpoint.formats.tensor_files import DTYPES, read_header
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.tensors.bits import dtype_name
 
 PICKLED = (".pt", ".pth", ".bin")

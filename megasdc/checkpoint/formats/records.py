@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from megasdc.durable import write_durably
-from megasdc.errors import CheckpointError
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import CheckpointError
 
 R = TypeVar("R", bound=BaseModel)
 _TOLD = 3

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import CheckpointError
 from megasdc.config import ModelSection
 from megasdc.data.position import num_passed
-from megasdc.durable import parse_json
-from megasdc.errors import CheckpointError
 
 SHARED_STATE_FILE = "megasdc.json"
 _COUNTERS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")

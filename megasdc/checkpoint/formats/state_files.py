@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.extents import Extent, Stamp, changed_error, place_in_file, read_whole
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 _SMALL_BYTES = 1 << 12
 """Tensors up to this size, such as counters, are read when the file is loaded."""

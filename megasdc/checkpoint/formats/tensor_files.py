@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megasdc.checkpoint.formats.allowlist import check_regular
 from megasdc.checkpoint.formats.extents import Extent, Stamp, changed_error
-from megasdc.durable import parse_json, replacing
-from megasdc.errors import CheckpointError
+from megasdc.common.durable import parse_json, replacing
+from megasdc.common.errors import CheckpointError
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _NAMED = {

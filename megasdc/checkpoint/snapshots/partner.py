@@ -1,8 +1,9 @@
 """Copies of a rank's snapshots in the memory of another host, from writer to writer over TCP; no torch.
 
-A writer listens on one address of its host and lets in whoever knows its secret (``megasdc.wire``), which went to the
-other ranks through ``torch.distributed``. A slot's record comes first, which names each file with its size and digest,
-then the files; what arrives is compared with the record, and counts once all of it is right. Nothing is encrypted.
+A writer listens on one address of its host and lets in whoever knows its secret (``megasdc.common.wire``), which went
+to the other ranks through ``torch.distributed``. A slot's record comes first, which names each file with its size and
+digest, then the files; what arrives is compared with the record, and counts once all of it is right. Nothing is
+encrypted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from megasdc.checkpoint.snapshots.held import (
     make_within,
     rank_folder,
 )
-from megasdc.durable import write_durably
-from megasdc.errors import CheckpointError
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import CheckpointError
+from megasdc.common.wire import GONE, SECRET_BYTES, Door, connect
 from megasdc.parallel.dims import ParallelDims
-from megasdc.wire import GONE, SECRET_BYTES, Door, connect
 
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0

@@ -44,8 +44,8 @@ from megasdc.checkpoint.snapshots.held import (
     make_within,
     read_line,
 )
+from megasdc.common.progress import tell_bytes
 from megasdc.parallel.dims import ParallelDims
-from megasdc.progress import tell_bytes
 
 logger = logging.getLogger(__name__)
 

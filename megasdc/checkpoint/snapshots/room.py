@@ -7,9 +7,9 @@ import socket
 
 import torch.distributed as dist
 
-from megasdc.memory_limits import free_memory
+from megasdc.common.memory_limits import free_memory
+from megasdc.common.shared_memory import SNAPSHOT_SHARE, shared_folder
 from megasdc.parallel.collectives import gather_objects
-from megasdc.shared_memory import SNAPSHOT_SHARE, shared_folder
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_BYTES = 64 << 20

@@ -28,7 +28,7 @@ from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, HeldRecord
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
 from megasdc.checkpoint.snapshots.partner import Guests, Partner
 from megasdc.checkpoint.snapshots.torch_file import seal
-from megasdc.durable import commit_folder, sync_path, write_durably
+from megasdc.common.durable import commit_folder, sync_path, write_durably
 
 _PIECE = 1 << 23
 _HOST_ALGORITHM = "xxh3_64.v1"

@@ -29,7 +29,7 @@ from megasdc.checkpoint.views.zero_shards import (
     locate_shards,
     read_stage,
 )
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
 
 

@@ -13,9 +13,9 @@ from megasdc.checkpoint.formats.allowlist import check_regular
 from megasdc.checkpoint.formats.extents import Extent, read_whole
 from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open_tensors
 from megasdc.checkpoint.kinds import explain_folder
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config import ModelSection
-from megasdc.durable import parse_json
-from megasdc.errors import CheckpointError, ConfigError
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors in older files that are not parameters."""

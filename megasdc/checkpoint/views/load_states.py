@@ -25,7 +25,7 @@ from megasdc.checkpoint.manifest import Manifest
 from megasdc.checkpoint.places import Place, Problem, describe_error, raise_together
 from megasdc.checkpoint.views.deepspeed import States, locate_states
 from megasdc.checkpoint.views.view import Slot
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 from megasdc.model.sharding import Split, take_shard, torch_name
 from megasdc.optim.zero1 import Fragment, owned_fragments
 

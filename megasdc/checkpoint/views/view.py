@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.manifest import FileRecord
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 GLOBAL_GENERATORS = "/random generators"
 """Suffix of names of scalars that stand for the global generators of a rank."""

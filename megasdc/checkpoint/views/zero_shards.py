@@ -23,7 +23,7 @@ from megasdc.checkpoint.formats.pieces import Owner, Piece
 from megasdc.checkpoint.formats.shard_sizes import shard_elements
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.views.view import Scalar, Slot, flatten
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 _STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 Fragments = dict[str, tuple[int, int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megasdc.common.credentials import find_credentials
 from megasdc.config.network import split_address
 from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
@@ -18,7 +19,6 @@ from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
 from megasdc.config.read import shown
 from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.credentials import find_credentials
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from megasdc.addresses import MICRO_BATCH_PHASES
+from megasdc.common.addresses import MICRO_BATCH_PHASES
 from megasdc.config.sections.faults import (
     BIT_KINDS,
     CHECKPOINT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megasdc.addresses import RECOMPUTE
+from megasdc.common.addresses import RECOMPUTE
+from megasdc.common.errors import ConfigError
 from megasdc.config.fault_profiles import expand_faults
 from megasdc.config.problems.fault_specs import (
     WITHOUT_SUBMODULE,
@@ -18,7 +19,6 @@ from megasdc.config.problems.problem import Problem
 from megasdc.config.sections.faults import FaultSpec
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.submodule_names import submodule_slots
-from megasdc.errors import ConfigError
 
 _MODEL_PATHS = ("megasdc.model", "megasdc.parallel")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megasdc.credentials import REMEDY, SECRET_REMEDY, find_secrets
+from megasdc.common.credentials import REMEDY, SECRET_REMEDY, find_secrets
 
 
 @dataclass(frozen=True)

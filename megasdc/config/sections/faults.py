@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.addresses import ACCUMULATED_GRAD, PHASES
+from megasdc.common.addresses import ACCUMULATED_GRAD, PHASES
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.addresses import PHASES
+from megasdc.common.addresses import PHASES
 from megasdc.config.fields import (
     APPLIED,
     NO_MATTER,

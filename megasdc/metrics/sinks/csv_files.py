@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from megasdc.durable import replacing
+from megasdc.common.durable import replacing
+from megasdc.common.room import LineFile
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import Sink, Values, number
-from megasdc.room import LineFile
 
 
 def csv_path(folder: Path, name: str) -> Path:

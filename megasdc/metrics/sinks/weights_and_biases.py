@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 import megasdc
-from megasdc.durable import write_durably
+from megasdc.common.durable import write_durably
 from megasdc.metrics.incidents import UNREADABLE, IncidentFile, list_incidents, read_incident
 from megasdc.metrics.sinks.sink import Sink, Values, number
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.model.hf.classes import SUPPORTED
 
 _ACTIVATIONS_BACK = {

@@ -13,8 +13,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
-from megasdc.errors import ConfigError
 from megasdc.model.hf.classes import hf_class
 from megasdc.model.sharding import LEADING_LAYERS
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee

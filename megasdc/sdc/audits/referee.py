@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.exhibits.calls import Call, Exhibit, Trust, kept_calls
 from megasdc.sdc.fp64.bounds import Exact

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, Ruling
 

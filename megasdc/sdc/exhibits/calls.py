@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.determinism import capture_rng
 from megasdc.model.layers import PositionEmbedding
 from megasdc.model.modules import ResidualAdd, TorchAttention, hidden_masks

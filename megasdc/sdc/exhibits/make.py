@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.kinds import (
     ACTIVATION,
     BLOCK,

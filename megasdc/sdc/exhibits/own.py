@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megasdc.addresses import BACKWARD, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.sdc.exhibits.calls import Call, Exhibit, estimated, one_call
 from megasdc.sdc.fp64.bounds import Exact

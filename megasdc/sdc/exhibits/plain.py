@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.sdc.exhibits.calls import LIKELY, Call, Exhibit, one_call, rows_of, taken
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_weight
 from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight

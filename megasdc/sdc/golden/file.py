@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import StorageError
+from megasdc.common.errors import StorageError
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_bytes, trace_to_bytes, write_sealed
 from megasdc.sdc.trace import Trace

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import TraceError
-from megasdc.program import write_whole
+from megasdc.common.errors import TraceError
+from megasdc.common.program import write_whole
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, read_trace
 from megasdc.tensors.checksum import ALGORITHMS

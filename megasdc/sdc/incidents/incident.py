@@ -15,8 +15,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megasdc.addresses import Address
-from megasdc.errors import TraceError
+from megasdc.common.addresses import Address
+from megasdc.common.errors import TraceError
 from megasdc.events import Event
 from megasdc.sdc.incidents.opinion import Opinion
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 
 
 @dataclass(frozen=True)

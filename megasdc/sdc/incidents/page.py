@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from megasdc.addresses import which_micro_batch
-from megasdc.errors import CorruptionError, StorageError
-from megasdc.room import write_when_room
+from megasdc.common.addresses import which_micro_batch
+from megasdc.common.errors import CorruptionError, StorageError
+from megasdc.common.room import write_when_room
 from megasdc.sdc.incidents.heat_map import build_heat_maps
 from megasdc.sdc.incidents.incident import INJECTED, FlaggedRank, Incident, how_often, incident_to_json
 

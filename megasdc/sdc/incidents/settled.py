@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.addresses import Address
-from megasdc.origin import this_launch
+from megasdc.common.addresses import Address
+from megasdc.common.origin import this_launch
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion

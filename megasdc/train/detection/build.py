@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megasdc.addresses import OF_AUDIT, Address
+from megasdc.common.addresses import OF_AUDIT, Address
 from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL

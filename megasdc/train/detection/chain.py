@@ -19,7 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.config import TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.optim.state_blocks import BLOCK

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
+from megasdc.common.errors import DataError
 from megasdc.config import AuditSection, DropComputeSection, SdcSection, TraceSection
 from megasdc.config.sections.detection import EXTRA
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
@@ -24,7 +25,6 @@ from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import DataError
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
+from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
 from megasdc.config import AlwaysOnSection, RunConfig
 from megasdc.config.sections.detection import EXTRA
 from megasdc.engine.engine import TrainingEngine

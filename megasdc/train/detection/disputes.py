@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.config import SdcSection
 from megasdc.config.sections.detection import EXTRA, TRAINING
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
-from megasdc.errors import CorruptionError, DataError, StorageError
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims

@@ -17,10 +17,10 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from megasdc.addresses import MICRO_BATCH_PHASES, PHASES, Address
+from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
+from megasdc.common.errors import TraceError
 from megasdc.config import parse_config
 from megasdc.engine.observer import Listener
-from megasdc.errors import TraceError
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas

@@ -14,11 +14,11 @@ from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
+from megasdc.common.alert import alert
+from megasdc.common.errors import StorageError
 from megasdc.config import RunConfig
 from megasdc.engine.run import Run
-from megasdc.errors import StorageError
 from megasdc.events import read_events
-from megasdc.health.alert import alert
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.device import gather_places
 from megasdc.sdc.incidents.incident import (

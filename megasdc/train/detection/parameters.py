@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megasdc.addresses import PARAMETER, Address
+from megasdc.common.addresses import PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.trace import Trace

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.engine.stage_replay import StageReplay

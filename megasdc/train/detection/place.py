@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.data.position import Order, Position
 from megasdc.data.step_positions import StepWork, advance
 from megasdc.engine.run import Run

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.engine.run import Run
 from megasdc.model.kinds import LOSS
 from megasdc.model.submodules import Submodule, list_submodules

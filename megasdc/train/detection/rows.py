@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

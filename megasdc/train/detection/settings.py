@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import UPDATE, Address
+from megasdc.common.addresses import UPDATE, Address
 from megasdc.engine.run import Run
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import master_partitions

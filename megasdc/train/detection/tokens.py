@@ -16,12 +16,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
+from megasdc.common.errors import DataError, MegasdcError, StorageError
 from megasdc.data.loader import MicroBatch
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
-from megasdc.errors import DataError, MegasdcError, StorageError
 from megasdc.events import EventLog
 
 logger = logging.getLogger(__name__)

@@ -13,21 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megasdc.common.errors import LaunchError, MegasdcError, StorageError, error_of_rank
+from megasdc.common.origin import LAUNCH_ID_VARIABLE
+from megasdc.common.room import wait_for_room
+from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE, STALE_S, HeldFolders, Holder, RunLock, join, take
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import LaunchError, MegasdcError, StorageError, error_of_rank
-from megasdc.origin import LAUNCH_ID_VARIABLE
-from megasdc.room import wait_for_room
-from megasdc.run_lock import (
-    ENDED_LAUNCHES_VARIABLE,
-    STALE_S,
-    HeldFolders,
-    Holder,
-    RunLock,
-    join,
-    take,
-)
 
 logger = logging.getLogger(__name__)
 

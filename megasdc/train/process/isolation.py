@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from megasdc.common.errors import CorruptionError, LaunchError
+from megasdc.common.run_lock import HeldFolders
 from megasdc.config import Layout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import CorruptionError, LaunchError
 from megasdc.events import EventLog
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
@@ -30,7 +31,6 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.meeting import MEETING_NAME_VARIABLE
-from megasdc.run_lock import HeldFolders
 from megasdc.train.process.own_address import own_address
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import errno
 import os
 
-from megasdc.errors import ConfigError, HangError, LaunchError, MegasdcError, NonFiniteError, PeerError, StorageError
+from megasdc.common.errors import (
+    ConfigError,
+    HangError,
+    LaunchError,
+    MegasdcError,
+    NonFiniteError,
+    PeerError,
+    StorageError,
+)
 
 HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from megasdc.credentials import without_credentials
-from megasdc.room import LineFile
+from megasdc.common.credentials import without_credentials
+from megasdc.common.room import LineFile
 
 logger = logging.getLogger(__name__)
 

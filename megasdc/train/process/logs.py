@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from megasdc.credentials import without_credentials
+from megasdc.common.credentials import without_credentials
 
 
 class _Formatter(logging.Formatter):

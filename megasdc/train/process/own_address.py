@@ -8,8 +8,8 @@ import os
 import socket
 from contextlib import suppress
 
+from megasdc.common.own_address import own_address_towards
 from megasdc.engine.run import Run
-from megasdc.health.front.own_address import own_address_towards
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

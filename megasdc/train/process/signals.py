@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megasdc.errors import LaunchError, PeerError
+from megasdc.common.errors import LaunchError, PeerError
 
 if TYPE_CHECKING:
     from megasdc.parallel.meeting import AskedRanks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 
+from megasdc.common import process_state
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.health import process_state
 
 
 class StartClock:

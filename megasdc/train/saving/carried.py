@@ -7,10 +7,10 @@ from typing import Any
 
 from megasdc.checkpoint.formats.shared_state import uncounted_samples
 from megasdc.checkpoint.manifest import installed_versions
+from megasdc.common.errors import CheckpointError
 from megasdc.config import RunConfig
 from megasdc.data.position import stream_end
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ from megasdc.checkpoint.snapshots.held import (
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
 from megasdc.checkpoint.snapshots.room import GIB, why_not
+from megasdc.common.errors import ConfigError, StorageError
+from megasdc.common.shared_memory import is_own_folder
 from megasdc.config import MemorySection, RunConfig
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
-from megasdc.shared_memory import is_own_folder
 from megasdc.train.process.own_address import own_address
 from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
 

@@ -15,11 +15,11 @@ from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen
 from megasdc.checkpoint.views.load_states import load_states
+from megasdc.common.errors import CheckpointError
 from megasdc.config import RunConfig, precision_of
 from megasdc.data.manifest import Manifest
 from megasdc.determinism import seed_generators
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError
 from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.carried import check_skipped_samples, prolong_stream, restore_counters, tell_quantized
 

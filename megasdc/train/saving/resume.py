@@ -14,10 +14,10 @@ from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
+from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config import RunConfig, StudySection
 from megasdc.determinism import restore_rng
 from megasdc.engine.run import Run
-from megasdc.errors import CheckpointError, StorageError
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects

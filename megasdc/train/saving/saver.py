@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc import room
 from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.snapshots.room import GIB, why_not
+from megasdc.common import room
+from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from megasdc.config import RunConfig, StudySection
 from megasdc.data.position import merge_positions
 from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, is_stateful
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.durable import write_durably
-from megasdc.errors import MegasdcError
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import MegasdcError
 
 RUN = "20261125-100000-abcdef"
 
@@ -58,7 +58,7 @@ def killed_command(arguments: list[Any], moment: Callable[[], bool]) -> int:
     """Run ``megasdc archive`` in a process that works slowly, kill it at a moment, and return its exit code."""
     code = (
         "import os, sys, time\n"
-        "from megasdc.archive import pull, store\n"
+        "from megasdc.ops.archive import pull, store\n"
         "write, slow = store.Store.write, pull._write\n"
         "store.Store.write = lambda *a: (time.sleep(0.05), write(*a))[1]\n"
         "pull._write = lambda *a: (time.sleep(0.05), slow(*a))[1]\n"

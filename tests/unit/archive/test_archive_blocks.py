@@ -11,11 +11,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasdc.archive import block, cut
-from megasdc.archive.block import BLOCK_BYTES, decode, digest_of, encode
-from megasdc.archive.cut import Cutter, TypedRange, count_blocks
-from megasdc.archive.moments import dequantize, quantize
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.ops.archive import block, cut
+from megasdc.ops.archive.block import BLOCK_BYTES, decode, digest_of, encode
+from megasdc.ops.archive.cut import Cutter, TypedRange, count_blocks
+from megasdc.ops.archive.moments import dequantize, quantize
 
 NORMAL = np.random.default_rng(1).standard_normal(1 << 18).astype("<f4")
 

@@ -13,13 +13,13 @@ import pytest
 import xxhash
 from run_to_archive import RUN
 
-from megasdc.archive.block import encode
-from megasdc.archive.entries import read_part
-from megasdc.archive.pull import pull
-from megasdc.archive.push import push
-from megasdc.archive.record import block_file, open_archive, part_file, receipt_file
-from megasdc.archive.verify import verify
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.ops.archive.block import encode
+from megasdc.ops.archive.entries import read_part
+from megasdc.ops.archive.pull import pull
+from megasdc.ops.archive.push import push
+from megasdc.ops.archive.record import block_file, open_archive, part_file, receipt_file
+from megasdc.ops.archive.verify import verify
 
 TRIALS = 100
 
@@ -196,7 +196,7 @@ def test_pickles_are_checked_before_a_checkpoint_gets_its_name(
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         push(checkpoints, str(tmp_path / "archive"))
     with monkeypatch.context() as attacker:
-        attacker.setattr(importlib.import_module("megasdc.archive.push"), "check_file", lambda *_, **__: [])
+        attacker.setattr(importlib.import_module("megasdc.ops.archive.push"), "check_file", lambda *_, **__: [])
         push(checkpoints, str(tmp_path / "archive"))
     assert verify(str(tmp_path / "archive")).ok, "the archive itself is whole"
     with pytest.raises(CheckpointError, match=r"posix\.system"):

@@ -22,17 +22,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from run_to_archive import RUN, contents, invoke, killed_command
 
-from megasdc.archive import cut, lease, store
-from megasdc.archive.entries import read_entries
-from megasdc.archive.prune import prune
-from megasdc.archive.pull import pull
-from megasdc.archive.push import push
-from megasdc.archive.record import LEASES, open_archive
-from megasdc.archive.verify import verify
 from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.errors import CheckpointError, ConfigError, StorageError
+from megasdc.common.errors import CheckpointError, ConfigError, StorageError
+from megasdc.ops.archive import cut, lease, store
+from megasdc.ops.archive.entries import read_entries
+from megasdc.ops.archive.prune import prune
+from megasdc.ops.archive.pull import pull
+from megasdc.ops.archive.push import push
+from megasdc.ops.archive.record import LEASES, open_archive
+from megasdc.ops.archive.verify import verify
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["folder", "store that renames"])
@@ -337,7 +337,7 @@ def test_credentials_in_an_address_are_refused_and_not_shown(checkpoints: Path, 
 
 def test_addresses_without_credentials_are_taken() -> None:
     """A port, a container of Azure, a question mark in a path are no credentials."""
-    from megasdc.credentials import find_credentials
+    from megasdc.common.credentials import find_credentials
 
     for address in ("sftp://host:22/a@b", "abfs://container@account.dfs.core.windows.net/a", "/a?b=c", "s3://b/x:y"):
         assert find_credentials(address) is None

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasdc.archive.moments import GROUP, Moment, MomentError, dequantize, quantize, quantized_bytes
-from megasdc.archive.planes import WIDTHS, from_planes, to_planes
+from megasdc.ops.archive.moments import GROUP, Moment, MomentError, dequantize, quantize, quantized_bytes
+from megasdc.ops.archive.planes import WIDTHS, from_planes, to_planes
 
 
 @given(raw=st.binary(max_size=300), width=st.sampled_from(sorted(set(WIDTHS.values()))))

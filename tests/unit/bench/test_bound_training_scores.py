@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.bounds.gradient_sizes import SizeHistogram
 from tools.bench.bounds.options import BoundTrainOptions, Setting
 from tools.bench.bounds.training_scores import BoundRun, score

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.tensors import bound
 from megasdc.tensors.bound import COMPILED
 from tools.bench.bounds import cost as bounds

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.detection.checksum import BAR, bench_checksum
 from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.statistics import SLACK, estimate_median

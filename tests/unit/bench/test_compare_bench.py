@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.checkpoints.compare import BAR, MEMORY_SLACK_MIB, bench_compare, write_checkpoint
 from tools.bench.checkpoints.options import CompareBenchOptions
 from tools.bench.statistics import estimate_median

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.digests import compare_digests
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
+from megasdc.lab.checkpoints.digests import compare_digests
 from tools.bench.checkpoints import compare_manifests
 from tools.bench.checkpoints.compare_manifests import made_up_digest
 from tools.bench.checkpoints.options import CompareManifestsOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 from tools.bench import figures
 from tools.bench.machine import describe_machine
 from tools.bench.result import Report, Result, table

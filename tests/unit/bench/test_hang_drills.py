@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.drills import Layout
 from tools.bench.health.hang_kinds import KINDS, Drill, Strike
 from tools.bench.health.hang_options import HangOptions

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.config import parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.faults.injector import Firing

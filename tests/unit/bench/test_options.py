@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from megasdc.cli.app import Application
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.options import Options, add_command, in_unit, numbers, option
 from tools.bench.result import Result, plain
 

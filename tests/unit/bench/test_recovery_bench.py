@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.events import EventLog
 from tools.bench.checkpoints.recoveries import RecoveryResult, _hosts_of, _plan
 from tools.bench.checkpoints.recovery_checks import End, check_holdings, check_start, resumed_from, why_different

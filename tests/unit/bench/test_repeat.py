@@ -2,12 +2,12 @@
 
 import pytest
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
+from megasdc.common.errors import ConfigError
 from megasdc.config import parse_config
 from megasdc.config.repeatability import Cause
-from megasdc.errors import ConfigError
+from megasdc.ops.determinism_check.check import Difference, RepeatReport, compare_two_runs, smallest_layout
 from megasdc.parallel.dims import ParallelDims
-from megasdc.repeat.check import Difference, RepeatReport, compare_two_runs, smallest_layout
 from megasdc.sdc.trace import Trace
 
 LAYOUT = ParallelDims(1, 1, 1)

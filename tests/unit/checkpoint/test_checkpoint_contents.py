@@ -18,8 +18,8 @@ from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.verify import CHECKED
-from megasdc.checkpoint.views.contents import verify_contents
 from megasdc.cli import app
+from megasdc.lab.checkpoints.views.contents import verify_contents
 from megasdc.parallel.dims import ParallelDims
 
 LAYOUTS = [(1, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 1), (1, 2, 2)]

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from megasdc import durable
 from megasdc.checkpoint import files, resume
 from megasdc.checkpoint.formats.allowlist import check_pickle, find_unsafe_classes, load_checked
 from megasdc.checkpoint.manifest import (
@@ -35,11 +34,12 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.retention import plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
+from megasdc.common import durable
+from megasdc.common.errors import CheckpointError
+from megasdc.common.progress import tell_bytes
 from megasdc.determinism import capture_rng, restore_rng
-from megasdc.errors import CheckpointError
-from megasdc.progress import tell_bytes
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 
 
 class Malicious:

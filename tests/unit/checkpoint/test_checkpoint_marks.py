@@ -13,7 +13,6 @@ from hand_made import write_checkpoint
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
-from megasdc import room
 from megasdc.checkpoint.aside import move_aside
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import write_record
@@ -32,12 +31,13 @@ from megasdc.checkpoint.marks import (
 from megasdc.checkpoint.places import Place
 from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
-from megasdc.errors import CheckpointError, CorruptionError, StorageError
+from megasdc.common import room
+from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
+from megasdc.common.run_lock import HeldFolders
 from megasdc.events import EventLog, read_events
-from megasdc.report.summary import render, summarize
-from megasdc.run_lock import HeldFolders
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
+from megasdc.ops.run_folder.summary import render, summarize
 from megasdc.train.main import tell_failure
 
 LEADER = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")

@@ -20,12 +20,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.checkpoints import compare_checkpoints, steps_of_a_run
-from megasdc.checkpoint.compare.measure import Measure
-from megasdc.checkpoint.compare.report import Options
-from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.view import View
-from megasdc.report.checkpoint_command import app
+from megasdc.lab.checkpoints.checkpoints import compare_checkpoints, steps_of_a_run
+from megasdc.lab.checkpoints.measure import Measure
+from megasdc.lab.checkpoints.pages.checkpoint_command import app
+from megasdc.lab.checkpoints.report import Options
+from megasdc.lab.checkpoints.views.open import open_view
 
 TOOL = Path(__file__).parents[3] / "tools" / "compare_checkpoints.py"
 STATE = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hand_made import seal, write_checkpoint
 
-from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
 from megasdc.checkpoint.files import rank_state_file
-from megasdc.checkpoint.views.open import open_view
+from megasdc.lab.checkpoints.checkpoints import compare_checkpoints
+from megasdc.lab.checkpoints.views.open import open_view
 
 
 @pytest.mark.parametrize("other", ["0123", "4567"], ids=["one save", "two saves"])

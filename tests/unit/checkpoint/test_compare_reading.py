@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
-from megasdc.checkpoint.views.open import open_view
+from megasdc.lab.checkpoints.checkpoints import compare_checkpoints
+from megasdc.lab.checkpoints.views.open import open_view
 
 COUNT = 400
 """Tensors of a file; many more than are read ahead."""

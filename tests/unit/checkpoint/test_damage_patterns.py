@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.checkpoint.compare.damage import MEANINGS, Classifying, Damage
-from megasdc.checkpoint.compare.measure import Measure, Measuring
-from megasdc.checkpoint.compare.report import Options
 from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
 from megasdc.checkpoint.views.zero_shards import lay_out
+from megasdc.lab.checkpoints.damage import MEANINGS, Classifying, Damage
+from megasdc.lab.checkpoints.measure import Measure, Measuring
+from megasdc.lab.checkpoints.report import Options
 from megasdc.model.sharding import Split
 
 SHAPE = (16, 8)

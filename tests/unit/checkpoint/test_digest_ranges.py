@@ -11,10 +11,10 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.checkpoint.compare.ranges import BATCH_BYTES, Range, RangeDigester
 from megasdc.checkpoint.formats.extents import Extent, Stamp
 from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Part
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.ranges import BATCH_BYTES, Range, RangeDigester
 
 NUMEL = 6000
 

@@ -15,16 +15,16 @@ import xxhash
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.digest import digest_path, read_digest
-from megasdc.checkpoint.compare.digests import compare_digests
-from megasdc.checkpoint.compare.votes import INTACT
 from megasdc.checkpoint.formats.content import BLOCK_BYTES
 from megasdc.checkpoint.formats.digest_file import digest_file
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.manifest import Layout, Manifest, describe_file, write_manifest
 from megasdc.cli import app as megasdc_app
-from megasdc.errors import CheckpointError
-from megasdc.report.checkpoint_command import app
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.digest import digest_path, read_digest
+from megasdc.lab.checkpoints.digests import compare_digests
+from megasdc.lab.checkpoints.pages.checkpoint_command import app
+from megasdc.lab.checkpoints.votes import INTACT
 
 LAYER = "layer_03-model_00-model_states.pt"
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

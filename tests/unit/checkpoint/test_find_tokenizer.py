@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.errors import DataError
 from megasdc.data.tokenizer import checksum_tokenizer, train_sentencepiece
-from megasdc.errors import DataError
 from megasdc.interchange.export_hf import find_tokenizer
 
 

@@ -26,18 +26,18 @@ from megasdc.checkpoint.universal import (
     write_universal_manifest,
 )
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
-from megasdc.checkpoint.views.open import open_view
 from megasdc.checkpoint.views.start_weights import open_start
 from megasdc.cli import app
-from megasdc.durable import commit_folder
-from megasdc.errors import CheckpointError, ConfigError, StorageError
+from megasdc.common.durable import commit_folder
+from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import check_out, writing_folder
 from megasdc.interchange.import_hf import import_hf
-from megasdc.report.inspection_page import inspection_page
-from megasdc.report.result.terminal import print_pages
+from megasdc.lab.checkpoints.pages.inspection_page import inspection_page
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
+from megasdc.lab.checkpoints.views.open import open_view
+from megasdc.output.terminal import print_pages
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from megasdc import shared_memory
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.places import Ranks
 from megasdc.checkpoint.snapshots.held import (
@@ -28,7 +27,8 @@ from megasdc.checkpoint.snapshots.held import (
 )
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.recover import find_in_memory
-from megasdc.launcher.on_host import release
+from megasdc.common import shared_memory
+from megasdc.ops.launch.on_host import release
 from megasdc.parallel.dims import ParallelDims
 
 GONE = 2**22 + 1

@@ -12,16 +12,16 @@ import xxhash
 from hand_made import write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.digest import Digest, digest_path, read_digest
-from megasdc.checkpoint.compare.digests import compare_digests
-from megasdc.checkpoint.compare.extract import read_extract, write_extracts
 from megasdc.checkpoint.formats.content import parse_type
 from megasdc.checkpoint.verify import read_source
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.checkpoint.views.logical import CheckpointWeights
-from megasdc.checkpoint.views.open import open_view
 from megasdc.cli import app
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.digest import Digest, digest_path, read_digest
+from megasdc.lab.checkpoints.digests import compare_digests
+from megasdc.lab.checkpoints.extract import read_extract, write_extracts
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
+from megasdc.lab.checkpoints.views.open import open_view
 
 Edit = Callable[[dict[str, Any]], Any]
 

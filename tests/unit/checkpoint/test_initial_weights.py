@@ -18,8 +18,8 @@ from megasdc.checkpoint.initial import (
     WeightsManifest,
     weights_file,
 )
+from megasdc.common.errors import CheckpointError
 from megasdc.config import ModelSection
-from megasdc.errors import CheckpointError
 
 
 def test_a_layer_is_read_as_it_was_written(tmp_path: Path) -> None:

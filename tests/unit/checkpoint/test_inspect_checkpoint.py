@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.formats.pieces import Copy
-from megasdc.checkpoint.views.inspect import inspect_checkpoint
 from megasdc.cli import app
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 
 
 def run(*arguments: object) -> Any:

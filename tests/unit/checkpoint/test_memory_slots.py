@@ -25,8 +25,8 @@ from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE,
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.messages import Answer
 from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Guests, Partner
+from megasdc.common.shared_memory import is_own_folder
 from megasdc.parallel.dims import ParallelDims
-from megasdc.shared_memory import is_own_folder
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 

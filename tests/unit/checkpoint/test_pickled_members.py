@@ -20,7 +20,7 @@ from megasdc.checkpoint.formats.allowlist import (
     refuse_classes,
     refuse_compressed,
 )
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
 
 
 class _Attribute:

@@ -11,7 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from megasdc.checkpoint.planning.formulas import (
+from megasdc.lab.planning.checkpoints.formulas import (
     Intervals,
     best_intervals,
     daly,
@@ -20,10 +20,10 @@ from megasdc.checkpoint.planning.formulas import (
     shortest_disk,
     young,
 )
-from megasdc.checkpoint.planning.job import SOURCES, Costs, Job
-from megasdc.checkpoint.planning.plan import make_plan
-from megasdc.checkpoint.planning.rates import LLAMA3_CAUSES, PRESETS, Shares
-from megasdc.checkpoint.planning.simulate import simulate
+from megasdc.lab.planning.checkpoints.job import SOURCES, Costs, Job
+from megasdc.lab.planning.checkpoints.plan import make_plan
+from megasdc.lab.planning.checkpoints.rates import LLAMA3_CAUSES, PRESETS, Shares
+from megasdc.lab.planning.checkpoints.simulate import simulate
 
 COSTS = Costs(
     step_s=10,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import parse_config
-from megasdc.errors import ConfigError
 
 BASE = {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from field_values import BASE
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import parse_config
-from megasdc.errors import ConfigError
 
 
 def problems(archive: Any, **sections: Any) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import (
     PRESETS,
     ModelSection,
@@ -18,7 +19,6 @@ from megasdc.config import (
     parse_config,
     resolve_batch,
 )
-from megasdc.errors import ConfigError
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 IDS = {"kind": "megatron", "path": "a"}

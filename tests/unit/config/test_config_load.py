@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import PRESETS, MegasdcSection, load_config, parse_config
 from megasdc.config.load import json_schema, nearest
 from megasdc.config.sections.deepspeed import DeepSpeedPart
 from megasdc.config.table import element_in, model_in
-from megasdc.errors import ConfigError
 
 MINIMAL = {
     "megasdc": {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": "runs/x"}},

@@ -5,10 +5,10 @@ from typing import get_args
 
 import pytest
 
+from megasdc.common.versions.tested import render_tables
 from megasdc.config import MegasdcSection
 from megasdc.config.fields import AtResume
 from megasdc.config.table import render_table, type_text, with_tables
-from megasdc.versions.tested import render_tables
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 TABLES = {"config-table": render_table, "other": lambda: "table\n"}

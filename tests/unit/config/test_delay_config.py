@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.common.errors import ConfigError
 from megasdc.config import DelaySpec, check_layout, parse_config
 from megasdc.config.sections.delay import PARAMETERS_OF
 from megasdc.distributions import KINDS
-from megasdc.errors import ConfigError
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import check_layout, find_warnings, parse_config, with_replicas
-from megasdc.errors import ConfigError
 
 BASE = {
     "megasdc": {

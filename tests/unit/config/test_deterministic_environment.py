@@ -2,9 +2,9 @@
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import DeterminismSection
 from megasdc.config.environment import VARIABLES, set_deterministic_environment
-from megasdc.errors import ConfigError
 
 ON, OFF = DeterminismSection(enabled=True), DeterminismSection(enabled=False)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import check_layout, find_warnings, parse_config
-from megasdc.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "train_batch_size": 8,

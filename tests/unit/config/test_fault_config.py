@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import check_layout, expand_faults, load_profile, parse_config, profile_names
-from megasdc.errors import ConfigError
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

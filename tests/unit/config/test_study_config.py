@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import RunConfig, check_layout, parse_config, replica_config
-from megasdc.errors import ConfigError
 
 FREE: dict[str, Any] = {"mode": "free_run", "replicas": 2}
 

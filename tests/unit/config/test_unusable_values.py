@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from megasdc.attached.settings import load_settings
+from megasdc.common.errors import ConfigError
+from megasdc.common.imports.packages import is_installed
 from megasdc.config import check_layout, load_config, parse_config
-from megasdc.errors import ConfigError
-from megasdc.guard.settings import load_settings
-from megasdc.imports.packages import is_installed
 
 MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 

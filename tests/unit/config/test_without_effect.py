@@ -11,13 +11,13 @@ import pytest
 from field_values import BASE, context_of, put, values_of
 from pydantic import BaseModel, ValidationError
 
+from megasdc.attached.settings import load_settings
+from megasdc.common.errors import ConfigError
 from megasdc.config import MegasdcSection, find_warnings, parse_config
 from megasdc.config.fields import Needs, alternatives
 from megasdc.config.problems.without_effect import find_idle
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.table import model_in, relations
-from megasdc.errors import ConfigError
-from megasdc.guard.settings import load_settings
 
 OWN = {path: (field, needs) for path, field, needs in relations(MegasdcSection, "")}
 GUARD = {path: (field, needs) for path, field, needs in relations(GuardSettings, "")}

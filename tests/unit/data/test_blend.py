@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
+from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data import blend as blend_module
 from megasdc.data.blend import BlendedTokens, blend_order
 from megasdc.data.dataset import build_datasets, verify_data
@@ -25,7 +26,6 @@ from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import merge_positions, position_for
 from megasdc.data.prepare import prepare
-from megasdc.errors import CheckpointError, DataError
 
 TOKENIZER_FILE = "tokenizer/tokenizer.model"
 

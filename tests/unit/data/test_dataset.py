@@ -15,11 +15,11 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megasdc.common.errors import DataError
 from megasdc.data.dataset import build_datasets
 from megasdc.data.index_cache import kept_index
 from megasdc.data.manifest import Manifest
 from megasdc.data.prepare import prepare
-from megasdc.errors import DataError
 
 S = 64
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.indexed import describe_ids, open_pair
 from megasdc.data.manifest import Manifest
@@ -21,7 +22,6 @@ from megasdc.data.prepare import prepare
 from megasdc.data.sources import NOT_PAIRS, iterate_documents
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.data.verify import verify_prepared
-from megasdc.errors import DataError
 
 
 def build(prefix, documents, dtype=np.int32, modes=False):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megasdc.checkpoint.formats.shared_state import find_wrong_place
+from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.position import Position, merge_positions, num_passed, position_for, stream_end
-from megasdc.errors import CheckpointError, DataError
 
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 1)]
 

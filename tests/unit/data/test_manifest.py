@@ -14,13 +14,13 @@ from megatron.core.datasets.indexed_dataset import DType
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.common.errors import DataError, StorageError
 from megasdc.config.sections.data import DataSection
 from megasdc.data import blocks
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import SHORT_TOKENS, Manifest, digest_settings
 from megasdc.data.prepare import prepare
 from megasdc.data.verify import add_checksums, check_folder, unchecked, verify_prepared
-from megasdc.errors import DataError, StorageError
 
 
 @pytest.fixture

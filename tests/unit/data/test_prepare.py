@@ -21,6 +21,7 @@ import sentencepiece
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megasdc.common.errors import DataError, StorageError
 from megasdc.data.formats import UNREADABLE
 from megasdc.data.manifest import Manifest
 from megasdc.data.merge import assign_splits, entropy_nats
@@ -29,7 +30,6 @@ from megasdc.data.prepare import prepare
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 from megasdc.data.verify import verify_prepared
-from megasdc.errors import DataError, StorageError
 
 SMALL_SHARDS = 20_000
 PREPARE = (

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.sources import (
@@ -25,7 +26,6 @@ from megasdc.data.sources import (
     iterate_documents,
     sample_documents,
 )
-from megasdc.errors import DataError
 
 
 def files(path, **changes):

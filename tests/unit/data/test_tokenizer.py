@@ -11,6 +11,7 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from megasdc.common.errors import DataError
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import (
     TOKENIZER_CONFIG,
@@ -20,7 +21,6 @@ from megasdc.data.tokenizer import (
     measure_round_trip,
     train_sentencepiece,
 )
-from megasdc.errors import DataError
 
 TRICKY = [
     "",

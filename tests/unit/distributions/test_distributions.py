@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megasdc.common.errors import ConfigError, DataError
 from megasdc.distributions import BLOCK_REPLICAS, KINDS, Environment, load_latencies, parse_delay
-from megasdc.errors import ConfigError, DataError
 
 RANDOM = [
     "bounded_lognormal:mean_s=0.2",

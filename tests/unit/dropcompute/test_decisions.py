@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megasdc.common.errors import ConfigError
 from megasdc.dropcompute.decisions import (
     DECISIONS_FILE,
     ClockDecisions,
@@ -20,7 +21,6 @@ from megasdc.dropcompute.decisions import (
     read_decisions,
 )
 from megasdc.engine.step_times import StepRecord, StepTimes
-from megasdc.errors import ConfigError
 
 
 class Clock:

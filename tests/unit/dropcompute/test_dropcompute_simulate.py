@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app, main
 from megasdc.distributions import Environment, parse_delay
-from megasdc.dropcompute import simulate as module
 from megasdc.dropcompute.search import Rule, search_threshold
-from megasdc.dropcompute.simulate import Simulation, simulate
+from megasdc.lab.planning import simulate as module
+from megasdc.lab.planning.simulate import Simulation, simulate
 
 NORMAL = Environment(0.0, (parse_delay("normal:mean_s=0.45,std_s=0.09"),), seed=3)
 PAPER = Environment(0.45, (parse_delay("bounded_lognormal:mean_s=0.225"),), seed=3)

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Rule, search_recorded, search_threshold
 from megasdc.dropcompute.tuning import expected_times_s
-from megasdc.errors import ConfigError
 
 PAPER = Rule(min_micro_batches=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.experiments.ma_tables import name_runs
+from megasdc.lab.sweeps.ma_tables import name_runs
 
 
 def test_seeds_are_told_where_a_cell_has_several() -> None:

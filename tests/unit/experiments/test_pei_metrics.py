@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megasdc.experiments.outcome import Yardstick, diverged_why, final_mean
-from megasdc.experiments.papers import PAPER_TABLES
-from megasdc.experiments.pei_metrics import Ending, relative_increase, score_cell
+from megasdc.lab.sweeps.outcome import Yardstick, diverged_why, final_mean
+from megasdc.lab.sweeps.papers import PAPER_TABLES
+from megasdc.lab.sweeps.pei_metrics import Ending, relative_increase, score_cell
 
 BY = Yardstick(final_steps=2, diverged_rise=0.1, entropy=6.0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.experiments.run_process import RunningRanks
+from megasdc.lab.sweeps.run_process import RunningRanks
 from megasdc.parallel.processes import Fork
 
 

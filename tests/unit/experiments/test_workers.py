@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import ConfigError
-from megasdc.experiments import sweep
-from megasdc.experiments.plan import Plan, build_plan
-from megasdc.experiments.sweep import choose_workers
-from megasdc.experiments.sweep_file import load_sweep
+from megasdc.common.errors import ConfigError
+from megasdc.lab.sweeps import sweep
+from megasdc.lab.sweeps.plan import Plan, build_plan
+from megasdc.lab.sweeps.sweep import choose_workers
+from megasdc.lab.sweeps.sweep_file import load_sweep
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
+from megasdc.common.errors import ConfigError
 from megasdc.config import FaultSpec
-from megasdc.errors import ConfigError
 from megasdc.faults.injector import Injector, unsigned_bits
 from megasdc.parallel import ParallelDims
 

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config import FaultSpec, expand_faults, load_profile
 from megasdc.faults.injector import Injector
 from megasdc.parallel import ParallelDims

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megasdc.golden.rank import _goes_on
+from megasdc.ops.golden.rank import _goes_on
 
 
 def test_there_is_a_first_repeat_whatever_the_time() -> None:

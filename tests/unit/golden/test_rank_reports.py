@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.errors import ConfigError, HangError, LaunchError, PeerError, TraceError, error_of_rank
-from megasdc.golden import verify
-from megasdc.golden.cells import RankReport, watch
-from megasdc.golden.result import judge_reports
+from megasdc.common.errors import ConfigError, HangError, LaunchError, PeerError, TraceError, error_of_rank
+from megasdc.ops.golden import verify
+from megasdc.ops.golden.cells import RankReport, watch
+from megasdc.ops.golden.result import judge_reports
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, save_golden
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import TraceError
+from megasdc.common.errors import TraceError
 from megasdc.sdc.golden.sealed import read_header, read_members, write_sealed
 
 

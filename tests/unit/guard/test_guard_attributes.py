@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.errors import ConfigError
-from megasdc.guard.attributes import attributes_kept
-from megasdc.guard.probe import Batch, Probe, Sent
-from megasdc.guard.record import Recorder, choose_watched
+from megasdc.attached.attributes import attributes_kept
+from megasdc.attached.probe import Batch, Probe, Sent
+from megasdc.attached.record import Recorder, choose_watched
+from megasdc.common.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.addresses import FORWARD, Address
-from megasdc.guard.probe import Batch, Sent
+from megasdc.attached.probe import Batch, Sent
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.exhibits.calls import Exhibit
 from megasdc.sdc.fp64 import noise

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megasdc.guard.buffers import StillBuffers
-from megasdc.guard.copies import judge_copies
+from megasdc.attached.buffers import StillBuffers
+from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import heard
 from megasdc.sdc.replay import Ruling

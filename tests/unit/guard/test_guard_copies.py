@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megasdc.addresses import PARAMETER, Address
-from megasdc.guard.copies import judge_copies
+from megasdc.attached.copies import judge_copies
+from megasdc.common.addresses import PARAMETER, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 

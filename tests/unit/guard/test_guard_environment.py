@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.errors import ConfigError
-from megasdc.guard.engine import check_environment
+from megasdc.attached.engine import check_environment
+from megasdc.common.errors import ConfigError
 
 
 def test_a_gpu_needs_a_fixed_workspace() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.addresses import BACKWARD, FORWARD, Address
-from megasdc.guard.kept import MicroBatches
-from megasdc.guard.nonfinite import CHOSEN, EMPTY, GIVEN, HIDDEN, LOSS, NO_LABEL, SEEN, Meanings, Warnings
-from megasdc.guard.probe import Probe
-from megasdc.guard.record import ROOT, Recorder
+from megasdc.attached.kept import MicroBatches
+from megasdc.attached.nonfinite import CHOSEN, EMPTY, GIVEN, HIDDEN, LOSS, NO_LABEL, SEEN, Meanings, Warnings
+from megasdc.attached.probe import Probe
+from megasdc.attached.record import ROOT, Recorder
+from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
 from megasdc.sdc.nonfinite import Explanation, Origin

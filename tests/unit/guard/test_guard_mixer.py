@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megasdc.guard.probe import Batch, Sent
+from megasdc.attached.probe import Batch, Sent
 from megasdc.sdc.replay import OWN_CODE
 from tools.bench.guard.disputes import SDPA, wrong_attention
 from tools.bench.guard.pair import Judged, Side, judge_pair

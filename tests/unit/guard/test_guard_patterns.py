@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megasdc.guard.record import computing_names, pattern_problems, trained_names
-from megasdc.guard.settings import load_settings
+from megasdc.attached.record import computing_names, pattern_problems, trained_names
+from megasdc.attached.settings import load_settings
 
 THETA = {"hook": "absolute", "theta": 1.0}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import heard
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.replay import OWN_CODE, REFEREE

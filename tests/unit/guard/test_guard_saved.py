@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from megasdc.attached.saved import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.places import Place
-from megasdc.errors import CheckpointError
-from megasdc.guard.saved import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
+from megasdc.common.errors import CheckpointError
 
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 LAYOUT = "TP1 x PP1 x DP2"

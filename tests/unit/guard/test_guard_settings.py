@@ -11,11 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import megasdc
+from megasdc.attached.engine import check_engine
+from megasdc.attached.settings import TRIAL_VARIABLE, golden_problems
 from megasdc.cli import app
+from megasdc.common.errors import ConfigError
 from megasdc.config import load_config
-from megasdc.errors import ConfigError
-from megasdc.guard.engine import check_engine
-from megasdc.guard.settings import TRIAL_VARIABLE, golden_problems
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.health import background, board, journal
-from megasdc.health.background import Background
-from megasdc.health.board import FolderBoard, OwnState
-from megasdc.health.journal import Journal
+from megasdc.ops.health import background, board, journal
+from megasdc.ops.health.background import Background
+from megasdc.ops.health.board import FolderBoard, OwnState
+from megasdc.ops.health.journal import Journal
 
 
 @pytest.fixture

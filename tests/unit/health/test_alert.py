@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasdc.health import alert as alert_module
-from megasdc.health import incident as incident_module
-from megasdc.health.alert import alert
-from megasdc.health.front.server import Standstill
-from megasdc.health.incident import Conclusion
+from megasdc.common import alert as alert_module
+from megasdc.common.alert import alert
+from megasdc.ops.health import incident as incident_module
+from megasdc.ops.health.front.server import Standstill
+from megasdc.ops.health.incident import Conclusion
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.health.blame import find_blame
-from megasdc.health.phases import Phase
-from megasdc.health.rank_state import DISK, GONE, STOPPED, GroupState, RankState
+from megasdc.ops.health.blame import find_blame
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.rank_state import DISK, GONE, STOPPED, GroupState, RankState
 
 WORLD = "world"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.health.agent import CLOCK_FILE, AgentOptions
-from megasdc.health.agent_process import AgentProcess
-from megasdc.health.front import clocks
-from megasdc.health.front.clocks import ClockMeasurement, HostClocks, Reading, differing, has_changed
-from megasdc.moment import HostClock
+from megasdc.common.moment import HostClock
+from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions
+from megasdc.ops.health.agent_process import AgentProcess
+from megasdc.ops.health.front import clocks
+from megasdc.ops.health.front.clocks import ClockMeasurement, HostClocks, Reading, differing, has_changed
 
 
 @pytest.mark.parametrize("ahead_s", [sign * s for s in (2.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)])

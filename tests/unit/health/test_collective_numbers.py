@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasdc.health.blame import find_blame
-from megasdc.health.incident import state_of
-from megasdc.health.phases import Phase
-from megasdc.health.rank_watch import groups_of
-from megasdc.health.record import Identity, Progress
+from megasdc.ops.health.blame import find_blame
+from megasdc.ops.health.incident import state_of
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.rank_watch import groups_of
+from megasdc.ops.health.record import Identity, Progress
 
 
 def entry(number: int, operation: int, name: str, retired: bool = True, **fields: Any) -> dict[str, Any]:

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from megasdc import wire
-from megasdc.health import agent_process, board
-from megasdc.health.agent import AGENT_FILE, AgentOptions
-from megasdc.health.agent_process import AgentProcess
-from megasdc.health.board import LOST_S, FolderBoard, OwnState
-from megasdc.health.front import server as front_server
-from megasdc.health.front.address import FrontAddress, Hello, front_path, take_front
-from megasdc.health.front.link import FrontLink
-from megasdc.health.front.server import FrontServer, Standstill
-from megasdc.health.phases import Phase
-from megasdc.wire import WireError
+from megasdc.common import wire
+from megasdc.common.wire import WireError
+from megasdc.ops.health import agent_process, board
+from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
+from megasdc.ops.health.agent_process import AgentProcess
+from megasdc.ops.health.board import LOST_S, FolderBoard, OwnState
+from megasdc.ops.health.front import server as front_server
+from megasdc.ops.health.front.address import FrontAddress, Hello, front_path, take_front
+from megasdc.ops.health.front.link import FrontLink
+from megasdc.ops.health.front.server import FrontServer, Standstill
+from megasdc.ops.health.phases import Phase
 
 
 @pytest.fixture

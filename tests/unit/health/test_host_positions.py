@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.health.hosts import LAST_BYTES, LOST_S, FileClock, HostPosition, last_line, last_step_seen, read_hosts
+from megasdc.ops.health.hosts import LAST_BYTES, LOST_S, FileClock, HostPosition, last_line, last_step_seen, read_hosts
 
 NAMES = {0: "node1", 1: "node1", 2: "node2"}
 

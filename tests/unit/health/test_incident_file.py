@@ -8,11 +8,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from megasdc.addresses import Address
-from megasdc.errors import TraceError
-from megasdc.health.incident import INCIDENT_FOLDER, conclude
-from megasdc.health.incident_file import load_hangs
-from megasdc.launcher.verdict import lines_of, of_incident, read_met
+from megasdc.common.addresses import Address
+from megasdc.common.errors import TraceError
+from megasdc.ops.health.incident import INCIDENT_FOLDER, conclude
+from megasdc.ops.health.incident_file import load_hangs
+from megasdc.ops.launch.verdict import lines_of, of_incident, read_met
 from megasdc.sdc.incidents.incident import (
     DisputedRank,
     Environment,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.health.limits import ENOUGH, Limits, keep_durations, load_durations, merged, percentile_s
-from megasdc.health.phases import Phase
-from megasdc.health.record import BUCKETS, Progress, bucket_of
+from megasdc.ops.health.limits import ENOUGH, Limits, keep_durations, load_durations, merged, percentile_s
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.record import BUCKETS, Progress, bucket_of
 
 
 def counts(*seconds: float) -> list[int]:

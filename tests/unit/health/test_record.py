@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import StorageError
-from megasdc.health.agent import AgentOptions
-from megasdc.health.phases import Phase
-from megasdc.health.process_state import started_at
-from megasdc.health.record import (
+from megasdc.common.errors import StorageError
+from megasdc.common.process_state import started_at
+from megasdc.ops.health.agent import AgentOptions
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.record import (
     BUCKETS,
     FIRST_BUCKET_S,
     Identity,
@@ -180,6 +180,6 @@ def test_an_agent_that_cannot_read_a_record_tells_who_starts_it(tmp_path: Path) 
     record_path(tmp_path, 0).write_bytes(b"garbage")
     settings = (60.0, 900.0, 10.0, ())
     options = AgentOptions(tmp_path, tmp_path, 0, (0,), ("n0",), *settings)
-    command = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
+    command = [sys.executable, "-m", "megasdc.ops.health.agent", options.encode()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "is no progress record: 7 bytes" in done.stderr

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megasdc.health.blame import Blame, find_blame
-from megasdc.health.phases import Phase
-from megasdc.health.rank_state import GroupState, RankState
+from megasdc.ops.health.blame import Blame, find_blame
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.rank_state import GroupState, RankState
 
 ALL = tuple(range(8))
 REPLICAS = {"69": (0, 2), "70": (1, 3), "71": (4, 6), "72": (5, 7)}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.health import board, watched
-from megasdc.health.board import FolderBoard, OwnState
-from megasdc.health.limits import Limits
-from megasdc.health.phases import Phase
-from megasdc.health.process_state import started_at
-from megasdc.health.record import Identity, RecordWriter
-from megasdc.health.watched import WatchedRanks
+from megasdc.common.process_state import started_at
+from megasdc.ops.health import board, watched
+from megasdc.ops.health.board import FolderBoard, OwnState
+from megasdc.ops.health.limits import Limits
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.record import Identity, RecordWriter
+from megasdc.ops.health.watched import WatchedRanks
 
 SHORT = Limits(0.2, 0.2, 1.0, {})
 

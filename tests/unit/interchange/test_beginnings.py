@@ -9,12 +9,12 @@ import pytest
 import transformers
 from small_models import TEXTS, edit, made, tokenizer
 
+from megasdc.common.errors import ConfigError, DataError
 from megasdc.config import DataSection, ModelSection
 from megasdc.data.dataset import build_split
 from megasdc.data.prepare import prepare
 from megasdc.data.shards import shard_path
 from megasdc.data.tokenizer import load_tokenizer
-from megasdc.errors import ConfigError, DataError
 from megasdc.interchange.export_hf import _special_ids, _write_configs, beginning_of_document, export_hf
 from megasdc.interchange.export_tokenizer import describe_encoding, export_tokenizer
 from megasdc.interchange.import_hf import import_hf

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import made, tokenizer
 
-from megasdc.errors import CheckpointError, ConfigError
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange.export_hf import export_hf
 from megasdc.interchange.import_hf import _record, import_hf
 

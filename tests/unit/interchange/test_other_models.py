@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.views import hf_shards
 from megasdc.checkpoint.views.hf_shards import HfShards
-from megasdc.checkpoint.views.whole import open_hf_view
-from megasdc.errors import CheckpointError, ConfigError
+from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf
+from megasdc.lab.checkpoints.views.whole import open_hf_view
 from megasdc.model.hf import hf_shapes, model_fields
 from megasdc.parallel import groups
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasdc.launcher.on_host.build_locks import BuildLocks
+from megasdc.ops.launch.on_host.build_locks import BuildLocks
 
 TORCH = importlib.util.find_spec("torch")
 assert TORCH is not None and TORCH.submodule_search_locations is not None

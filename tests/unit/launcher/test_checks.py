@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher import checks, front
-from megasdc.launcher.checks import (
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.common.versions.installed import component_versions
+from megasdc.ops.launch import checks, front
+from megasdc.ops.launch.checks import (
     DISTRIBUTIONS,
     HostNeeds,
     _host_problems,
@@ -30,12 +31,11 @@ from megasdc.launcher.checks import (
     master_address,
     version_problems,
 )
-from megasdc.launcher.front import launch_run
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.on_host import files, module, probe
-from megasdc.launcher.remote import Transport, Watch, patience_s
-from megasdc.launcher.request import LaunchRequest
-from megasdc.versions.installed import component_versions
+from megasdc.ops.launch.front import launch_run
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.on_host import files, module, probe
+from megasdc.ops.launch.remote import Transport, Watch, patience_s
+from megasdc.ops.launch.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.common.errors import LaunchError
 from megasdc.config.sections.guard import GuardLoggingSection, GuardSettings
-from megasdc.errors import LaunchError
-from megasdc.launcher import deepspeed_command, user_program
-from megasdc.launcher.deepspeed_command import read_command
-from megasdc.launcher.hosts import place_program_here
-from megasdc.launcher.rank_program import program_of
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect
+from megasdc.ops.launch import deepspeed_command, user_program
+from megasdc.ops.launch.deepspeed_command import read_command
+from megasdc.ops.launch.hosts import place_program_here
+from megasdc.ops.launch.rank_program import program_of
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
 
 SETTINGS = GuardSettings(logging=GuardLoggingSection(run_dir="runs/of the settings", wait_for_room_s=7.0))
 
@@ -88,7 +88,7 @@ def test_other_commands_are_refused(words: list[str], text: str) -> None:
         ("raise SystemExit", 0, None),
         ("raise ValueError('x')", 1, "ValueError"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-        ("from megasdc.errors import DataError; raise DataError('x')", 71, "DataError"),
+        ("from megasdc.common.errors import DataError; raise DataError('x')", 71, "DataError"),
         ("import sys; assert sys.argv == [__file__, '--local_rank=1', 'a b'] and __name__ == '__main__'", 0, None),
         ("import beside; assert beside.VALUE == 7", 0, None),
     ],

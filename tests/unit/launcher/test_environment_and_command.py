@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import LaunchError
-from megasdc.launcher.command import RANK_MODULE, backend_problems, parse_launcher_args, runner_command
-from megasdc.launcher.environment import (
+from megasdc.common.errors import LaunchError
+from megasdc.ops.launch.command import RANK_MODULE, backend_problems, parse_launcher_args, runner_command
+from megasdc.ops.launch.environment import (
     env_file_names,
     env_file_problems,
     env_files,
@@ -22,11 +22,11 @@ from megasdc.launcher.environment import (
     forwarded_environment,
     private_environment,
 )
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.node import rank_variable
-from megasdc.launcher.on_host import private as on_host
-from megasdc.launcher.rank import RankCommand, main, rank_environment
-from megasdc.launcher.request import LaunchRequest
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.node import rank_variable
+from megasdc.ops.launch.on_host import private as on_host
+from megasdc.ops.launch.rank import RankCommand, main, rank_environment
+from megasdc.ops.launch.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
 from megasdc.parallel.stores import PRIVATE_VARIABLE
 from megasdc.tensors import bound_host

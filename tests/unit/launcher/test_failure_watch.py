@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megasdc.launcher import host_failed
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.orphans import NODE_PID_VARIABLE
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, records_dir, write_done, write_started
-from megasdc.launcher.remote import Answer, Transport
-from megasdc.launcher.supervision import FailureWatch
+from megasdc.ops.launch import host_failed
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect, records_dir, write_done, write_started
+from megasdc.ops.launch.remote import Answer, Transport
+from megasdc.ops.launch.supervision import FailureWatch
 
 
 @dataclass(frozen=True)

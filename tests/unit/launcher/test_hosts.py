@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import LaunchError
-from megasdc.launcher.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
+from megasdc.common.errors import LaunchError
+from megasdc.ops.launch.hosts import Placement, place_on_hosts, place_on_this_host, read_hostfile
 
 POOL = {"a": 2, "b": 3}
 

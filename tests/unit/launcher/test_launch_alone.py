@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megasdc.launcher.command import node_command, node_words
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.launch_alone import NVML_VARIABLE
-from megasdc.launcher.orphans import NODE_PID_VARIABLE
-from megasdc.launcher.rank import RankCommand
-from megasdc.shared_memory import NAME_VARIABLE
+from megasdc.common.shared_memory import NAME_VARIABLE
+from megasdc.ops.launch.command import node_command, node_words
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.launch_alone import NVML_VARIABLE
+from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
+from megasdc.ops.launch.rank import RankCommand
 
 RANK = """
 import json, os, pathlib, sys
@@ -64,7 +64,7 @@ def test_ranks_are_started_as_by_deepspeed(tmp_path: Path, accelerator: str | No
 def test_nothing_of_pytorch_is_imported(tmp_path: Path) -> None:
     """Nor is anything of the stand-ins left for who imports DeepSpeed later; what launch.py says goes to the file."""
     code = (
-        "import sys, megasdc.launcher.node as node\n"
+        "import sys, megasdc.ops.launch.node as node\n"
         "heavy = {'torch', 'numpy', 'deepspeed'} & {name.partition('.')[0] for name in sys.modules}\n"
         "assert not heavy, heavy\nassert node.launch.__file__.endswith('deepspeed/launcher/launch.py')\n"
         "import deepspeed\nassert deepspeed.initialize\n"
@@ -75,7 +75,7 @@ def test_nothing_of_pytorch_is_imported(tmp_path: Path) -> None:
 
 def test_an_accelerator_of_another_kind_takes_all_of_deepspeed() -> None:
     """Its devices may be listed by another variable, which DeepSpeed knows."""
-    command = [sys.executable, "-c", "import megasdc.launcher.node"]
+    command = [sys.executable, "-c", "import megasdc.ops.launch.node"]
     env = {**os.environ, "DS_ACCELERATOR": "mps"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert "MPS_Accelerator requires torch.mps" in done.stderr, done.stderr
@@ -84,7 +84,7 @@ def test_an_accelerator_of_another_kind_takes_all_of_deepspeed() -> None:
 def test_more_than_the_stand_ins_have_takes_all_of_deepspeed() -> None:
     """A release whose launch.py asks for another name is launched all the same, and the reason is printed."""
     code = (
-        "from megasdc.launcher import launch_alone\n"
+        "from megasdc.ops.launch import launch_alone\n"
         "whole = launch_alone._package\n"
         "launch_alone._package = lambda name, folder, **rest: whole(name, folder)\n"
         "launch = launch_alone.import_launch()\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc import memory_limits
-from megasdc.launcher.records import parse_records
-from megasdc.memory_limits import MemoryKill
+from megasdc.common import memory_limits
+from megasdc.common.memory_limits import MemoryKill
+from megasdc.ops.launch.records import parse_records
 
 PROGRAM = """
 import signal, subprocess, sys, time
@@ -30,7 +30,7 @@ time.sleep(60)
 ENDED = """
 import contextlib, os, psutil, subprocess, sys, time
 from pathlib import Path
-from megasdc.launcher import node
+from megasdc.ops.launch import node
 from megasdc.launcher.node import PatientStop, Ranks
 from megasdc.memory_limits import MemoryWatch
 node.records_folder = lambda *_: Path("records")
@@ -82,7 +82,7 @@ def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float
 TERMINAL_GONE = """
 import os, sys
 from pathlib import Path
-from megasdc.launcher import node
+from megasdc.ops.launch import node
 node.records_folder = lambda *_: Path("records")
 class Watch:
     of = all_run = lambda *_: None
@@ -104,7 +104,7 @@ def test_a_failed_rank_is_written_down_where_nobody_can_be_told(tmp_path: Path) 
 
 LEFT = """
 import json, os, psutil, sys, time
-from megasdc.launcher import node
+from megasdc.ops.launch import node
 os.environ[node.NODE_PID_VARIABLE] = str(os.getpid())
 class Watch:
     def of(self, pid, own):
@@ -141,7 +141,7 @@ def test_workers_that_a_killed_rank_has_left_are_no_other_programs(session: str)
 
 FAILS = """
 import os, subprocess, sys, time
-from megasdc.launcher import node
+from megasdc.ops.launch import node
 looks = []
 class Watch:
     def of(self, pid, own):
@@ -178,7 +178,7 @@ def test_other_ranks_are_ended_whatever_the_question_after_memory_meets() -> Non
 SMALL = """
 import json, os, psutil, sys, time
 from pathlib import Path
-from megasdc.launcher import node
+from megasdc.ops.launch import node
 from megasdc.memory_limits import MemoryWatch
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 node.records_folder = lambda *_: Path("records")
@@ -194,7 +194,7 @@ POOL = """
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from megasdc.launcher import records
+from megasdc.ops.launch import records
 def work():
     return len(b"x" * {count}) or os.kill(os.getpid(), 9)
 records.records_dir = lambda *_: Path("records")

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from megasdc.launcher.orphans import NODE_PID_VARIABLE
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, write_done
-from megasdc.run_lock import start_ticks
+from megasdc.common.run_lock import start_ticks
+from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect, write_done
 
 pytestmark = pytest.mark.timeout(60)
 
 CHILD = """
 import os, signal, sys
-from megasdc.launcher.orphans import follow_input, follow_parent
+from megasdc.ops.launch.orphans import follow_input, follow_parent
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"told\\n"), os._exit(0)))
 {follow}
 os.write(1, b"ready\\n")  # print may be in the middle of its buffer when the signal comes
@@ -47,11 +47,11 @@ def test_a_parent_that_had_gone_before_is_noticed():
 
 def test_a_rank_of_a_launcher_that_has_gone_does_not_start():
     """The ranks' own module looks before it becomes the training script."""
-    from megasdc.launcher.rank import RankCommand
+    from megasdc.ops.launch.rank import RankCommand
 
     word = RankCommand(os.getcwd(), ["/no/script.py"], [], {}, [], {}).encode()
     done = subprocess.run(
-        [sys.executable, "-m", "megasdc.launcher.rank", "id", word],
+        [sys.executable, "-m", "megasdc.ops.launch.rank", "id", word],
         env={**os.environ, NODE_PID_VARIABLE: str(1 << 22)},
         capture_output=True,
         text=True,
@@ -82,7 +82,7 @@ def test_a_launcher_of_which_a_thread_still_ends_has_gone():
     """A rank is told of the end of the thread that started it, while its parent is the same until the last one ends."""
     child = """
 import os
-from megasdc.launcher.orphans import launcher_has_gone
+from megasdc.ops.launch.orphans import launcher_has_gone
 os.environ["MEGASDC_NODE_PID"] = str(os.getppid())
 print(launcher_has_gone(), flush=True)
 input()

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megasdc.launcher.own_lines import FOLDER_VARIABLE, folder_option, last_lines, take_folder_option
+from megasdc.ops.launch.own_lines import FOLDER_VARIABLE, folder_option, last_lines, take_folder_option
 
 PROGRAM = """
 import subprocess, sys
-from megasdc.launcher.own_lines import own_lines_to
+from megasdc.ops.launch.own_lines import own_lines_to
 with own_lines_to(sys.argv[1], ["the", "command"]):
     from deepspeed.utils import logger
 logger.warning("process 1 spawned with command " + "e" * 1000)
@@ -35,9 +35,9 @@ def test_only_the_launchers_own_lines_are_moved(tmp_path: Path) -> None:
 
 WITHOUT_A_NAME = """
 import runpy, sys
-from megasdc.versions import private_names
+from megasdc.common.versions import private_names
 private_names.OWNERS = (private_names.Owner("deepspeed.launcher.launch", "a test", ("gone",), used_by="node"),)
-runpy.run_module("megasdc.launcher.node", run_name="__main__")
+runpy.run_module("megasdc.ops.launch.node", run_name="__main__")
 """
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import ConfigError
-from megasdc.launcher.plan import make_plan
-from megasdc.launcher.request import LaunchRequest
+from megasdc.common.errors import ConfigError
+from megasdc.ops.launch.plan import make_plan
+from megasdc.ops.launch.request import LaunchRequest
 
 BLEND = Path(__file__).parents[3] / "configs" / "blend.json"
 

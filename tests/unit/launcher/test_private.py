@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from megasdc.cli import run as command
-from megasdc.errors import LaunchError
-from megasdc.launcher import front
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.on_host import private
-from megasdc.launcher.remote import Transport
+from megasdc.common.errors import LaunchError
+from megasdc.ops.launch import front
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.on_host import private
+from megasdc.ops.launch.remote import Transport
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import IO
 import psutil
 import pytest
 
-from megasdc.launcher import process as process_module
-from megasdc.launcher.process import LauncherProcess
+from megasdc.ops.launch import process as process_module
+from megasdc.ops.launch.process import LauncherProcess
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 PATIENT = "import time; time.sleep(60)"
@@ -123,7 +123,7 @@ def test_second_signal_kills(tmp_path: Path) -> None:
 
 SUSPENDED = """
 import os, sys, time
-from megasdc.launcher import process
+from megasdc.ops.launch import process
 process.LOOK_S, process.PAUSE_S, process.LATE_S = 3600.0, 1.0, float(sys.argv[1])
 launcher = process.LauncherProcess(["sleep", "3600"], os.environ, stdout=None, say=lambda line: print(line, flush=True))
 print("ready", flush=True)

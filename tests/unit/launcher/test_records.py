@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import DataError
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, collect, parse_records, write_done, write_started
+from megasdc.common.errors import DataError
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect, parse_records, write_done, write_started
 
 
 def test_records_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

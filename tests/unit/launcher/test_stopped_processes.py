@@ -20,17 +20,19 @@ from typing import Any
 import psutil
 import pytest
 
-from megasdc.health import agent_process, process_state
-from megasdc.health.agent import AGENT_FILE, AgentOptions
-from megasdc.health.agent_process import AgentProcess
-from megasdc.health.process_state import Waker, started_at
-from megasdc.launcher import process as process_module
-from megasdc.launcher import supervision
-from megasdc.launcher.environment import STOP_GRACE_VARIABLE
-from megasdc.launcher.hosts import Placement
-from megasdc.launcher.on_host import running
-from megasdc.launcher.process import LauncherProcess
-from megasdc.launcher.records import (
+from megasdc.common import process_state
+from megasdc.common.process_state import Waker, started_at
+from megasdc.common.run_lock import start_ticks
+from megasdc.ops.health import agent_process
+from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
+from megasdc.ops.health.agent_process import AgentProcess
+from megasdc.ops.launch import process as process_module
+from megasdc.ops.launch import supervision
+from megasdc.ops.launch.environment import STOP_GRACE_VARIABLE
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.on_host import running
+from megasdc.ops.launch.process import LauncherProcess
+from megasdc.ops.launch.records import (
     LAUNCH_ID_VARIABLE,
     DoneRecord,
     LaunchRecords,
@@ -38,13 +40,12 @@ from megasdc.launcher.records import (
     write_done,
     write_started,
 )
-from megasdc.launcher.remote import Transport
-from megasdc.launcher.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
-from megasdc.run_lock import start_ticks
-from megasdc.supervisor import engine as engine_module
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.history import Process
+from megasdc.ops.launch.remote import Transport
+from megasdc.ops.launch.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
+from megasdc.ops.supervise import engine as engine_module
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.history import Process
 
 PATIENT = "import time; time.sleep(60)"
 WAITS = """
@@ -304,7 +305,7 @@ def test_a_silent_host_is_known_by_its_name_after_hosts_were_counted_anew(launch
 def test_a_stopped_rank_is_killed_once_another_has_failed(launched: Any) -> None:
     """Its launcher is woken, to end the rest."""
     watch = FailureWatch(launched)
-    launcher = ("megasdc.launcher.node", launched.launch_id)
+    launcher = ("megasdc.ops.launch.node", launched.launch_id)
     with stopped(**{LAUNCH_ID_VARIABLE: launched.launch_id}) as rank, stopped(*launcher) as node:
         for _ in range(20):
             assert watch() is None
@@ -320,7 +321,7 @@ def test_a_stopped_rank_is_killed_once_another_has_failed(launched: Any) -> None
 def test_a_stopped_launcher_of_ranks_that_are_done_is_woken(launched: Any) -> None:
     """The launch waits for it alone; likewise where what started it has ended."""
     watch = FailureWatch(launched)
-    launcher = ("megasdc.launcher.node", launched.launch_id)
+    launcher = ("megasdc.ops.launch.node", launched.launch_id)
     done(launched, 0, 0)
     with stopped(*launcher) as node:
         while is_stopped(node):
@@ -333,7 +334,7 @@ def test_a_stopped_launcher_of_ranks_that_are_done_is_woken(launched: Any) -> No
 def test_what_was_seen_long_ago_kills_nothing(launched: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """It is woken first, as any other; at the next look after that it is killed."""
     found = StoppedProcesses(launched)
-    with stopped("megasdc.launcher.node", launched.launch_id) as node:
+    with stopped("megasdc.ops.launch.node", launched.launch_id) as node:
         for age_s in (0.0, 60.0):
             for one in found._held.get("a", {}).values():
                 one.since, one.looked_at = one.since - age_s, one.looked_at - age_s
@@ -356,7 +357,7 @@ def test_a_launcher_that_waits_for_a_disk_is_killed_once_others_wait_for_it(
 
     A rank is left alone: it may save.
     """
-    launcher = ("megasdc.launcher.node", launched.launch_id)
+    launcher = ("megasdc.ops.launch.node", launched.launch_id)
     monkeypatch.setattr(supervision, "DISK_S", 0.5)
     done(launched, 79)
     with (

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megasdc.health.incident import STANDSTILL
-from megasdc.launcher.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
-from megasdc.launcher.verdict import ABORTED, after_suspension, describe_code, judge
-from megasdc.memory_limits import MemoryKill
-from megasdc.moment import HostClock
+from megasdc.common.memory_limits import MemoryKill
+from megasdc.common.moment import HostClock
+from megasdc.ops.health.incident import STANDSTILL
+from megasdc.ops.launch.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
+from megasdc.ops.launch.verdict import ABORTED, after_suspension, describe_code, judge
 
 HOSTS = ["a", "a", "b", "b"]
 CLOCKS = {"a": HostClock("a", 5000.0, 0.0, 0.001, 0.0), "b": HostClock("b", -70.0, 0.0, 0.002, 0.0)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.model import compiled, fused
 from megasdc.model.code_cache import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
 

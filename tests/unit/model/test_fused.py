@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasdc.errors import LaunchError, StorageError
+from megasdc.common.errors import LaunchError, StorageError
 from megasdc.model import compiled, fused, fused_loss
 from megasdc.model.code_cache import CACHE_VARIABLE
 from megasdc.model.loss import TokenLoss, VocabParallelCrossEntropy

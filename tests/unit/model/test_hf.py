@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import ModelSection
-from megasdc.errors import ConfigError
 from megasdc.interchange.import_hf import import_hf
 from megasdc.model.hf import (
     from_hf,

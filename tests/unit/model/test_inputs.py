@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megasdc.addresses import BACKWARD, FORWARD
+from megasdc.common.addresses import BACKWARD, FORWARD
 from megasdc.model.inputs import InputProbe
 from megasdc.model.kinds import ACTIVATION, FC1, FC2
 from megasdc.model.submodules import Submodule

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import PRESETS, ModelSection, ParallelSection, ffn_width
-from megasdc.errors import ConfigError
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 

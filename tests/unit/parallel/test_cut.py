@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.parallel.cut import Cut
+from megasdc.lab.studies.cut import Cut
 
 
 def test_every_rank_has_one_place() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.parallel import devices
 
 

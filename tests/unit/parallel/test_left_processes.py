@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megasdc.experiments.run_process import RunningRanks
+from megasdc.lab.sweeps.run_process import RunningRanks
+from megasdc.ops.preflight import commands
 from megasdc.parallel import processes
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.processes import kill_all
-from megasdc.preflight import commands
 
 SLEEPER = """
 import ctypes, signal, time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import LaunchError, MegasdcError
+from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.parallel import local_ranks
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, rank_environment

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from test_local_ranks import listening
 
-from megasdc.errors import HangError, LaunchError
+from megasdc.common.errors import HangError, LaunchError
 from megasdc.parallel import meeting
 from megasdc.parallel.identity import Identity, differences
 from megasdc.parallel.local_ranks import LocalMeeting, free_port

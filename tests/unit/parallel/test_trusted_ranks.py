@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from test_local_ranks import listening
 
-from megasdc.errors import LaunchError
-from megasdc.launcher.on_host import private
-from megasdc.parallel.bridge import Bridge
+from megasdc.common.errors import LaunchError
+from megasdc.lab.studies.bridge import Bridge
+from megasdc.lab.studies.cut import Cut
+from megasdc.ops.launch.on_host import private
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
-from megasdc.parallel.cut import Cut
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.meeting import AskedRanks, join_store
@@ -165,7 +165,7 @@ def test_a_program_that_knows_nothing_listens_on_loopback(tmp_path: Path) -> Non
     settings |= {"hang_after_s": 0, "hang_floor_s": 0, "alert_command": [], "wait_for_room_s": 60}
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "MEGASDC_LAUNCH_ID": "a"}
-    command = [sys.executable, "-m", "megasdc.launcher.user_program", json.dumps(settings)]
+    command = [sys.executable, "-m", "megasdc.ops.launch.user_program", json.dumps(settings)]
     environment, pipes = {**os.environ, **place}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, text=True, **pipes) as program:  # type: ignore[call-overload]
         try:

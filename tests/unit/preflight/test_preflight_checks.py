@@ -15,17 +15,17 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher.checks import HostProblem, HostReport
-from megasdc.preflight import remove_on_host
-from megasdc.preflight.command import CHECKS, Check, run_preflight
-from megasdc.preflight.commands import Commands, Done
-from megasdc.preflight.hardware import judged
-from megasdc.preflight.job import divided
-from megasdc.preflight.request import PreflightRequest
-from megasdc.preflight.result import CheckResult, Finding, PreflightResult, Status
-from megasdc.preflight.scratch import scratch_folder
-from megasdc.preflight.storage import PIECE, measure
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.ops.launch.checks import HostProblem, HostReport
+from megasdc.ops.preflight import remove_on_host
+from megasdc.ops.preflight.command import CHECKS, Check, run_preflight
+from megasdc.ops.preflight.commands import Commands, Done
+from megasdc.ops.preflight.hardware import judged
+from megasdc.ops.preflight.job import divided
+from megasdc.ops.preflight.request import PreflightRequest
+from megasdc.ops.preflight.result import CheckResult, Finding, PreflightResult, Status
+from megasdc.ops.preflight.scratch import scratch_folder
+from megasdc.ops.preflight.storage import PIECE, measure
 
 OK, WARNING, FAILED, NOT_DONE = Status.OK, Status.WARNING, Status.FAILED, Status.NOT_DONE
 LATER = tuple(CHECKS)[1:]
@@ -113,9 +113,9 @@ def test_free_space_is_compared_with_what_is_kept(
     vocab, width = 512, 32
     layer = 12 * width * width + 13 * width  # weights and biases of attention and MLP, and two norms
     size = 16 * (vocab * width + 64 * width + 2 * layer + 2 * width)
-    monkeypatch.setattr("megasdc.preflight.storage.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("megasdc.ops.preflight.storage.MOST_BYTES", 1 << 20)
     for free, status in ((count * size, OK), (count * size - 1, FAILED)):
-        monkeypatch.setattr("megasdc.preflight.storage.available_bytes", lambda job, free=free: free)
+        monkeypatch.setattr("megasdc.ops.preflight.storage.available_bytes", lambda job, free=free: free)
         finding = made(tmp_path, path, skip=ONLY_STORAGE)["storage"].finding
         assert finding.figures["predicted_checkpoint_bytes"] == size
         assert (finding.status, finding.exit_code) == (status, 0 if status is OK else 77)
@@ -255,7 +255,7 @@ def test_the_cause_of_a_failed_command_is_told(done: Done, cause: str) -> None:
 
 def test_the_front_needs_no_torch() -> None:
     """The commands that it starts import it, so that a preflight itself starts at once."""
-    code = "import megasdc.preflight.command, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    code = "import megasdc.ops.preflight.command, sys; assert not {'torch', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
 
 
@@ -280,7 +280,7 @@ def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytes
     facts = {"versions": {"torch": "2", "deepspeed": "0.19"}}
     wrong: list[str] = []
     monkeypatch.setattr(
-        "megasdc.preflight.inputs.inspect_hosts",
+        "megasdc.ops.preflight.inputs.inspect_hosts",
         lambda placement, transport, needs, trusted=(): HostReport(
             dict.fromkeys(placement.hosts, facts),
             [HostProblem((host,), f"{host} is off") for host in placement.hosts if host in wrong],

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config import load_config
 from megasdc.events import EventLog
-from megasdc.health.incident import conclude
-from megasdc.health.phases import Phase
-from megasdc.health.rank_state import RankState
 from megasdc.metrics.writer import MetricsWriter
+from megasdc.ops.health.incident import conclude
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.rank_state import RankState
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
+from megasdc.lab.traces.trace_page import SHADES, shade
 from megasdc.parallel.dims import ParallelDims
-from megasdc.report.trace_page import SHADES, shade
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path
 
@@ -296,6 +296,8 @@ def test_shades(share: float, mark: int) -> None:
 
 def test_the_tool_needs_no_torch() -> None:
     """Looking at files does not take the seconds that torch takes."""
-    code = "import megasdc.report.trace_command, sys; assert not {'torch', 'deepspeed', 'plotly'} & set(sys.modules)"
+    code = (
+        "import megasdc.lab.traces.trace_command, sys; assert not {'torch', 'deepspeed', 'plotly'} & set(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

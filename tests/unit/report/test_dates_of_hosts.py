@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from run_folder import SMOKE, add_hang, add_incident
 
+from megasdc.common.origin import Origin
 from megasdc.config import load_config
 from megasdc.events import Event, EventLog, in_order
-from megasdc.health.hosts import FileClock
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE
+from megasdc.lab.report.run_pages.facts import places
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.origin import Origin
-from megasdc.report.run_pages.facts import places
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.status import status_of
-from megasdc.report.summary import summarize
-from megasdc.report.top.follow import RunFollower
-from megasdc.report.top.view import RunWatcher
+from megasdc.ops.health.hosts import FileClock
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.status import status_of
+from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.top.follow import RunFollower
+from megasdc.ops.top.view import RunWatcher
 
 NOW = 1.8e9
 OFFSETS = [sign * seconds for seconds in (2.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)]

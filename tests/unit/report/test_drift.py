@@ -13,12 +13,12 @@ from browser import Browser, choose, needs_browser
 from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.compare.drift import measure_drift
-from megasdc.checkpoint.compare.drift_report import submodule_of
-from megasdc.checkpoint.compare.report import Options
-from megasdc.errors import CheckpointError
+from megasdc.common.errors import CheckpointError
+from megasdc.lab.checkpoints.drift import measure_drift
+from megasdc.lab.checkpoints.drift_report import submodule_of
+from megasdc.lab.checkpoints.pages.checkpoint_command import app
+from megasdc.lab.checkpoints.report import Options
 from megasdc.model.kinds import kind_of
-from megasdc.report.checkpoint_command import app
 from megasdc.tensors.distance import distance
 
 QKV, FC1 = "2.layer.self_attention.linear_qkv.weight", "3.layer.mlp.linear_fc1.weight"

@@ -15,10 +15,10 @@ from run_folder import data_of
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.common.errors import DataError
 from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.simulate import Simulation, SimulationResults, simulate
-from megasdc.errors import DataError
+from megasdc.lab.planning.simulate import Simulation, SimulationResults, simulate
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions
 from tools.bench.drops.speedup import DropSpeedupResult
 from tools.bench.drops.speedup_scores import Comparison, LargerBatchRun

@@ -13,13 +13,13 @@ from run_folder import columns, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.report.run_pages.command import write_report
-from megasdc.report.run_pages.figures import goodput as figures
-from megasdc.report.run_pages.goodput import goodput_section
-from megasdc.report.summary import render, summarize
-from megasdc.report.top.view import RunWatcher
-from megasdc.supervisor.goodput import PARTS, goodput_of
-from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.lab.report.run_pages.command import write_report
+from megasdc.lab.report.run_pages.figures import goodput as figures
+from megasdc.lab.report.run_pages.goodput import goodput_section
+from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.supervise.goodput import PARTS, goodput_of
+from megasdc.ops.supervise.journal import FOLDER, Journal
+from megasdc.ops.top.view import RunWatcher
 
 TRAINED = {"resumed": 0, "began_at": 110.0, "last": 20, "last_at": 150.0, "loading_s": 4.0, "saving_s": 8.0}
 AGAIN = {"resumed": 10, "began_at": 190.0, "last": 60, "last_at": 290.0}

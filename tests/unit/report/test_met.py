@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 from run_folder import add_hang, add_incident, losses, write_run
 
-from megasdc.launcher.verdict import SHOWN, Met, lines_of, read_met
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.run_page import run_page
-from megasdc.report.summary import render, summarize
-from megasdc.report.top.screen import Screen
-from megasdc.report.top.view import RunWatcher
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.journal import FOLDER, Entry, Journal
-from megasdc.supervisor.met import all_met, by_entry, name_of, of_journal
+from megasdc.lab.report.run_pages.run_page import run_page
+from megasdc.ops.launch.verdict import SHOWN, Met, lines_of, read_met
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
+from megasdc.ops.supervise.met import all_met, by_entry, name_of, of_journal
+from megasdc.ops.top.screen import Screen
+from megasdc.ops.top.view import RunWatcher
 
 DIAGNOSIS = {"kind": "host_lost", "text": "n2 is lost", "hosts": ["n2"], "step": 30, "back": None}
 

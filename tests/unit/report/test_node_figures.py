@@ -13,8 +13,8 @@ from test_sweep_report import CELLS, write_sweep
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.report.run_pages.sweep_page import sweep_page
-from megasdc.study.log import StudyLog
+from megasdc.lab.report.run_pages.sweep_page import sweep_page
+from megasdc.ops.run_folder.study_log import StudyLog
 
 RARE, FAST = CELLS
 

@@ -14,8 +14,8 @@ from run_folder import columns, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.report.result.figure import Figure, Series, curve
-from megasdc.report.result.files import HEIGHT, SCALE, WIDTH, write_pictures
+from megasdc.output.figure import Figure, Series, curve
+from megasdc.output.files import HEIGHT, SCALE, WIDTH, write_pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,12 +10,12 @@ import pytest
 from browser import Browser, choose, needs_browser
 from rich.console import Console
 
-from megasdc.errors import StorageError
-from megasdc.report.result.figure import Figure, Version, bars
-from megasdc.report.result.html import write_page
-from megasdc.report.result.page import Page, Section
-from megasdc.report.result.table import Cell, Table, number
-from megasdc.report.result.terminal import print_page
+from megasdc.common.errors import StorageError
+from megasdc.output.figure import Figure, Version, bars
+from megasdc.output.html import write_page
+from megasdc.output.page import Page, Section
+from megasdc.output.table import Cell, Table, number
+from megasdc.output.terminal import print_page
 
 MARKUP = "[red]<b>&name</b>[/]"
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.ops.supervise.journal import FOLDER, Journal
 
 SMALL = ["--devices", 64, "--days", 3, "--trials", 4, "--rate", "host=0.001"]
 

@@ -18,19 +18,19 @@ from run_folder import VERSIONS, add_hang, add_incident, columns, losses, write_
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 from megasdc.events import EventLog
-from megasdc.report.result.figure import Figure
-from megasdc.report.result.files import write_tables
-from megasdc.report.result.thin import thin
-from megasdc.report.run_pages.command import write_report
-from megasdc.report.run_pages.drops import Drops, load_drops
-from megasdc.report.run_pages.figures.drops import drop_figures
-from megasdc.report.run_pages.figures.run import run_figures
-from megasdc.report.run_pages.marks import counts_of, lane_of, marks_of
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.run_page import run_page
-from megasdc.report.run_pages.status import SILENT_S, status_of
+from megasdc.lab.report.run_pages.command import write_report
+from megasdc.lab.report.run_pages.drops import Drops, load_drops
+from megasdc.lab.report.run_pages.figures.drops import drop_figures
+from megasdc.lab.report.run_pages.figures.run import run_figures
+from megasdc.lab.report.run_pages.run_page import run_page
+from megasdc.ops.run_folder.marks import counts_of, lane_of, marks_of
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.status import SILENT_S, status_of
+from megasdc.output.figure import Figure
+from megasdc.output.files import write_tables
+from megasdc.output.thin import thin
 
 STEPS = 100
 DOCS = Path(__file__).parents[3] / "docs"

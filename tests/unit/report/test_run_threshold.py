@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app, main
 from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import search_recorded
-from megasdc.report.imbalance import report_times
-from megasdc.report.step_times import load_step_times
+from megasdc.lab.report.imbalance import report_times
+from megasdc.lab.report.step_times import load_step_times
 
 
 def run(*arguments: object) -> dict:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from recorded_run import append, file_of, layout_line, step_line, write_run
 
+from megasdc.common.errors import DataError
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.errors import DataError
-from megasdc.report.step_times import load_step_times
+from megasdc.lab.report.step_times import load_step_times
 
 
 def latencies(replicas: int = 2, steps: int = 3, micro_batches: int = 4, stages: int = 2, seed: int = 1) -> np.ndarray:

@@ -13,9 +13,9 @@ from browser import Browser, needs_browser
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import DataError
-from megasdc.report.run_pages.study_page import study_page
-from megasdc.study.log import StudyLog
+from megasdc.common.errors import DataError
+from megasdc.lab.report.run_pages.study_page import study_page
+from megasdc.ops.run_folder.study_log import StudyLog
 
 QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 

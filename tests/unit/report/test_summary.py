@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from run_folder import add_hang, add_incident, losses, write_run
 
-from megasdc.errors import (
+from megasdc.common.errors import (
     CheckpointError,
     ConfigError,
     CorruptionError,
@@ -24,14 +24,14 @@ from megasdc.errors import (
     NonFiniteError,
     PeerError,
 )
+from megasdc.common.origin import Origin
+from megasdc.common.run_lock import HeldFolders, Holder, take
 from megasdc.events import EventLog, read_events
-from megasdc.launcher.records import LAUNCH_ID_VARIABLE, write_done, write_started
-from megasdc.origin import Origin
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.status import status_of
-from megasdc.report.summary import Failure, RunSummary, render, summarize
-from megasdc.run_lock import HeldFolders, Holder, take
-from megasdc.supervisor.journal import FOLDER, Journal
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.status import status_of
+from megasdc.ops.run_folder.summary import Failure, RunSummary, render, summarize
+from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.train.main import pretrain, tell_end, tell_failure
 
 RUN = RunSummary(

@@ -17,10 +17,10 @@ from run_folder import losses
 from typer.testing import CliRunner
 
 from megasdc.cli import app
+from megasdc.common.errors import StorageError
 from megasdc.config import load_profile
-from megasdc.errors import StorageError
-from megasdc.experiments.sweep_file import SweepFile
-from megasdc.report.run_pages.sweep_page import LIMITS, sweep_page
+from megasdc.lab.report.run_pages.sweep_page import LIMITS, sweep_page
+from megasdc.lab.sweeps.sweep_file import SweepFile
 
 CELLS = {"LR 5e-4": "pei_table_1/scratch LR 5e-4 b2 .95", "LR 5e-3": "pei_table_1/scratch LR 5e-3 b2 .95"}
 RATES = {"LR 5e-4": 5e-4, "LR 5e-3": 5e-3}

@@ -18,16 +18,16 @@ from run_folder import add_hang, add_incident, losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import DataError, MegasdcError
+from megasdc.common.errors import DataError, MegasdcError
 from megasdc.events import EventLog
-from megasdc.health.board import LOST_S
-from megasdc.health.hosts import FileClock
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.status import status_of
-from megasdc.report.top.follow import RunFollower
-from megasdc.report.top.screen import Screen
-from megasdc.report.top.view import RunView, RunWatcher
+from megasdc.ops.health.board import LOST_S
+from megasdc.ops.health.hosts import FileClock
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.status import status_of
+from megasdc.ops.top.follow import RunFollower
+from megasdc.ops.top.screen import Screen
+from megasdc.ops.top.view import RunView, RunWatcher
 
 WATCHED = ("megasdc.health.enabled=true",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.trace import Trace

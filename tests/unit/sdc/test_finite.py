@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of
 from megasdc.tensors.finite import INF, NAN, are_finite, kind_of

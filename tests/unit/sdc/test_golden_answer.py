@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, rate_bound

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.addresses import Address
-from megasdc.errors import StorageError, TraceError
+from megasdc.common.addresses import Address
+from megasdc.common.errors import StorageError, TraceError
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Case, Golden, key_differences, load_golden, load_header, save_golden
 from megasdc.sdc.trace import Trace

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.errors import StorageError, TraceError
+from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.guard.record import Recorder, choose_watched
+from megasdc.attached.record import Recorder, choose_watched
 from megasdc.sdc.exhibits.calls import Call, kept_calls
 from megasdc.tensors.checksum import default_algorithm
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import NonFinite

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.exhibits.calls import ESTIMATED, Exhibit, kept_calls
 from megasdc.sdc.exhibits.own import own_result, result_between
 from megasdc.sdc.fp64.noise import Unfit, estimate

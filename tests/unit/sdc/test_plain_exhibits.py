@@ -15,7 +15,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from megasdc.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.exhibits.calls import LIKELY, PROVED, kept_calls
 from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
 from megasdc.sdc.fp64.referee import is_within

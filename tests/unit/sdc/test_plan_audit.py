@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from megasdc.addresses import MICRO_BATCH_PHASES
 from megasdc.cli import app
+from megasdc.common.addresses import MICRO_BATCH_PHASES
 from megasdc.config import ModelSection
-from megasdc.sdc.budget import Cadence
-from megasdc.sdc.cost import Reads, Work, predicted_share, reads_of_step, total
-from megasdc.sdc.plan import (
+from megasdc.lab.planning.audits import (
     ALL,
     AUDIT,
     AUTO,
@@ -30,6 +28,8 @@ from megasdc.sdc.plan import (
     make_plan,
     simulate_latency,
 )
+from megasdc.sdc.budget import Cadence
+from megasdc.sdc.cost import Reads, Work, predicted_share, reads_of_step, total
 
 PLAN = Plan(
     replicas=4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.sdc.recompute import Unrepeated, compare_recomputed, judge_recomputed, pair_at
 from megasdc.sdc.trace import Trace
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.addresses import FORWARD, RECOMPUTE, Address
+from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.recompute import Unrepeated, compare_recomputed, origins
 from megasdc.sdc.trace import Trace

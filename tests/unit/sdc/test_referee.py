@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megasdc.addresses import FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config.sections.detection import PolicySection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute, Flag

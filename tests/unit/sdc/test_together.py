@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.together import suspect_together
 from megasdc.sdc.replay import MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling, settle, to_repeat

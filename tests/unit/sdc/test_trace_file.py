@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from megasdc.addresses import MICRO_BATCH_PHASES, PHASES, Address
-from megasdc.errors import TraceError
+from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
+from megasdc.common.errors import TraceError
 from megasdc.sdc import trace_file
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, read_folder, read_trace, set_aside, trace_path

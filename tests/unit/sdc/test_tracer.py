@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megasdc.addresses import PHASES, Address
+from megasdc.common.addresses import PHASES, Address
 from megasdc.config import TraceSection
 from megasdc.model.kinds import BLOCK_PARTS, KINDS, kind_of
 from megasdc.model.submodules import Submodule

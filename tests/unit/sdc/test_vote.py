@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.trace import Trace

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
 from megasdc.sdc.replay import (

@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megasdc.stress.arrange import MAX_CULPRITS, name_culprits, pairings, turns_of_round
-from megasdc.stress.run import MEETINGS
+from megasdc.ops.stress.arrange import MAX_CULPRITS, name_culprits, pairings, turns_of_round
+from megasdc.ops.stress.run import MEETINGS
 
 
 def hosts(number: int) -> list[str]:

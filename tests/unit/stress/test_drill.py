@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
+from megasdc.common.errors import ConfigError
 from megasdc.config import FaultSpec
-from megasdc.errors import ConfigError
 from megasdc.faults.injector import Injector
-from megasdc.stress.drill import SlotDrill, chance, read_drill, summarize
+from megasdc.ops.stress.drill import SlotDrill, chance, read_drill, summarize
 
 
 def test_profile_and_host() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megasdc.health.links.judgement import Direction, LinkFigures
-from megasdc.stress import pair_links
-from megasdc.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
-from megasdc.stress.result import StressResult, render_result
-from megasdc.stress.state import HostState, load_state, save_state
-from megasdc.stress.verdict import HEALTHY, judge
+from megasdc.ops.health.links.judgement import Direction, LinkFigures
+from megasdc.ops.stress import pair_links
+from megasdc.ops.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
+from megasdc.ops.stress.result import StressResult, render_result
+from megasdc.ops.stress.state import HostState, load_state, save_state
+from megasdc.ops.stress.verdict import HEALTHY, judge
 
 PLAN = {"hosts": ["a", "b", "c"], "only": ["links"], "drill": None}
 

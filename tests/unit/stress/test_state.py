@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.errors import StorageError, TraceError
-from megasdc.stress.golden import GoldenFolder, load_folder, load_products, save_products
-from megasdc.stress.run import StressPlan, _goes_on, _Test
-from megasdc.stress.state import ALONE, SHOWN, Count, HostState, load_state, save_state
+from megasdc.common.errors import StorageError, TraceError
+from megasdc.ops.stress.golden import GoldenFolder, load_folder, load_products, save_products
+from megasdc.ops.stress.run import StressPlan, _goes_on, _Test
+from megasdc.ops.stress.state import ALONE, SHOWN, Count, HostState, load_state, save_state
 
 PLAN = {"hosts": ["a"], "only": ["gemm"], "drill": None}
 KEY = {"device": "x", "threads": 1}

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megasdc.stress.drill import DrillRequest
-from megasdc.stress.result import StressResult
-from megasdc.stress.state import ALONE, Count, HostState
-from megasdc.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge
+from megasdc.ops.stress.drill import DrillRequest
+from megasdc.ops.stress.result import StressResult
+from megasdc.ops.stress.state import ALONE, Count, HostState
+from megasdc.ops.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge
 
 PLAN = {"hosts": [], "only": ["collectives", "gemm", "training"], "drill": None}
 RUN = {

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config import FaultSpec
 from megasdc.faults.injector import Injector
+from megasdc.lab.studies.compare import Mismatch, compare_results
 from megasdc.parallel.dims import ParallelDims
-from megasdc.study.compare import Mismatch, compare_results
 
 ADDRESS = Address(1, 0, "forward", "2.layer.mlp.linear_fc2", "output")
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from megasdc import room
-from megasdc.launcher.front import LaunchResult
-from megasdc.launcher.records import write_done
-from megasdc.launcher.request import LaunchRequest
-from megasdc.origin import LAUNCH_ID_VARIABLE
-from megasdc.supervisor import front
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.diagnosis import diagnose
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.history import Attempt
-from megasdc.supervisor.journal import FOLDER
-from megasdc.supervisor.policy import RULES, Action, Rule
+from megasdc.common import room
+from megasdc.common.origin import LAUNCH_ID_VARIABLE
+from megasdc.ops.launch.front import LaunchResult
+from megasdc.ops.launch.records import write_done
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.diagnosis import diagnose
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.front import FrontResult
+from megasdc.ops.supervise.history import Attempt
+from megasdc.ops.supervise.journal import FOLDER
+from megasdc.ops.supervise.policy import RULES, Action, Rule
 from megasdc.train.process.signals import STOPPED_START
 
 

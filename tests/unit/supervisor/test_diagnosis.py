@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.addresses import FORWARD, Address
-from megasdc.errors import ConfigError, TraceError
-from megasdc.health.incident_file import HangIncident
+from megasdc.common.addresses import FORWARD, Address
+from megasdc.common.errors import ConfigError, TraceError
+from megasdc.ops.health.incident_file import HangIncident
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence, Unfit, diagnose
 from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
 from megasdc.sdc.incidents.incident import Evidence as SdcEvidence
-from megasdc.supervisor.diagnosis import OF_HOSTS, Checked, Evidence, Unfit, diagnose
 
 ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
 

@@ -14,29 +14,29 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
+from megasdc.common.origin import LAUNCH_ID_VARIABLE, Launch, Origin
 from megasdc.events import EventLog
-from megasdc.health import agent, background
-from megasdc.health.agent import Agent, AgentOptions
-from megasdc.health.incident import INCIDENT_FOLDER
-from megasdc.health.phases import Phase
-from megasdc.health.record import Identity, RecordWriter
-from megasdc.launcher.request import LaunchRequest
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.origin import LAUNCH_ID_VARIABLE, Launch, Origin
+from megasdc.ops.health import agent, background
+from megasdc.ops.health.agent import Agent, AgentOptions
+from megasdc.ops.health.incident import INCIDENT_FOLDER
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.record import Identity, RecordWriter
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.diagnosis import Back, diagnose
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.front import FrontResult
+from megasdc.ops.supervise.goodput import goodput_of
+from megasdc.ops.supervise.history import Attempt, History
+from megasdc.ops.supervise.journal import FOLDER, Journal
+from megasdc.ops.supervise.policy import Action, Failure, Limits, decide
+from megasdc.ops.supervise.trained import trained_in
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.sdc.incidents.settled import DONE
-from megasdc.supervisor import front
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.diagnosis import Back, diagnose
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.goodput import goodput_of
-from megasdc.supervisor.history import Attempt, History
-from megasdc.supervisor.journal import FOLDER, Journal
-from megasdc.supervisor.policy import Action, Failure, Limits, decide
-from megasdc.supervisor.trained import trained_in
 
 NOW = 1.8e9
 FIRST, SECOND = "20270115-first", "20270115-second"

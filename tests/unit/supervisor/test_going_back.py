@@ -13,12 +13,12 @@ from hand_made import write_checkpoint
 
 from megasdc.checkpoint.marks import mark_verified
 from megasdc.checkpoint.places import Place
+from megasdc.common.origin import Launch
 from megasdc.events import EventLog
-from megasdc.origin import Launch
-from megasdc.supervisor.back import find_back, overrides_of
-from megasdc.supervisor.diagnosis import Back, Evidence, diagnose
-from megasdc.supervisor.history import Attempt, History
-from megasdc.supervisor.journal import Entry
+from megasdc.ops.supervise.back import find_back, overrides_of
+from megasdc.ops.supervise.diagnosis import Back, Evidence, diagnose
+from megasdc.ops.supervise.history import Attempt, History
+from megasdc.ops.supervise.journal import Entry
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megasdc.launcher.on_host.module import PROGRESS_MARK
-from megasdc.launcher.request import LaunchRequest, UserProgram
-from megasdc.supervisor import host_check
-from megasdc.supervisor.fitness import Checked, HostChecks, tell_every
-from megasdc.supervisor.host_check import HostRequest, check_host
+from megasdc.ops.launch.on_host.module import PROGRESS_MARK
+from megasdc.ops.launch.request import LaunchRequest, UserProgram
+from megasdc.ops.supervise import host_check
+from megasdc.ops.supervise.fitness import Checked, HostChecks, tell_every
+from megasdc.ops.supervise.host_check import HostRequest, check_host
 
 
 def request(config: Path, *overrides: str, **changes: Any) -> HostRequest:
@@ -104,7 +104,7 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     assert not checks.check({"b": 1}, hosts, beside=["a"], deep=False).unfit, "a look starts nothing"
     module = HostRequest(None, [], [], 2, 1, 2, None, None, False, "nowhere_c.train", True, ["nowhere_c"])
     assert [one.code for one in check_host(module)] == [78]
-    monkeypatch.setattr("megasdc.supervisor.host_check.shared_folder", lambda: script)
+    monkeypatch.setattr("megasdc.ops.supervise.host_check.shared_folder", lambda: script)
     assert [one.code for one in check_host(replace(module, script="json.tool", modules=["json"]))] == [77]
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.launcher.remote import Watch
-from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor import front, host_tests
-from megasdc.supervisor.diagnosis import Checked
-from megasdc.supervisor.fitness import HostChecks
-from megasdc.supervisor.host_tests import StressTests
+from megasdc.ops.launch.remote import Watch
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise import front, host_tests
+from megasdc.ops.supervise.diagnosis import Checked
+from megasdc.ops.supervise.fitness import HostChecks
+from megasdc.ops.supervise.host_tests import StressTests
 
 PORT = ("--master_port", "29418")
 PREFIX = """#!/bin/sh

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import LaunchError, StorageError
-from megasdc.supervisor.journal import JOURNAL_FILE, Journal, read_journal
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.ops.supervise.journal import JOURNAL_FILE, Journal, read_journal
 
 SAID: list[str] = []
 
@@ -122,7 +122,7 @@ def test_a_supervisor_whose_lock_was_given_to_another_writes_nothing(tmp_path: P
 def test_only_one_supervisor_has_it(tmp_path: Path) -> None:
     """A second one is refused, until the first has ended, also if it was killed."""
     code = (
-        "import sys, time; from pathlib import Path; from megasdc.supervisor.journal import Journal\n"
+        "import sys, time; from pathlib import Path; from megasdc.ops.supervise.journal import Journal\n"
         f"journal = Journal(Path({str(tmp_path)!r}), print); journal.write('opened'); print('ready', flush=True)\n"
         "time.sleep(100)"
     )

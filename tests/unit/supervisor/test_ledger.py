@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasdc.errors import LaunchError, StorageError
-from megasdc.run_lock import open_lock_file
-from megasdc.supervisor import ledger as ledger_module
-from megasdc.supervisor.command import _suspect
-from megasdc.supervisor.history import HOSTS, History
-from megasdc.supervisor.journal import Journal
-from megasdc.supervisor.ledger import DAY_S, Ledger, Use, judge
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.common.run_lock import open_lock_file
+from megasdc.ops.supervise import ledger as ledger_module
+from megasdc.ops.supervise.command import _suspect
+from megasdc.ops.supervise.history import HOSTS, History
+from megasdc.ops.supervise.journal import Journal
+from megasdc.ops.supervise.ledger import DAY_S, Ledger, Use, judge
 
 NOW = 100 * DAY_S
 

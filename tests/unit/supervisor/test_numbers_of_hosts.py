@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.errors import ConfigError
-from megasdc.supervisor.sizes import find_sizes
+from megasdc.common.errors import ConfigError
+from megasdc.ops.supervise.sizes import find_sizes
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OTHER = "megasdc.checkpoint.other_layout=convert"

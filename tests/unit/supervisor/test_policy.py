@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.supervisor import policy
-from megasdc.supervisor.diagnosis import KINDS, Back, Diagnosis
-from megasdc.supervisor.policy import RULES, Action, Decision, Failure, Limits, decide
+from megasdc.ops.supervise import policy
+from megasdc.ops.supervise.diagnosis import KINDS, Back, Diagnosis
+from megasdc.ops.supervise.policy import RULES, Action, Decision, Failure, Limits, decide
 
 LIMITS = Limits()
 FINISH, STOP, AGAIN, REPLACE = Action.FINISH, Action.STOP, Action.AGAIN, Action.REPLACE

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megasdc.common.errors import DataError
 from megasdc.config import MegasdcSection
-from megasdc.errors import DataError
-from megasdc.supervisor.journal import FOLDER, Journal
-from megasdc.supervisor.planning.measured import measure_run, pieces_for, predict_run, shares_of
+from megasdc.lab.planning.runs.measured import measure_run, pieces_for, predict_run, shares_of
+from megasdc.ops.supervise.journal import FOLDER, Journal
 
 STEP_S, START_S, DETECTION_S, DECIDING_S = 0.5, 12.0, {"rank_lost": 4.0, "host_lost": 20.0}, 1.5
 SECTIONS = MegasdcSection.model_validate(

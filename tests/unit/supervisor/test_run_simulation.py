@@ -11,19 +11,11 @@ import mpmath
 import numpy as np
 import pytest
 
-from megasdc.checkpoint.planning.formulas import Intervals
-from megasdc.checkpoint.planning.job import SOURCES, Costs
-from megasdc.supervisor.planning.fleet import Audits, Cause, Fleet, spares_needed
-from megasdc.supervisor.planning.run_plan import investments, make_run_plan
-from megasdc.supervisor.planning.simulation import (
-    DECIDING,
-    DETECTING,
-    LOST,
-    RECOMPUTED,
-    STARTING,
-    WAITING,
-    simulate_runs,
-)
+from megasdc.lab.planning.checkpoints.formulas import Intervals
+from megasdc.lab.planning.checkpoints.job import SOURCES, Costs
+from megasdc.lab.planning.runs.fleet import Audits, Cause, Fleet, spares_needed
+from megasdc.lab.planning.runs.run_plan import investments, make_run_plan
+from megasdc.lab.planning.runs.simulation import DECIDING, DETECTING, LOST, RECOMPUTED, STARTING, WAITING, simulate_runs
 
 COSTS = Costs(
     step_s=10,

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from megasdc.checkpoint.snapshots.held import memory_folder
-from megasdc.errors import LaunchError
-from megasdc.launcher.command import parse_launcher_args
-from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor import front
-from megasdc.supervisor.diagnosis import diagnose
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.history import Attempt
-from megasdc.supervisor.journal import FOLDER
-from megasdc.supervisor.slurm import SlurmJob, fields_of, is_down, tasks_per_node
+from megasdc.common.errors import LaunchError
+from megasdc.ops.launch.command import parse_launcher_args
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.diagnosis import diagnose
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.front import FrontResult
+from megasdc.ops.supervise.history import Attempt
+from megasdc.ops.supervise.journal import FOLDER
+from megasdc.ops.supervise.slurm import SlurmJob, fields_of, is_down, tasks_per_node
 
 ENVIRON = {
     "SLURM_JOB_ID": "7",

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megasdc.errors import MegasdcError
-from megasdc.launcher.remote import Transport
-from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor.command import _allocation, supervise_run
-from megasdc.supervisor.history import Attempt
-from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE, Journal
-from megasdc.supervisor.ledger import Ledger, Use
+from megasdc.common.errors import MegasdcError
+from megasdc.ops.launch.remote import Transport
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise.command import _allocation, supervise_run
+from megasdc.ops.supervise.history import Attempt
+from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE, Journal
+from megasdc.ops.supervise.ledger import Ledger, Use
 
 TWO = "a slots=1\nb slots=1\n"
 

@@ -20,22 +20,22 @@ from threading import Event, Timer
 
 import pytest
 
-from megasdc import room
-from megasdc.errors import LaunchError, StorageError
-from megasdc.launcher.verdict import Met
-from megasdc.run_lock import start_ticks
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.back import overrides_of
-from megasdc.supervisor.diagnosis import Evidence
-from megasdc.supervisor.front import file_of
-from megasdc.supervisor.history import ENDED, Attempt, History, Process
-from megasdc.supervisor.host_tests import HostTest
-from megasdc.supervisor.journal import Entry, Journal
-from megasdc.supervisor.ledger import Ledger
-from megasdc.supervisor.policy import Limits, may_return
-from megasdc.supervisor.salvage import complete
-from megasdc.supervisor.supervise import Supervisor
-from megasdc.supervisor.trained import Trained
+from megasdc.common import room
+from megasdc.common.errors import LaunchError, StorageError
+from megasdc.common.run_lock import start_ticks
+from megasdc.ops.launch.verdict import Met
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.back import overrides_of
+from megasdc.ops.supervise.diagnosis import Evidence
+from megasdc.ops.supervise.front import file_of
+from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
+from megasdc.ops.supervise.host_tests import HostTest
+from megasdc.ops.supervise.journal import Entry, Journal
+from megasdc.ops.supervise.ledger import Ledger
+from megasdc.ops.supervise.policy import Limits, may_return
+from megasdc.ops.supervise.salvage import complete
+from megasdc.ops.supervise.supervise import Supervisor
+from megasdc.ops.supervise.trained import Trained
 
 STEPS = 50
 LIMITS = Limits(pause_s=0.01, returns=0)

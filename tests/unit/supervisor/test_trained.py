@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.origin import Launch
-from megasdc.supervisor.trained import Trained, trained_in
+from megasdc.common.origin import Launch
+from megasdc.ops.supervise.trained import Trained, trained_in
 
 
 def metrics(folder: Path, *rows: dict[str, Any]) -> None:

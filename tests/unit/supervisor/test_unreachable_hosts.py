@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.launcher.request import LaunchRequest
-from megasdc.supervisor import front
-from megasdc.supervisor.allocation import Allocation
-from megasdc.supervisor.command import _allocation
-from megasdc.supervisor.diagnosis import Evidence, diagnose
-from megasdc.supervisor.engine import FrontEngine
-from megasdc.supervisor.fitness import HostChecks
-from megasdc.supervisor.front import FrontResult
-from megasdc.supervisor.history import Attempt
-from megasdc.supervisor.host_tests import StressTests
-from megasdc.supervisor.journal import FOLDER
+from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.command import _allocation
+from megasdc.ops.supervise.diagnosis import Evidence, diagnose
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.fitness import HostChecks
+from megasdc.ops.supervise.front import FrontResult
+from megasdc.ops.supervise.history import Attempt
+from megasdc.ops.supervise.host_tests import StressTests
+from megasdc.ops.supervise.journal import FOLDER
 
 SSH = """#!/bin/sh
 echo "$*" >> {asked}

@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from megasdc.tensors.checksum import ALGORITHMS, algorithm, checksum, default_algorithm, read_back, row_major_bits
 from megasdc.tensors.mixed_sum import CHUNK, mixed_sum_formula
 

@@ -17,12 +17,12 @@ from hand_made import write_checkpoint
 
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.marks import VERIFIED_FILE, VerifiedMark
+from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.sections.megasdc import CheckpointSection
-from megasdc.errors import ConfigError, LaunchError
 from megasdc.events import EventLog, read_events
-from megasdc.train.archiving import hook
-from megasdc.train.archiving.child import PushProcess
-from megasdc.train.archiving.hook import Archiver
+from megasdc.ops.archive import hook
+from megasdc.ops.archive.child import PushProcess
+from megasdc.ops.archive.hook import Archiver
 
 RUN = "20261125-100000-abcdef"
 
@@ -147,7 +147,7 @@ def test_a_push_ends_with_its_run(tmp_path: Path) -> None:
     """A run that is killed leaves no process."""
     path = write_checkpoint(tmp_path / "checkpoints", 2)
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom megasdc.train.archiving.child import PushProcess\n"
+        "import sys, time\nfrom pathlib import Path\nfrom megasdc.ops.archive.child import PushProcess\n"
         "process = PushProcess(Path(sys.argv[1]), sys.argv[2], 'r', 0)\n"
         "print(process._process.pid, flush=True)\ntime.sleep(60)\n"
     )

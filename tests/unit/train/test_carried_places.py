@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.errors import CheckpointError
 from megasdc.data.position import Position
-from megasdc.errors import CheckpointError
 from megasdc.train.saving.carried import restore_counters
 
 

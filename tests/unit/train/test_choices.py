@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.errors import DataError
-from megasdc.train.choices import Question, _largest, log_probabilities, read_questions, share_interval, tokens_of
+from megasdc.common.errors import DataError
+from megasdc.lab.studies.choices import Question, _largest, log_probabilities, read_questions, share_interval, tokens_of
 
 GOOD = '{"prompt": "a is", "choices": [" b", " c"], "answer": 1, "id": 7}'
 

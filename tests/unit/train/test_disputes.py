@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from hand_made import write_checkpoint
 
-from megasdc.addresses import FORWARD, PARAMETER, Address
 from megasdc.checkpoint.marks import find_corruption, list_verified
+from megasdc.common.addresses import FORWARD, PARAMETER, Address
+from megasdc.common.errors import CorruptionError
 from megasdc.config import parse_config
 from megasdc.engine.run import Run
-from megasdc.errors import CorruptionError
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims

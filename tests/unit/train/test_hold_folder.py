@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megasdc.run_lock import HeldFolders, read_holder
+from megasdc.common.run_lock import HeldFolders, read_holder
 from megasdc.train.process import hold_folder
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasdc.errors import StorageError
+from megasdc.common.errors import StorageError
 from megasdc.train.build import prepare_sink_folders
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 from megasdc.events import EventLog, read_events
 from megasdc.train.detection.tokens import TokenCheck
 

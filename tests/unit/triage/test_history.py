@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from megasdc.common.errors import DataError
 from megasdc.config import load_config
-from megasdc.errors import DataError
 from megasdc.events import EventLog
-from megasdc.triage.history import Start, read_history
-from megasdc.triage.step_settings import settings_of_starts
+from megasdc.lab.triage.history import Start, read_history
+from megasdc.lab.triage.step_settings import settings_of_starts
 
 SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
 

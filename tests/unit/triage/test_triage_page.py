@@ -6,13 +6,13 @@ import io
 
 from rich.console import Console
 
+from megasdc.lab.triage.device_reports import DeviceReport
+from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
+from megasdc.lab.triage.triage import Triage
+from megasdc.lab.triage.triage_page import triage_page
+from megasdc.lab.triage.verdict import Difference, Evidence, FarSample, LargeUpdate, decide
 from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
-from megasdc.report.result.terminal import print_page
-from megasdc.triage.device_reports import DeviceReport
-from megasdc.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
-from megasdc.triage.triage import Triage
-from megasdc.triage.triage_page import triage_page
-from megasdc.triage.verdict import Difference, Evidence, FarSample, LargeUpdate, decide
+from megasdc.output.terminal import print_page
 
 
 def batch(micro_batch: int, document: int, *, dropped: bool = False) -> MicroBatchData:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
-from megasdc.triage.triage import compare_numbers
-from megasdc.triage.verdict import (
+from megasdc.lab.triage.triage import compare_numbers
+from megasdc.lab.triage.verdict import (
     Difference,
     Evidence,
     Far,
@@ -22,6 +21,7 @@ from megasdc.triage.verdict import (
     find_far_samples,
     find_large_updates,
 )
+from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
 
 EQUAL = Difference(1000)
 WRONG = Difference(1000, "rank 3 computed something else", 3, "node7")

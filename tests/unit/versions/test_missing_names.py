@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 import megasdc
-from megasdc.errors import LaunchError
-from megasdc.versions import private_names
-from megasdc.versions.private_names import LAUNCHER, NODE, OWNERS, TRAINING, Owner, check_private_names, missing_names
+from megasdc.common.errors import LaunchError
+from megasdc.common.versions import private_names
+from megasdc.common.versions.private_names import (
+    LAUNCHER,
+    NODE,
+    OWNERS,
+    TRAINING,
+    Owner,
+    check_private_names,
+    missing_names,
+)
 
 PACKAGE = Path(megasdc.__file__).parent
 INNER = ("deepspeed.runtime", "deepspeed.launcher")

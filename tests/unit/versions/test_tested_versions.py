@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.errors import LaunchError
-from megasdc.versions import installed, tested
-from megasdc.versions.installed import check_range, range_problems, untested_versions
-from megasdc.versions.tested import COMBINATIONS, NAMES, NOT_RUN, PERMITTED, RUN_HERE, RUN_ON_GPU, Combination, state_of
+from megasdc.common.errors import LaunchError
+from megasdc.common.versions import installed, tested
+from megasdc.common.versions.installed import check_range, range_problems, untested_versions
+from megasdc.common.versions.tested import (
+    COMBINATIONS,
+    NAMES,
+    NOT_RUN,
+    PERMITTED,
+    RUN_HERE,
+    RUN_ON_GPU,
+    Combination,
+    state_of,
+)
 
 ROOT = Path(__file__).parents[3]
 CPU = Combination("3.11.7", "2.13.0", "0.19.8", "0.16.1", RUN_HERE, "all", "2026-01-01")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.parallel.local_ranks import base_environment, default_extensions_dir
 from megasdc.tensors.bound import bound_formula_
 from megasdc.tensors.bound_host import load_library

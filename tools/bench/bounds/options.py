@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from megasdc.cli.app import input_option
+from megasdc.common.errors import DataError
 from megasdc.config import HookSpec
 from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
-from megasdc.errors import DataError
 from tools.bench.options import Options, numbers, option
 from tools.bench.small.gpt import SmallGpt
 

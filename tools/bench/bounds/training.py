@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megasdc.common.errors import NonFiniteError
 from megasdc.config.sections.optimizer_hooks import BOUNDS
 from megasdc.data.manifest import Manifest
-from megasdc.errors import NonFiniteError
 from megasdc.metrics.writer import read_metrics
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.loop import train

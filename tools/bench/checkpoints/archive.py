@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.archive.block import decode, digest_of, encode
-from megasdc.archive.cut import Cutter, TypedRange, find_ranges
-from megasdc.archive.pull import pull
-from megasdc.archive.push import push
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.formats.content import parts_of
 from megasdc.checkpoint.manifest import FileRecord, read_manifest
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 from megasdc.metrics.writer import read_metrics
+from megasdc.ops.archive.block import decode, digest_of, encode
+from megasdc.ops.archive.cut import Cutter, TypedRange, find_ranges
+from megasdc.ops.archive.pull import pull
+from megasdc.ops.archive.push import push
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.checkpoints.options import ArchiveBenchOptions
 from tools.bench.machine import describe_machine

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.compare.checkpoints import compare_checkpoints
-from megasdc.checkpoint.views.open import open_view
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
+from megasdc.lab.checkpoints.checkpoints import compare_checkpoints
+from megasdc.lab.checkpoints.views.open import open_view
 from tools.bench.checkpoints.options import TENSOR_MIB, CompareBenchOptions
 from tools.bench.machine import describe_machine
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table

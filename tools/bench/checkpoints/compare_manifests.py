@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.compare.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from megasdc.checkpoint.formats.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
 from megasdc.checkpoint.formats.deepspeed_names import layer_file, shard_file
 from megasdc.checkpoint.formats.records import record_text
+from megasdc.lab.checkpoints.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from tools.bench.checkpoints.options import TENSOR_RANKS, CompareManifestsOptions
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result
@@ -29,7 +29,7 @@ from tools.bench.statistics import Estimate, estimate_median
 
 BAR_S = 30.0
 BAR_BYTES = 1 << 30
-_COMMAND = "from megasdc.report.checkpoint_command import main; main()"
+_COMMAND = "from megasdc.lab.checkpoints.pages.checkpoint_command import main; main()"
 _MOMENTS = "optimizer_state_dict/base_optimizer_state/state/0"
 _MASTER = "optimizer_state_dict/single_partition_of_fp32_groups/0"
 _LAYERS = 80

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.run_lock import RECORD_FILE
+from megasdc.common.run_lock import RECORD_FILE
 from tools.bench.checkpoints import recovery_faults as faults
 from tools.bench.checkpoints.recovery_checks import (
     End,

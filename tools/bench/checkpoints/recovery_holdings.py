@@ -12,8 +12,8 @@ from pathlib import Path
 from megasdc.checkpoint.files import hash_file, list_replaced, list_steps, step_folder
 from megasdc.checkpoint.snapshots.held import Held, find_held
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.durable import REPLACED_PREFIX
-from megasdc.shared_memory import own_prefix, shared_folder
+from megasdc.common.durable import REPLACED_PREFIX
+from megasdc.common.shared_memory import own_prefix, shared_folder
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasdc.common.run_lock import start_ticks
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Process, start_module
-from megasdc.run_lock import start_ticks
 
 POLL_S = 0.01
 FOLLOW_S = 10.0
 """Seconds that ranks have to end after another one did, before they are ended as a launcher does."""
-_RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "snapshots.writer_main", "megasdc.health.agent"
+_RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "snapshots.writer_main", "megasdc.ops.health.agent"
 
 
 @dataclass(frozen=True)

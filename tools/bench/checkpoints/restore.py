@@ -23,9 +23,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megasdc.errors import ConfigError
-from megasdc.run_identity import IDENTITY_FILE
-from megasdc.shared_memory import own_prefix, shared_folder
+from megasdc.common.errors import ConfigError
+from megasdc.common.run_identity import IDENTITY_FILE
+from megasdc.common.shared_memory import own_prefix, shared_folder
 from tools.bench.checkpoints.restore_options import RestoreOptions
 from tools.bench.checkpoints.restore_rank import (
     FIND,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.errors import ConfigError
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.errors import ConfigError
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.clocks import Clock
 from tools.bench.rank import Messages, join_ranks

@@ -19,7 +19,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
 from tools.bench.checkpoints.stall_options import TEXT, StallOptions
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank

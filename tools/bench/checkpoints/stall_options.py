@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.options import Options, option
 from tools.bench.small.gpt import HEAD_WIDTH, SmallGpt, small_config
 

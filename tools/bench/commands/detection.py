@@ -137,7 +137,7 @@ def bench_overheads(
     alternating steps with and without. Bars: checks of every step at their defaults 1 %, audits 0.5 % over all steps.
     Run it on a machine that does nothing else.
     """
-    from megasdc.report.result.html import write_page
+    from megasdc.output.html import write_page
     from tools.bench.detection.overhead import bench_overhead
     from tools.bench.detection.overhead_page import overhead_page
 

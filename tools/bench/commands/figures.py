@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megasdc.cli.app import input_option, write_whole
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 from tools.bench.commands.app import app
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from megasdc.cli.app import input_option
 from megasdc.cli.config import render_commands, update_tables
-from megasdc.errors import DataError
+from megasdc.common.errors import DataError
 from tools.bench.commands.app import app
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from megasdc.cli.app import input_option
-from megasdc.errors import ConfigError
+from megasdc.common.errors import ConfigError
 from tools.bench.commands.app import app
 from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.options import add_command

@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.config import TraceSection
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.tracer import Tracer

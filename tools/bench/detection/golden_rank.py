@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config import FaultSpec, RunConfig, parse_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE

@@ -10,16 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megasdc.addresses import (
-    BACKWARD,
-    FORWARD,
-    PARAMETER,
-    RECOMPUTE,
-    REDUCED_GRAD,
-    UPDATE,
-    WEIGHT_GRAD,
-    Address,
-)
+from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config import FaultSpec
 from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS
 from megasdc.faults.schedule import Draws

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.addresses import PARAMETER, REDUCED_GRAD, UPDATE
+from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE
+from megasdc.common.errors import CorruptionError, MegasdcError
 from megasdc.config.sections.faults import (
     CLIPPED_GRAD,
     COLLECTIVE,
@@ -28,7 +29,6 @@ from megasdc.config.sections.faults import (
     STATE_AT_REST,
     TOKENS,
 )
-from megasdc.errors import CorruptionError, MegasdcError
 from megasdc.events import read_events
 from megasdc.train.detection.findings import EVENT_KIND
 from tools.bench.checkpoints.recovery_checks import read_end, why_different

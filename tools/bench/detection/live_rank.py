@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import WEIGHT_GRAD, Address
+from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.config import TraceSection, parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.data.loader import MicroBatchLoader

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import REDUCED_GRAD, UPDATE
+from megasdc.common.addresses import REDUCED_GRAD, UPDATE
 from megasdc.config.sections.faults import COLLECTIVE
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megasdc.report.result.figure import COLOURS, Figure, layout, scatter
-from megasdc.report.result.page import Page, Section
+from megasdc.output.figure import COLOURS, Figure, layout, scatter
+from megasdc.output.page import Page, Section
 from tools.bench.detection.overhead import BARS, OverheadResult
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import Address
+from megasdc.common.addresses import Address
 from megasdc.config import AuditSection, DeterminismSection, RunConfig, SdcSection, check_layout
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream

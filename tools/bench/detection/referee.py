@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megasdc.common.errors import ConfigError
 from megasdc.config import DeterminismSection
 from megasdc.determinism import set_deterministic
-from megasdc.errors import ConfigError
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended

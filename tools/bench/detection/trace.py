@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megasdc.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.config import TraceSection, check_layout
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.engine import TrainingEngine

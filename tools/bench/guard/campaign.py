@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import CorruptionError
+from megasdc.common.errors import CorruptionError
 from megasdc.events import read_events
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.sdc.replay import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, OWN_CODE, PERSISTENT, REFEREE

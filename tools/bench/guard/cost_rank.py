@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megasdc.guard.bounds import GuardBounds
-from megasdc.guard.health import GuardStragglers
-from megasdc.guard.kept import MicroBatches
-from megasdc.guard.nonfinite import GuardNonFinite
+from megasdc.attached.bounds import GuardBounds
+from megasdc.attached.kept import MicroBatches
+from megasdc.attached.nonfinite import GuardNonFinite
+from megasdc.ops.health.attached import GuardStragglers
 from tools.bench.clocks import Clock
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.guard.trainings import deepspeed_config, llama_engine

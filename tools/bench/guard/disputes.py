@@ -21,7 +21,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.guard.record import choose_watched
+from megasdc.attached.record import choose_watched
 from tools.bench.guard.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.bench.guard.options import DisputeOptions
 from tools.bench.guard.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasdc.addresses import Address
-from megasdc.guard.probe import Batch, Probe, Sent
-from megasdc.guard.record import Recorder, choose_watched
-from megasdc.guard.referee import build_referee
+from megasdc.attached.probe import Batch, Probe, Sent
+from megasdc.attached.record import Recorder, choose_watched
+from megasdc.attached.referee import build_referee
+from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard
 from megasdc.sdc.incidents.opinion import Opinion

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from megasdc.errors import LaunchError
+from megasdc.common.errors import LaunchError
 from tools.bench.clocks import Clock
 
 INSTRUCTIONS = "progress records, instructions"
@@ -108,7 +108,7 @@ class AgentClock:
 def _agent_of(run_dir: Path) -> psutil.Process:
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "megasdc.health.agent" in words and str(run_dir.resolve()) in words[-1]:
+        if "megasdc.ops.health.agent" in words and str(run_dir.resolve()) in words[-1]:
             found: psutil.Process = process
             return found
     raise LaunchError(f"no agent watches {run_dir}; see {run_dir}/health/agent_00000.log")

@@ -20,11 +20,11 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.engine.step_times import StepTimes
+from megasdc.ops.health.hooks.links import LinkPings
+from megasdc.ops.health.hooks.progress import PHASES, Health
+from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train import build
-from megasdc.train.health.links import LinkPings
-from megasdc.train.health.progress import PHASES, Health
-from megasdc.train.health.stragglers import StragglerWatch
 from tools.bench.health.cost_clocks import AgentClock, OutermostClock, StepCost
 from tools.bench.rank import Messages
 

@@ -18,18 +18,18 @@ from unittest.mock import patch
 
 import numpy as np
 
-from megasdc.health import journal
-from megasdc.health.devices.readings import COUNTERS, History, Reading
-from megasdc.health.devices.rules import judge
-from megasdc.health.journal import MAX_LINES_BYTES, Journal
-from megasdc.health.limits import Durations, keep_durations, load_durations, merged
-from megasdc.health.links.judgement import Direction, LinkFigures
-from megasdc.health.links.watch import LinkWatch
-from megasdc.health.phases import Phase
-from megasdc.health.record import BUCKETS, Identity, RecordReader, RecordWriter, record_path
-from megasdc.health.slow.report import LARGEST_BYTES, SlowReport, Where
-from megasdc.health.slow.stragglers import LONG, Stragglers
-from megasdc.origin import Origin
+from megasdc.common.origin import Origin
+from megasdc.ops.devices.readings import COUNTERS, History, Reading
+from megasdc.ops.devices.rules import judge
+from megasdc.ops.health import journal
+from megasdc.ops.health.journal import MAX_LINES_BYTES, Journal
+from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged
+from megasdc.ops.health.links.judgement import Direction, LinkFigures
+from megasdc.ops.health.links.watch import LinkWatch
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.record import BUCKETS, Identity, RecordReader, RecordWriter, record_path
+from megasdc.ops.health.slow.report import LARGEST_BYTES, SlowReport, Where
+from megasdc.ops.health.slow.stragglers import LONG, Stragglers
 from tools.bench.result import Progress
 
 WEEK_S = 7 * 86_400

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from tools.bench.drills import Layout

@@ -26,6 +26,7 @@ from megasdc.events import EventLog
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.metrics.writer import MetricsWriter
+from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build import prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
@@ -34,7 +35,6 @@ from megasdc.train.drop_compute import DropCompute
 from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.health.stragglers import StragglerWatch
 from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
 from megasdc.train.stop import SkipWatch

@@ -21,11 +21,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from megasdc.errors import LaunchError, MegasdcError
+from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.events import read_events
-from megasdc.supervisor.back import union
-from megasdc.supervisor.history import History
-from megasdc.supervisor.journal import FOLDER, read_journal
+from megasdc.ops.supervise.back import union
+from megasdc.ops.supervise.history import History
+from megasdc.ops.supervise.journal import FOLDER, read_journal
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout
 from tools.bench.health.hangs import prepare_texts

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.events import read_events
-from megasdc.supervisor.goodput import PARTS, AttemptTime, goodput_of
-from megasdc.supervisor.history import HOSTS, TESTED, History
-from megasdc.supervisor.journal import FOLDER, Entry, read_journal, without_steps
+from megasdc.ops.supervise.goodput import PARTS, AttemptTime, goodput_of
+from megasdc.ops.supervise.history import HOSTS, TESTED, History
+from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal, without_steps
 from tools.bench.drills import Layout
 from tools.bench.supervised.faults import KINDS
 
@@ -102,7 +102,7 @@ class Drill:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of all attempts, see ``megasdc.supervisor.goodput``."""
+        """Seconds of all attempts, see ``megasdc.ops.supervise.goodput``."""
         return {part: sum(one.parts[part] for one in self.attempts) for part in PARTS}
 
     @property

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 
-from megasdc.errors import ConfigError, DataError, MegasdcError, StorageError
-from megasdc.launcher.command import NODE_MODULE
-from megasdc.shared_memory import own_prefix
-from megasdc.supervisor import front
-from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
-from megasdc.supervisor.slurm import fields_of
+from megasdc.common.errors import ConfigError, DataError, MegasdcError, StorageError
+from megasdc.common.shared_memory import own_prefix
+from megasdc.ops.launch.command import NODE_MODULE
+from megasdc.ops.supervise import front
+from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
+from megasdc.ops.supervise.slurm import fields_of
 from tools.bench.supervised.target import LOCAL, LONG_S, RUN_BYTES, SPARES, SUPERVISOR, Target
 
 SSH, SLURM = "ssh", "slurm"
@@ -31,7 +31,7 @@ START_S = 60.0
 FULL_S = (15.0, 40.0)
 """For how many seconds the run folder has no room."""
 POISON = Path(__file__).with_name("poison.py")
-_WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.health.agent"
+_WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.ops.health.agent"
 
 
 def _rank_killed(run: Target) -> None:

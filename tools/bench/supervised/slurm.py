@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasdc.supervisor.diagnosis import SIGNALS
-from megasdc.supervisor.slurm import fields_of
+from megasdc.ops.supervise.diagnosis import SIGNALS
+from megasdc.ops.supervise.slurm import fields_of
 from tools.bench.supervised.target import ENVIRONMENT, Target
 from tools.slurm_hosts import SlurmCluster
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from megasdc.errors import LaunchError
-from megasdc.launcher.command import NODE_MODULE
-from megasdc.supervisor.journal import FOLDER, JOURNAL_FILE
+from megasdc.common.errors import LaunchError
+from megasdc.ops.launch.command import NODE_MODULE
+from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
 from tools.hosts import Cluster
 
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

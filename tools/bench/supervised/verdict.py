@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megasdc.supervisor.diagnosis import KINDS as DIAGNOSES
-from megasdc.supervisor.goodput import PARTS
+from megasdc.ops.supervise.diagnosis import KINDS as DIAGNOSES
+from megasdc.ops.supervise.goodput import PARTS
 from tools.bench.drills import tables
 from tools.bench.result import Report, Result, table
 from tools.bench.supervised.drill import Drill, Recovery, Strike

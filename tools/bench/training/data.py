@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import megasdc
+from megasdc.common.errors import MegasdcError
 from megasdc.config import SourceSection
 from megasdc.data.sources import iterate_documents, sample_documents
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
-from megasdc.errors import MegasdcError
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report

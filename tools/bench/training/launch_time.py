@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.errors import MegasdcError
 from megasdc.config import DataSection
-from megasdc.errors import MegasdcError
 from megasdc.events import read_events
 from megasdc.model.code_cache import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port

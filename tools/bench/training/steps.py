@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.errors import MegasdcError
+from megasdc.common.errors import MegasdcError
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.addresses import REDUCED_GRAD, UPDATE, Address
+from megasdc.common.addresses import REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

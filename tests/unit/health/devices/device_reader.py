@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megasdc.health.devices.kernel_log import KernelLog
-from megasdc.health.devices.nvml import Nvml, Unavailable
-from megasdc.health.devices.readings import History
-from megasdc.health.devices.rules import judge
-from megasdc.health.devices.survey import Survey
-from megasdc.health.devices.telemetry import Telemetry
-from megasdc.health.devices.verdict import worst
+from megasdc.ops.devices.kernel_log import KernelLog
+from megasdc.ops.devices.nvml import Nvml, Unavailable
+from megasdc.ops.devices.readings import History
+from megasdc.ops.devices.rules import judge
+from megasdc.ops.devices.survey import Survey
+from megasdc.ops.devices.telemetry import Telemetry
+from megasdc.ops.devices.verdict import worst
 
 STATE = Path(os.environ["NVML_STATE"])
 LOG = STATE.with_name("kmsg")

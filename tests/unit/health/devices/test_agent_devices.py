@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from nvml_states import HEALTHY, ROOT, build
 
-from megasdc.health.agent import AgentOptions
-from megasdc.health.record import RecordReader, record_path
+from megasdc.ops.health.agent import AgentOptions
+from megasdc.ops.health.record import RecordReader, record_path
 
 pytestmark = pytest.mark.slow
 RANK = """
@@ -47,7 +47,7 @@ def test_an_incident_has_what_the_counters_did_before(tmp_path: Path) -> None:
         host = RecordReader(record_path(records, 0)).identity.host
         options = AgentOptions(records, run, 0, (0,), (host,), 3, 3, 10, ())
         environment["LD_LIBRARY_PATH"] = str(build(tmp_path / "nvml"))
-        agent = [sys.executable, "-m", "megasdc.health.agent", options.encode()]
+        agent = [sys.executable, "-m", "megasdc.ops.health.agent", options.encode()]
         subprocess.run(agent, env=environment, check=True, timeout=60)
         lines = run / "health" / "node_00000.jsonl"
         wait_until(lines.exists)

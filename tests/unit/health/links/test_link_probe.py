@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megasdc.health.links.probe import ProbePlan, follow, lead
-from megasdc.wire import SECRET_BYTES, Door, connect
+from megasdc.common.wire import SECRET_BYTES, Door, connect
+from megasdc.ops.health.links.probe import ProbePlan, follow, lead
 
 PLAN = ProbePlan(pings=5, transfers=3, payload_bytes=300_001)
 TOKEN = bytes(range(SECRET_BYTES))

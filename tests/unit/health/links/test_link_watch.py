@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megasdc.health.links.judgement import Direction, LinkFigures, SlowLink
-from megasdc.health.links.tcp_info import Sent
-from megasdc.health.links.watch import CONFIRM, LinkWatch
+from megasdc.ops.health.links.judgement import Direction, LinkFigures, SlowLink
+from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.watch import CONFIRM, LinkWatch
 
 HOSTS = ("node1", "node2", "node3")
 

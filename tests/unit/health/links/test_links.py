@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megasdc.health.links.judgement import (
+from megasdc.ops.health.links.judgement import (
     BANDWIDTH,
     LATENCY,
     LOSS,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megasdc.health.links.own_connections import MOST, SentToHosts, hosts_by_address, own_connections
-from megasdc.health.links.tcp_info import Sent, sent
+from megasdc.ops.health.links.own_connections import MOST, SentToHosts, hosts_by_address, own_connections
+from megasdc.ops.health.links.tcp_info import Sent, sent
 
 Ends = tuple[socket.socket, socket.socket]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.health.links.rings import in_turns, ring_pairs, rings
+from megasdc.ops.health.links.rings import in_turns, ring_pairs, rings
 from megasdc.parallel.dims import ParallelDims
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from megasdc.common.origin import Origin
 from megasdc.events import EventLog
-from megasdc.health.slow.report import SlowReport, Where
-from megasdc.health.slow.stragglers import LONG, Stragglers
-from megasdc.origin import Origin
-from megasdc.report.run_pages.record import load_run
-from megasdc.report.run_pages.run_page import run_page
-from megasdc.report.summary import render, summarize
+from megasdc.lab.report.run_pages.run_page import run_page
+from megasdc.ops.health.slow.report import SlowReport, Where
+from megasdc.ops.health.slow.stragglers import LONG, Stragglers
+from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.summary import render, summarize
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from megasdc.health.slow.slowness import compare_with_peers
-from megasdc.health.slow.stragglers import LONG, SHORT, Stragglers
+from megasdc.ops.health.slow.slowness import compare_with_peers
+from megasdc.ops.health.slow.stragglers import LONG, SHORT, Stragglers
 
 TRIALS = 100
 

@@ -1,0 +1,217 @@
+"""Audits of a guarded training: one batch on all replicas, and what follows where its results differ."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megasdc.attached.buffers import StillBuffers
+from megasdc.attached.copies import judge_copies, read_copies
+from megasdc.attached.probe import Batch, Probe
+from megasdc.attached.record import Recorder
+from megasdc.attached.referee import build_referee
+from megasdc.attached.training import Part, Training
+from megasdc.common.errors import ConfigError
+from megasdc.parallel.agreement import Agreed, compare_replicas
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.audits.findings import AuditFindings, Moved, Work
+from megasdc.sdc.audits.places import Places
+from megasdc.sdc.evidence import count_differing
+from megasdc.sdc.gather import gather_traces
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.trace import Trace, digest
+
+RESULTS, COPIES, BUFFERS, PLACE, NO_RECORDS, WRITTEN = "results", "copies", "buffers", "place", "no records", "written"
+"""Names in the agreement of an audit: what replicas are to have alike, whether results follow the place, or lack, and
+whether buffers were written to."""
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What an audit has computed on this rank, and how ranks compare.
+
+    Args:
+        copies: what replicas hold alike.
+        moved: the batch with elements in other places; None: it was not computed so.
+        agreed: of results and copies, whether any rank's results changed when elements were moved, and whether any has
+            none.
+    """
+
+    step: int
+    batch: Batch
+    results: Trace
+    copies: Trace
+    moved: Moved | None
+    agreed: Agreed
+
+
+class GuardAudit(Part):
+    """Audits the first step, and every ``audit.interval``-th.
+
+    Args:
+        agreed: called with the step of each audit in which all ranks agree.
+
+    Attributes:
+        count: audits that were made.
+    """
+
+    def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
+        engine, settings, dims, world = training.engine, training.settings, training.dims, training.world
+        self._training, self._engine, self._dims, self._world = training, engine, dims, world
+        self._copies, self._tell, tell = training.copies, training.tell, training.tell
+        self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
+        self.count = 0
+        self._modules = _modules_of(engine.module)
+        self._algorithm = training.algorithm
+        self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
+        recorder = Recorder(engine.module, training.watched, self._algorithm)
+        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
+        referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
+        recorder.listener = referee.listen
+        to_sdc, asks = partial(tell, "sdc"), sdc.referee
+        self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
+        self._places = Places(dims, world, tell) if settings.audit.permuted else None
+
+    def close(self) -> None:
+        """Look at no further forward pass."""
+        self._probe.close()
+
+    def before_step(self, step: int) -> Iterable[Settled]:
+        """Audit a step that is due; what is found, each settled once it is asked for.
+
+        Raises:
+            ConfigError: it cannot be computed; on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        if (source := self._source(step)) is None:
+            return
+        began = time.monotonic()
+        audited = self._compute(step, source)
+        self.count += 1
+        agreed = True
+        for found in self._settle(audited):
+            if found.rulings:
+                agreed = False
+                yield found
+        if agreed and audited.agreed.raised[NO_RECORDS]:
+            self._tell("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
+        elif agreed:
+            self._agreed(step)
+            seconds = round(time.monotonic() - began, 3)
+            self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
+
+    def _source(self, step: int) -> int | None:
+        """The replica whose batch is audited in a step, another one each time; None: it is not audited."""
+        if step != self._first and step % self._interval:
+            return None
+        return step // self._interval % self._dims.data
+
+    def _wanted(self) -> int | None:
+        """The step that runs, if this rank's batch is audited in it."""
+        step = self._training.step
+        return step if self._source(step) == self._dims.dp_rank else None
+
+    def _compute(self, step: int, source: int) -> Audited:
+        """Compute the batch of a step of a replica, on all, and compare."""
+        dims, problem, own, batch = self._dims, None, Trace(), None
+        copies, (buffers, moved_on) = read_copies(self._engine, self._algorithm, step), self._buffers.look()
+        try:
+            batch = self._probe.share(step, dims.first_replica_rank + source * dims.tensor, self._copies)
+            self._check_model()
+            own = self._probe.compute(batch, step)
+        except ConfigError as error:
+            problem = error.problems
+        written = self._written(copies, step) if self.count == 0 else None  # on all ranks, whatever was raised
+        if problems := [one for one in gather_objects(problem or written, self._world) if one]:
+            raise ConfigError(problems[0])
+        assert batch is not None, "no rank has a problem"
+        moved = self._move(batch, step)
+        matters = moved is not None and digest(moved.trace) != digest(own)
+        flags = {PLACE: matters, NO_RECORDS: not len(own), WRITTEN: moved_on}
+        values = {RESULTS: digest(own), COPIES: digest(copies), BUFFERS: buffers}
+        agreed = compare_replicas(values, flags, dims, self._world)
+        return Audited(step, batch, own, copies, moved, agreed)
+
+    def _written(self, copies: Trace, step: int) -> list[str] | None:
+        """That the model writes into its own parameters when it is computed, as the first audit finds on all replicas.
+
+        Args:
+            copies: read before it was.
+
+        Collective: the ranks that hold the same parameters.
+        """
+        pairs = zip(copies.addresses, read_copies(self._engine, self._algorithm, step).checksums, strict=True)
+        before = dict(zip(copies.addresses, copies.checksums, strict=True))
+        own = next((f"{address.fqn}.{address.slot}" for address, now in pairs if now != before[address]), None)
+        found = set(gather_objects(own, self._copies))
+        if len(found) > 1 or own is None:  # a single rank's was hit by a fault
+            return None
+        return [
+            f"audit.enabled: got true, and the model writes into its parameter {own} whenever it is computed, which "
+            "an audit would do, too: register it as a buffer, or set it to false."
+        ]
+
+    def _settle(self, audited: Audited) -> Iterator[Settled]:
+        """What an audit has found, with rulings; nothing: all agrees."""
+        agreed = audited.agreed
+        if agreed.differing[COPIES]:  # ranks with other parameters compute other results
+            yield self._settle_copies(audited)
+            return
+        if agreed.differing[BUFFERS] or agreed.raised[WRITTEN]:
+            yield from self._settle_buffers(audited.step)
+        step, batch = audited.step, audited.batch
+        earlier = self._training.suspects.ranks
+        work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
+        if agreed.raised[PLACE] and audited.moved is not None:
+            yield self._findings.of_permuted(work, audited.moved)
+        if agreed.differing[RESULTS]:
+            yield self._findings.of_replicas(work)
+
+    def _move(self, batch: Batch, step: int) -> Moved | None:
+        """The batch with elements in other places, where that is asked for."""
+        if (places := self._places) is None:
+            return None
+
+        def compute() -> Trace:
+            return self._probe.compute(batch, step)
+
+        def again() -> Trace:
+            return places.compute(step, compute)
+
+        return Moved(again(), again, lambda: places.learn(step, compute))
+
+    def _settle_buffers(self, step: int) -> Iterator[Settled]:
+        """Buffers that differ though nothing has written to them; the results of the audit are of one replica's."""
+        names = self._buffers.differing()
+        if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
+            self._tell("guard", "buffers_differ", step=step, buffers=all_names)
+            again = self._buffers.trace(step, names, again=True)
+            yield self._settle_held(self._buffers.trace(step, names), again)
+
+    def _settle_copies(self, audited: Audited) -> Settled:
+        return self._settle_held(audited.copies, read_copies(self._engine, self._algorithm, audited.step))
+
+    def _settle_held(self, held: Trace, again: Trace) -> Settled:
+        """Rule on what replicas hold alike; ``again``: read once more."""
+        found, repeated = (gather_traces(one, self._dims, self._world) for one in (held, again))
+        rulings = judge_copies(found, repeated, self._dims)
+        named = [one.rank for one in rulings if one.rank is not None]
+        return Settled("parameters", None, rulings, *count_differing(found, self._dims, named))
+
+    def _check_model(self) -> None:
+        """Refuse to audit a model whose submodules are others than when the guard was attached."""
+        now = _modules_of(self._engine.module)
+        if now != self._modules:
+            other = sorted(now.items() ^ self._modules.items())
+            raise ConfigError(
+                f"engine: submodule {other[0][0]} of its model was added, removed or replaced after the guard was "
+                "attached; close the guard before, and attach again."
+            )
+
+
+def _modules_of(model: Any) -> dict[str, int]:
+    return {fqn: id(module) for fqn, module in model.named_modules()}

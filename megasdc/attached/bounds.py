@@ -1,0 +1,128 @@
+"""Bounds of gradients in a guarded training: on the shards of ZeRO 1 and 2, before the norm of the whole is taken."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.attached.training import Part, Training
+from megasdc.common.errors import ConfigError, NonFiniteError
+from megasdc.config.problems.optimizer_hooks import deepspeed_problems, spec_problems
+from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpec
+from megasdc.optim.bound_report import gather_totals, rows_of, warnings_of
+from megasdc.optim.bounds import ShardBounds
+from megasdc.optim.clip_factors import clip_factor
+from megasdc.optim.step_control import StepControl
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.incidents.settled import Settled
+
+logger = logging.getLogger(__name__)
+
+LARGEST_NORM = 3.4e38
+"""Largest value of fp32, in which DeepSpeed computes norms."""
+
+
+class NonFiniteExit(NonFiniteError, SystemExit):
+    """NaN or Inf, whose policy ends a guarded training; where nobody catches it the process ends with its exit code."""
+
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        """Exit code of the process."""
+        return self.exit_code
+
+
+def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
+    """Refuse what a guard cannot bound.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    problems = [one.text for one in deepspeed_problems(engine.config)] if specs else []
+    for place, spec in enumerate(specs):
+        path = f"optimizer_hooks.{place}"
+        problems += [one.text for one in spec_problems(spec, path, engine.config)]
+        if spec.hook not in BOUNDS:
+            problems.append(f"{path}.hook: got {spec.hook!r}; allowed here: {', '.join(BOUNDS)}.")
+        elif spec.where != BEFORE_NORM:
+            problems.append(f"{path}.where: got {spec.where!r}; allowed here: {BEFORE_NORM}.")
+    if specs and engine.zero_optimization_stage() not in (1, 2):
+        problems.append("optimizer_hooks: got bounds with ZeRO 0; they act on shards of ZeRO 1 and 2.")
+    if problems:
+        raise ConfigError(problems)
+
+
+class GuardBounds(Part):
+    """Bounds the gradients of each step; made after ``check_bounds``."""
+
+    def __init__(self, training: Training) -> None:
+        engine, specs, dims = training.engine, training.settings.optimizer_hooks, training.dims
+        self._engine, self._specs, self._dims, self._group = engine, specs, dims, training.world
+        self._interval, self._tell = training.settings.logging.interval, training.tell
+        names = {one: name for name, one in engine.module.named_parameters() if one.requires_grad}
+        self._bounds = ShardBounds(engine.optimizer, names, specs, None, dims)
+        self._control = StepControl(engine.optimizer, engine.data_parallel_group)
+
+    def close(self) -> None:
+        """Give the optimizer back its own norm and skip."""
+        self._control.close()
+
+    def before_step(self, step: int) -> Iterable[Settled]:
+        """Bound this rank's shards, and agree on norm and skip.
+
+        Raises:
+            NonFiniteExit: on all ranks, for NaN or Inf whose policy is to halt.
+
+        Collective: all ranks of the world; one reduction of three numbers.
+        Sync: waits for the device, in place of DeepSpeed's own read of the norm.
+        """
+        seen = self._bounds.bound_reduced(step, self._scale)
+        sums = torch.stack([seen.squares, seen.skip, seen.halt])
+        dist.all_reduce(sums)
+        squares, skip, halt = sums.tolist()
+        norm = math.sqrt(squares)
+        reason = self._explain() if skip or halt else None
+        if halt:
+            raise NonFiniteExit(f"step {step} is not taken: {reason}, and the bound that fits it has non_finite halt")
+        if reason is None and norm > LARGEST_NORM:
+            reason = f"the norm of the gradient is {norm:.3g}, more than fp32 holds"
+        if reason is not None:
+            self._tell("skip", "optimizer_step", step=step, reason=reason)
+            if self._dims.rank == 0:
+                logger.warning("step %d is skipped: %s", step, reason)
+        changed = torch.tensor(norm, dtype=torch.float64, device=sums.device) if self._bounds.changes(step) else None
+        self._control.decide(changed, reason is not None)
+        return ()
+
+    def after_step(self, step: int) -> None:
+        """Count the clip of a step that was taken, and report when due.
+
+        Collective: all ranks of the world, at a report.
+        """
+        optimizer = self._engine.optimizer
+        if not optimizer.overflow:
+            self._bounds.count_clip(clip_factor(float(self._engine.get_global_grad_norm()), float(optimizer.clip_grad)))
+        if step % self._interval:
+            return
+        totals = gather_totals(self._bounds, self._dims, self._engine.data_parallel_group, self._group)
+        self._bounds.table.zero_()
+        for place, rows in rows_of(totals).items():
+            self._tell("bounds", "statistics", step=step, where=place, submodules=rows)
+        for text, fields in warnings_of(totals, self._specs):
+            if self._dims.rank == 0:
+                logger.warning("step %d: %s", step, text)
+            self._tell("bounds", "warning", step=step, **fields)
+
+    @property
+    def _scale(self) -> float:
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
+
+    def _explain(self) -> str:
+        """The place of NaN or Inf, as a sentence; all ranks call it together."""
+        found = enumerate(gather_objects(self._bounds.first_non_finite(), self._group))
+        rank, (_, parameter, nan, inf) = next((rank, one) for rank, one in found if one is not None)
+        return f"the gradient of {parameter} has {nan} NaN and {inf} Inf in the shard of rank {rank}"

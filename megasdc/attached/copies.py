@@ -1,0 +1,79 @@
+"""What all replicas hold alike: parameters, and without ZeRO the states of the optimizer. Copies that differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megasdc.attached.record import ROOT
+from megasdc.common.addresses import PARAMETER, UPDATE, Address
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.audits.together import merged
+from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.trace import Trace
+from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+
+def read_copies(engine: Any, algorithm: ChecksumAlgorithm, step: int) -> Trace:
+    """Checksums of this rank's copies, addressed as of a step.
+
+    Sync: waits for the device once.
+    """
+    names = {id(parameter): name.rpartition(".") for name, parameter in engine.module.named_parameters()}
+    found: list[tuple[Address, Tensor]] = []
+    for name, parameter in engine.module.named_parameters():
+        fqn, _, slot = name.rpartition(".")
+        found.append((Address(step, None, PARAMETER, fqn or ROOT, slot), parameter.detach()))
+    if engine.zero_optimization_stage() == 0:
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        held = [one for group in inner.param_groups for one in group["params"]]
+        for number, one in enumerate(held):
+            fqn, _, slot = names.get(id(one), ("optimizer", ".", str(number)))
+            for state, value in sorted(inner.state.get(one, {}).items()):
+                if isinstance(value, Tensor):
+                    found.append((Address(step, None, UPDATE, fqn or ROOT, f"{slot}.{state}"), value.detach()))
+    return Trace([address for address, _ in found], read_back([algorithm.start(value) for _, value in found]))
+
+
+def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout: ParallelDims) -> tuple[Ruling, ...]:
+    """Rule on copies that differ between replicas, relative to a strict majority of them.
+
+    Args:
+        copies: by global rank; ``again``: read once more.
+
+    Returns:
+        A ruling for each rank that differs, at its first such copy, or where there is no majority one without a rank.
+        Of ranks of one replica that differ none is named: the norm of the gradients is a sum over them.
+    """
+    rulings: dict[int, Ruling] = {}
+    for first in range(layout.world_size):
+        if layout.at(first).first_replica_rank != first:
+            continue
+        ranks = [rank for rank in range(layout.world_size) if layout.at(rank).first_replica_rank == first]
+        for place, address in enumerate(copies[first].addresses):
+            values = {rank: copies[rank].checksums[place] for rank in ranks}
+            right, most = Counter(values.values()).most_common(1)[0]
+            wrong = [rank for rank in ranks if values[rank] != right]
+            if wrong and 2 * most <= len(ranks):
+                got = {rank: values[rank] for rank in ranks}
+                rulings.setdefault(first, Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(ranks), got=got))
+                break
+            for rank in wrong:
+                stays = again[rank].checksums[place] == values[rank]
+                verdict = PERSISTENT if stays else NOT_REPRODUCED
+                ruling = Ruling(
+                    rank, verdict, MAJORITY, address, int(stays), 1, expected=right, got={rank: values[rank]}
+                )
+                rulings.setdefault(rank, ruling)
+    by_replica: dict[tuple[int, ...], list[Ruling]] = {}
+    for one in rulings.values():
+        replicas = {layout.at(rank).dp_rank for rank in ((one.rank,) if one.rank is not None else one.suspects)}
+        by_replica.setdefault(tuple(sorted(replicas)), []).append(one)
+    return tuple(some[0] if len(some) == 1 else _together(some) for some in by_replica.values())
+
+
+def _together(rulings: list[Ruling]) -> Ruling:
+    return merged(rulings, tuple(sorted({rank for one in rulings for rank in one.got})))

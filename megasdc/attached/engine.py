@@ -1,0 +1,111 @@
+"""What a DeepSpeed engine must be for a guard, and where its ranks are in the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megasdc.common.errors import ConfigError
+from megasdc.config.environment import VARIABLES
+from megasdc.parallel.dims import ParallelDims
+
+UNGUARDED = (
+    "A model of plain PyTorch, also in DistributedDataParallel or FSDP, cannot be guarded yet: a guard acts before "
+    "DeepSpeed's optimizer step. What can: the same model in deepspeed.initialize with ZeRO 0, whose replicas are "
+    "those of DistributedDataParallel, 1 or 2; Trainer with TrainingArguments(deepspeed=...). Without a guard "
+    "`megasdc run` names ranks that are stuck or fail, and `megasdc stress` tests hosts: docs/guides/attach.md."
+)
+
+TENSOR_SIZES = (
+    "get_slice_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_model_parallel_world_size",
+)
+"""Methods of DeepSpeed's pipelines, and of Megatron's mpu, newer and older."""
+ZERO3 = "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
+COMPILED = (
+    "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, and train "
+    "without it."
+)
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse what cannot be guarded.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if not isinstance(engine, DeepSpeedEngine):
+        what = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        needed = f"engine: got {what}; needed: what deepspeed.initialize returns first, a DeepSpeedEngine."
+        raise ConfigError(f"{needed} {UNGUARDED}" if isinstance(engine, nn.Module) else needed)
+    problems = []
+    if engine.zero_optimization_stage() > 2:
+        problems.append(ZERO3)
+    if engine.optimizer is None:
+        problems.append("engine: it has no optimizer; a guard acts before optimizer steps.")
+    if engine.is_compiled or any(map(_is_compiled, engine.module.modules())):
+        problems.append(COMPILED)
+    if engine.has_moe_layers:
+        problems.append("engine: its model has experts on different ranks, whose parameters are no copies.")
+    if getattr(engine, "sequence_parallel_size", 1) > 1:
+        problems.append("engine: its ranks share sequences, so that none computes a batch alone.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> None:
+    """Refuse an environment in which a GPU does not repeat bit for bit.
+
+    Args:
+        device: type of the engine's device.
+        whole: whether all of training is deterministic, its collectives too; else audits alone are, which have none.
+
+    Raises:
+        ConfigError: with every variable.
+    """
+    needed = VARIABLES if whole else [one for one in VARIABLES if one.name.startswith("CUBLAS")]
+    problems = [
+        f"environment: {one.name}: got {environ.get(one.name)!r}; allowed: {', '.join(one.accepted)}: {one.reason}. "
+        "Set it before the ranks start, for other hosts in the file .deepspeed_env."
+        for one in needed
+        if device == "cuda" and not one.is_fixed(environ)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def dims_of(engine: Any) -> ParallelDims:
+    """Sizes of the layout and this rank's place.
+
+    Raises:
+        ConfigError: ranks are not numbered with tensor fastest, then data, then pipeline.
+    """
+    grid = engine.mpu  # of a pipeline its grid, of which stages count as ranks of a model, too
+    tensor = pipeline = 1
+    if grid is not None:
+        tensor = next(getattr(grid, name)() for name in TENSOR_SIZES if hasattr(grid, name))
+        pipeline = getattr(engine, "num_stages", 1)
+    dims = ParallelDims.from_world(tensor, pipeline, dist.get_world_size(), dist.get_rank())
+    place = dims.dp_rank if grid is None else grid.get_data_parallel_rank()
+    if place != dims.dp_rank:
+        raise ConfigError(
+            f"engine: rank {dims.rank} is replica {place}; needed for {dims}: {dims.dp_rank}, ranks numbered with "
+            "tensor fastest, then data, then pipeline."
+        )
+    return dims
+
+
+def precision_of(engine: Any) -> str:
+    """``fp32``, ``bf16`` or ``fp16``."""
+    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether ``torch.compile`` or ``Module.compile`` was used on it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

@@ -1,0 +1,266 @@
+"""NaN and Inf in a guarded training: before the optimizer steps, where did the first one appear?
+
+The norm of the gradients that are about to be used, and the loss, are looked at in each step. Only where they are not
+finite the step's micro-batches are computed again, as training did, and each result is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasdc.attached.kept import MicroBatches
+from megasdc.attached.probe import FP16_SCALE, Probe, Sent
+from megasdc.attached.record import ROOT, Recorder
+from megasdc.attached.training import Part, Training
+from megasdc.common.addresses import BACKWARD, FORWARD, Address
+from megasdc.common.errors import ConfigError
+from megasdc.optim.zero1 import is_bf16_optimizer
+from megasdc.parallel.collectives import gather_objects
+from megasdc.sdc.finite import FiniteRecorder, NonFinite
+from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, Origin, explain, origin_here
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+KIND = ("rank", "host", "fqn", "phase", "slot", "value", "reproduced")
+"""Fields of what is found in which steps are the same to people."""
+IGNORED = -100
+"""Label that PyTorch's cross entropy does not count."""
+GIVEN = "it is the gradient that the model was given, of a loss that the training's loop computes, or a later stage"
+LOSS = (
+    "it is the loss, computed from finite results of the submodules that are watched: look at the labels of the "
+    "micro-batch, and its mean"
+)
+CHOSEN = "; audit.submodules is set, and can name more of them"
+SEEN = "it is the loss, and nobody looked at results of submodules then"
+NO_LABEL = f"it is the loss, a mean over nothing: all labels of the micro-batch are {IGNORED}, which do not count"
+EMPTY = "it is the loss, a mean over nothing: the labels of the micro-batch are empty"
+HIDDEN = "; the log of Trainer shows no loss that is not finite, since logging_nan_inf_filter leaves it out"
+
+
+class GuardNonFinite(Part):
+    """Looks for NaN and Inf before each optimizer step; it decides nothing."""
+
+    def __init__(self, training: Training) -> None:
+        engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
+        self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.world
+        self._tell, self._left = training.tell, settings.searches
+        self._warnings = Warnings()
+        self._order = [*(one.fqn for one in watched), ROOT]
+        self._finite, self._inputs = FiniteRecorder(), InputKinds()
+        recorder = Recorder(engine.module, watched, training.algorithm)
+        recorder.listener = self._finite
+        off = "nonfinite.enabled: got true", "false"
+        self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
+        self._batches = MicroBatches(engine.module, engine.device, lambda: training.step, settings.keep_mib * MIB)
+        chosen = training.settings.audit.submodules is not None
+        self._meanings = Meanings(self._batches, chosen=chosen, hides=training.hides_losses)
+
+    def close(self) -> None:
+        """Look at nothing from now on."""
+        self._warnings.tell_repeats()
+        self._batches.close()
+        self._probe.close()
+
+    def before_step(self, step: int) -> Iterable[Settled]:
+        """Look at loss and gradients, and search if they are not finite.
+
+        Collective: all ranks of the world; one reduction of two numbers.
+        Sync: waits for the device, as the optimizer does for the norm.
+        """
+        seen = self._batches.finite.take(self._dims)
+        flags = torch.tensor([0.0, float(seen is not None)], device=self._engine.device)
+        flags[0] = _norm_is_bad(self._engine)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        bad_norm, bad_result = (bool(one) for one in flags.tolist())
+        if bad_result or (bad_norm and not self._scale_explains_it()):
+            self._search(step, seen)
+        self._batches.clear()
+        return ()
+
+    def _scale_explains_it(self) -> bool:
+        """Whether gradients may be Inf by a loss scale that has not adapted yet."""
+        engine = self._engine
+        if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
+            return False
+        return float(engine.optimizer.loss_scale) > FP16_SCALE
+
+    def _search(self, step: int, seen: NonFinite | None) -> None:
+        if self._left == 0:
+            return
+        self._left -= 1
+        before = gather_objects(None if seen is None else self._origin_seen(seen), self._group)
+        after, lacks = self._recompute_all(step)
+        found = explain(before, after, self._order, self._dims)
+        if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
+            found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
+        meaning = None if found.origin is None else found.origin.meaning
+        self._tell(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
+        if self._dims.rank == 0:
+            self._warnings.tell(step, found, lacks)
+            if self._left == 0:
+                self._warnings.tell_repeats()
+                logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
+
+    def _origin_seen(self, seen: NonFinite) -> Origin:
+        given = seen.address.phase == BACKWARD  # such a result is an input
+        origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
+        return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
+
+    def _recompute_all(self, step: int) -> tuple[list[Origin | None] | None, list[str]]:
+        """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
+        found: list[Origin | None] | None = None
+        lacks: list[str] = []
+        kept = self._batches.kept
+        for number in range(max(gather_objects(len(kept), self._group))):
+            own = kept[number].lacks if number < len(kept) else "no forward pass was seen"
+            reasons = gather_objects(own, self._group)
+            if own is None and not (self._dims.tensor > 1 and any(reasons)):  # tensor ranks compute together
+                origin, own = self._recompute(step, number)
+            else:
+                origin = None
+            of_ranks = gather_objects((origin, own), self._group)
+            missing = [f"micro-batch {number} of rank {rank}: {one}" for rank, (_, one) in enumerate(of_ranks) if one]
+            lacks += missing[:1]
+            if any(one is None for _, one in of_ranks) or any(one for one, _ in of_ranks):
+                found = [one for one, _ in of_ranks]
+            if found is not None and any(found):
+                break
+        return found, lacks
+
+    def _recompute(self, step: int, number: int) -> tuple[Origin | None, str | None]:
+        """The first result of a micro-batch that is not finite, and why it could not be computed to the end."""
+        kept, problem = self._batches.kept[number], None
+        assert kept.batch is not None, "it lacks nothing"
+        self._inputs.clear()
+        with self._inputs.look_at(self._watched):
+            try:
+                self._probe.compute(kept.batch, step, kept.state)
+            except (ConfigError, RuntimeError) as error:  # training goes on
+                problem = str(error).splitlines()[-1].strip()
+        found = self._finite.take(self._dims)
+        if found is None:
+            return None, problem
+        time = int(found.address.slot.partition("#")[2] or 1) - 1
+        origin = origin_here(
+            *(found, self._inputs.finite(found.address, time), self._parameters(found.address.fqn)), inputs_read=True
+        )
+        address = replace(found.address, micro_batch=number)
+        meaning = self._meanings.of(address, recomputed=True)
+        return replace(origin, found=replace(found, address=address), meaning=meaning), problem
+
+    def _parameters(self, fqn: str) -> list[Tensor]:
+        model = self._engine.module
+        return [one.detach() for one in (model if fqn == ROOT else model.get_submodule(fqn)).parameters()]
+
+
+class Meanings:
+    """What results of the whole model are, in words that are the same for all of a kind.
+
+    Args:
+        batches: of the step.
+        chosen: the submodules that are watched are named in the settings.
+        hides: the log of the training leaves out losses that are not finite.
+    """
+
+    def __init__(self, batches: MicroBatches, *, chosen: bool, hides: bool) -> None:
+        self._batches = batches
+        self._of_loss = LOSS + (CHOSEN if chosen else "")
+        self._end = HIDDEN if hides else ""
+
+    def of(self, address: Address, *, recomputed: bool) -> str | None:
+        """A sentence; None: it is of a submodule, or no loss.
+
+        Args:
+            recomputed: it was seen when the micro-batch was computed again, not in training.
+
+        Sync: waits for the device where it is the loss.
+        """
+        if address.fqn != ROOT or address.phase not in (FORWARD, BACKWARD):
+            return None
+        if address.phase == BACKWARD:
+            return GIVEN + self._end
+        losses = self._batches.losses if recomputed else self._batches.seen_losses
+        if address.slot not in losses or address.micro_batch is None:
+            return None
+        batch = self._batches.kept[address.micro_batch].batch
+        sent = None if batch is None else batch.options.get("labels")
+        labels = sent.value if isinstance(sent, Sent) else None
+        said = self._of_loss if recomputed else SEEN
+        if labels is not None and labels.numel() == 0:
+            said = EMPTY
+        elif labels is not None and not labels.is_floating_point() and bool((labels == IGNORED).all()):
+            said = NO_LABEL
+        return said + self._end
+
+
+@dataclass
+class _Told:
+    """What was told: a sentence, in how many further steps it came again, and in which it did last."""
+
+    text: str
+    times: int
+    last: int
+
+
+class Warnings:
+    """Tells people what was found: once, then how often it came again, at the latest where Python ends."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[Any, ...], _Told] = {}
+        weakref.finalize(self, _tell_repeats, self._told)
+
+    def tell(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
+        """Warn of what is not told already: a loss that is so whenever computed is one for all ranks, else by rank."""
+        meaning = None if found.origin is None else found.origin.meaning
+        of_data = meaning is not None and found.reproduced is True
+        kind = (meaning,) if of_data else (meaning, *(found.fields[name] for name in KIND))
+        if (told := self._told.get(kind)) is not None:
+            told.times, told.last = told.times + 1, step
+            return
+        text = found.text
+        if found.origin is None and found.reproduced is None:
+            text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
+        whole = "; ".join(filter(None, (text, meaning, *lacks)))
+        self._told[kind] = _Told(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
+        logger.warning("step %d: %s", step, whole)
+
+    def tell_repeats(self) -> None:
+        """Say once how often what was told has come again."""
+        _tell_repeats(self._told)
+
+
+def _tell_repeats(told: dict[tuple[Any, ...], _Told]) -> None:
+    for one in told.values():
+        if one.times:
+            logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", one.times, one.last, one.text)
+            one.times = 0
+
+
+def _norm_is_bad(engine: Any) -> Tensor:
+    """Whether the norm of the gradients that this rank's optimizer is about to use is not finite, [] of 0 and 1."""
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        return torch.tensor(float(optimizer.local_overflow), device=engine.device)
+    if is_bf16_optimizer(optimizer):
+        found = list(optimizer.fp32_groups_gradient_flat_partition)
+    elif hasattr(optimizer, "averaged_gradients"):
+        found = [one for group in optimizer.averaged_gradients.values() for one in group or ()]
+    else:
+        found = [one.grad for one in engine.module.parameters() if one.grad is not None]
+    plain = [(one.coalesce().values() if one.is_sparse else one).detach() for one in found]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in plain if one.dtype == torch.float16]
+    if others := [one for one in plain if one.dtype != torch.float16]:
+        norms.append(torch.nn.utils.get_total_norm(others).float())
+    if not norms:
+        return torch.zeros((), device=engine.device)
+    return (~torch.stack([one.to(engine.device) for one in norms]).isfinite()).any().float()

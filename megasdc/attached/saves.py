@@ -1,0 +1,252 @@
+"""Checkpoints of a guarded training: which of them an audit has agreed on since, to go on from.
+
+Whether weights, masters and moments are finite is looked at where they are saved, and after the step that was audited.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasdc.attached.saved import (
+    MARK,
+    check_makers,
+    find_makers,
+    forget_save,
+    is_marked,
+    note_save,
+    read_saved,
+    same_folder,
+)
+from megasdc.attached.training import Part, Training
+from megasdc.common.durable import write_durably
+from megasdc.common.errors import CheckpointError
+from megasdc.common.room import END_S, wait_for_room
+from megasdc.parallel.collectives import gather_objects
+from megasdc.tensors.finite import are_finite
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "megasdc.guard_verified.v1"
+_ATTACHED_LATER = (
+    "a checkpoint was loaded before the guard was attached, so that its folder is not known: attach first, or give it "
+    "to guard.loaded"
+)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What this training goes on from, as this rank knows it.
+
+    Args:
+        folder: None: not known.
+        problem: why an audit must not mark it; None: nothing is known to be.
+        save_id: of its save; None: not known.
+        told: it was told why it is not marked.
+    """
+
+    step: int
+    folder: Path | None
+    problem: str | None = None
+    save_id: str | None = None
+    told: bool = False
+
+
+class SaveMarks(Part):
+    """Notes what ``engine`` saves and loads, and marks it once an audit of a later step has agreed.
+
+    What was saved before a checkpoint was loaded is not marked any more: the steps that follow do not depend on it. The
+    step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
+    computed anything that can be relied on. A state that is not finite is never marked. An audit says something of the
+    devices that take part in it: what others have saved, or nobody knows who, is not marked when it is gone on from.
+
+    Args:
+        saves: false: nothing is saved at all.
+
+    Attributes:
+        verified: folder of the newest marked checkpoint; None: there is none.
+        candidate: folder of the newest one that is not marked; None: likewise.
+
+    Collective: all ranks of the world, where it is made.
+    """
+
+    def __init__(self, training: Training, *, saves: bool) -> None:
+        self._training, self._engine = training, training.engine
+        self._tell, self._world, self._saves = training.tell, training.world, saves
+        self._place = find_makers(training)
+        self._count = 0
+        """Saves so far."""
+        self._agreed: tuple[int, int] | None = None
+        """Step of the last audit, whose step is not taken yet, and the steps that were skipped before it."""
+        self._save, self._load = self._engine.save_checkpoint, self._engine.load_checkpoint
+        self._waiting: list[tuple[int, Path]] = []
+        self._loaded: _Loaded | None = None
+        if getattr(self._engine, "loaded_checkpoint_dp_world_size", None) is not None:
+            self._loaded = _Loaded(int(self._engine.global_steps), None, _ATTACHED_LATER)
+        self.verified: Path | None = None
+        self._engine.save_checkpoint, self._engine.load_checkpoint = self._noting, self._loading
+
+    def close(self) -> None:
+        """Give the engine back its own methods."""
+        vars(self._engine).pop("save_checkpoint", None)
+        vars(self._engine).pop("load_checkpoint", None)
+
+    @property
+    def candidate(self) -> Path | None:
+        """See the class."""
+        if self._waiting:
+            return self._waiting[-1][1]
+        return None if self._loaded is None else self._loaded.folder
+
+    def _noting(self, save_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
+        step = int(self._engine.global_steps)
+        if not self._saves:
+            self._tell("guard", "not_saved", step=step)
+            return True
+        folder = Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))
+        self._replace(folder)
+        result = self._save(save_dir, tag, *args, **options)
+        if self._place.leader:
+            try:
+                note_save(folder, self._training, self._place, self._count)
+            except OSError as error:
+                logger.warning("guard: once it is gone on from, %s cannot be marked as verified: %s", folder, error)
+        self._count += 1
+        if self._on_all(are_finite(self._state()))[0]:
+            self._waiting.append((step, folder))
+        else:
+            self._tell("warning", "checkpoint_not_finite", step=step, path=str(folder))
+            if self._place.leader:
+                logger.warning("guard: %s is saved, but its state is not finite: go back to an earlier one", folder)
+        return result
+
+    def _replace(self, folder: Path) -> None:
+        """What lies in a folder is saved over: nothing that is known of it holds any more."""
+        self._waiting = [one for one in self._waiting if not same_folder(folder, one[1])]
+        if self._loaded is not None and same_folder(folder, self._loaded.folder):
+            self._loaded = None
+        if same_folder(folder, self.verified):
+            self.verified = None
+        if self._place.leader:
+            try:
+                forget_save(folder)
+            except OSError as error:  # what it says is of other files, and is not believed
+                logger.warning("guard: the mark of what %s held before cannot be removed: %s", folder, error)
+
+    def _loading(self, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
+        before, self._waiting, self._loaded = (self._waiting, self._loaded), [], None  # also where it ends half-way
+        path, state = self._load(load_dir, tag, *args, **options)
+        if path is None:  # nothing was found, and the training is what it was
+            self._waiting, self._loaded = before
+            return path, state
+        self._agreed = None
+        given = inspect.signature(self._load).bind(load_dir, tag, *args, **options).arguments
+        whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if whole and given.get("load_module_strict", True) and given.get("custom_load_fn") is None:
+            self.loaded(Path(path).parent)
+        return path, state
+
+    def loaded(self, folder: Path) -> None:
+        """The training goes on from a checkpoint, whose state all ranks have now, and have not trained on yet."""
+        step, problem, save_id = int(self._engine.global_steps), None, None
+        self._agreed, self._waiting = None, []
+        if is_marked(folder):
+            self.verified, self._loaded = folder, None
+            return
+        try:
+            saved = read_saved(folder)
+            check_makers(saved, self._training, self._place)
+            save_id = saved.save_id
+        except CheckpointError as error:
+            problem = str(error)
+        if not are_finite(self._state()):
+            problem = "its state is not finite"
+        self._loaded = _Loaded(step, folder, problem, save_id)
+
+    def _state(self) -> list[torch.Tensor]:
+        """Weights, masters and moments of this rank."""
+        inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        own = [*self._engine.module.parameters()]
+        if inner is not None:
+            own += [one for group in inner.param_groups for one in group["params"]]
+            states = (value for state in inner.state.values() for value in state.values())
+            own += [value for value in states if isinstance(value, torch.Tensor)]
+        return own
+
+    def _on_all(self, *flags: bool) -> list[bool]:
+        """Whether each holds on all ranks.
+
+        Collective: all ranks of the world; one reduction of a few numbers.
+        Sync: waits for the device.
+        """
+        found = torch.tensor([float(one) for one in flags])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._world)
+        return [bool(one) for one in found]
+
+    def agreed(self, audit_step: int) -> None:
+        """All replicas have agreed in an audit before an optimizer step; what follows depends on that step."""
+        self._agreed = audit_step, int(self._engine.skipped_steps)
+
+    def after_step(self, step: int) -> None:
+        """The optimizer step is done: what holds only steps before one that was audited is verified.
+
+        Collective: all ranks of the world, where the step was audited.
+        """
+        if self._agreed is None:
+            return
+        (audit_step, skipped), self._agreed = self._agreed, None
+        if audit_step != step:  # that one ended with an error
+            return
+        finite, settled = self._on_all(are_finite(self._state()), self._loaded is None or self._loaded.told)
+        if int(self._engine.skipped_steps) > skipped or not finite:
+            self._tell(
+                "audit", "not_finite", step=audit_step, reason="the step was skipped, or its state is not finite"
+            )
+            return
+        found = [] if settled else self._settle(audit_step)
+        ready = [one for one in self._waiting if one[0] < audit_step]
+        self._waiting = self._waiting[len(ready) :]
+        for saved, folder in found + ready:
+            self.verified = folder
+            if self._place.leader:
+                self._mark(folder, saved, audit_step)
+
+    def _settle(self, audit_step: int) -> list[tuple[int, Path]]:
+        """What the training went on from, by step and folder, if it may be marked; else it is told why not, once.
+
+        Collective: all ranks of the world.
+        """
+        own = self._loaded
+        known = None if own is None else (own.step, own.problem, own.save_id)
+        answers = gather_objects(known, self._world)
+        problems = [one[1] for one in answers if one is not None and one[1] is not None]
+        if not problems and any(one != answers[0] for one in answers):
+            problems, self._waiting = ["not all ranks have loaded the same save"], []
+        self._loaded = own and replace(own, told=True) if problems else None
+        if not problems:
+            return [] if own is None or own.folder is None else [(own.step, own.folder)]
+        where = None if own is None or own.folder is None else str(own.folder)
+        self._tell("guard", "not_marked", step=audit_step, path=where, reason=problems[0])
+        if self._place.leader:
+            logger.warning("guard: %s is not marked as verified: %s", where or "a checkpoint", problems[0])
+        return []
+
+    def _mark(self, folder: Path, step: int, audit_step: int) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        content = {"format": FORMAT, "step": step, "audit_step": audit_step, "time": now}
+        try:
+            text, path = json.dumps(content) + "\n", folder / MARK
+            wait_for_room(lambda: write_durably(path, text), path, logger.warning, at_most_s=END_S)
+        except OSError as error:  # it was removed, or the disk stays full: training goes on
+            logger.warning("%s is not marked as verified: %s", folder, error)
+            self._tell("warning", "checkpoint_not_marked", step=step, message=str(error))
+            return
+        self._tell("verify", "checkpoint", step=step, path=str(folder), audit_step=audit_step)

@@ -1,0 +1,167 @@
+"""Reading of a guard's file."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.common.errors import ConfigError
+from megasdc.config.problems.problem import secret_problems
+from megasdc.config.problems.without_effect import reset_warnings, sort_out
+from megasdc.config.read import apply_overrides, read_json
+from megasdc.config.schema import home_problems, remove, type_problems, unusable_problems
+from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.sections.supervise import SuperviseSection
+
+logger = logging.getLogger(__name__)
+
+TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
+"""Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
+saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
+FOREIGN = ("megasdc", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
+"""Keys that only files of runs have."""
+FOLDER = "trace"
+"""Of traces, in the folder of the run."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run that is compared with another one."""
+
+    folder: str
+    steps: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Trial | None:
+        """That of this process; None: it is an ordinary training."""
+        text = environ.get(TRIAL_VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+    def applied(self, settings: GuardSettings) -> GuardSettings:
+        """The settings with what a trial has otherwise."""
+        return settings.model_copy(
+            update={
+                "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
+                "audit": settings.audit.model_copy(update={"enabled": False}),
+                "golden": settings.golden.model_copy(update={"path": None}),
+                "trace": settings.trace.model_copy(update={"enabled": True, "interval": 1}),
+            }
+        )
+
+
+def load_settings(
+    given: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), run_dir: str | None = None
+) -> GuardSettings:
+    """Read and check the settings of a guard.
+
+    Args:
+        given: path of a JSON file, or what it would hold.
+        overrides: texts ``a.b.c=value``.
+        run_dir: folder of the run where neither names one.
+
+    Raises:
+        ConfigError: with every problem; each states dotted path, value got, values allowed, remedy.
+    """
+    if isinstance(given, Mapping):
+        raw, problems, source = copy.deepcopy(dict(given)), list[str](), None
+    else:
+        raw, problems = read_json(given)
+        source = str(given)
+    if foreign := [key for key in FOREIGN if key in raw]:
+        needed = 'such as {"logging": {"run_dir": "runs/guarded"}}, see docs/guides/attach.md.'
+        told = f"{', '.join(foreign)}: of files of runs or of DeepSpeed alone; needed: the file of a guard, {needed}"
+        raise ConfigError([told], source)
+    before = copy.deepcopy(raw)
+    problems += apply_overrides(raw, overrides, lambda _: None)
+    if run_dir is not None and isinstance(raw.get("logging", {}), dict):
+        raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
+    secrets = secret_problems(raw)
+    for path in secrets:  # first, so that no other message shows one
+        remove(raw, path)
+    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
+    problems += [one.text for one in found.values()]
+    if not problems:
+        settings = GuardSettings.model_validate(raw)
+        names = [text.partition("=")[0].strip() for text in overrides]
+        reset, refused = sort_out(settings, raw, before, names, "", stored=False)
+        for one in reset:
+            remove(raw, tuple(one.path.split(".")))
+        for warning in reset_warnings(reset, ""):
+            logger.warning("%s", warning)
+        settings = GuardSettings.model_validate(raw)
+        if not (problems := [one.text for one in refused] + _unsupported(settings.supervise)):
+            return settings
+    raise ConfigError(problems, source)
+
+
+def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
+    """What a look at the golden file's path shows on this host.
+
+    Args:
+        writes: this process is the one that writes a file which is to be recorded.
+    """
+    golden = settings.golden
+    if golden.path is None:
+        return []
+    if golden.record:
+        return recording_problems(golden.path) if writes else []
+    exists = _look(golden.path)
+    if isinstance(exists, str):
+        return [exists]
+    if exists:
+        return []
+    return [f"golden.path: there is no file {golden.path} on this host; record it by golden.record, or copy it here."]
+
+
+def recording_problems(path: Path | str) -> list[str]:
+    """Why a golden file cannot be recorded there by this host; its folder is made."""
+    exists = _look(path)
+    if isinstance(exists, str):
+        return [exists]
+    if exists:
+        return [existing(path)]
+    folder = next(one for one in Path(path).absolute().parents if os.path.lexists(one))
+    if not folder.is_dir():
+        return [f"golden.path: {path} cannot be written: {folder} is no folder; choose another path."]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"golden.path: {path} cannot be written: this user may not write to {folder}; choose another path."]
+    return []
+
+
+def _look(path: Path | str) -> bool | str:
+    """Whether there is something; a text: why that cannot be seen."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        return f"golden.path: {path} cannot be looked at on this host: {why}; choose another path."
+    return True
+
+
+def existing(path: Path | str) -> str:
+    """What is said where a golden file is to be recorded and is there already."""
+    return f'golden.record: got true, and golden.path "{path}" exists; remove it, or set golden.record to false.'
+
+
+def _unsupported(supervise: SuperviseSection) -> list[str]:
+    """What megasdc does with its own runs alone."""
+    problems = []
+    if supervise.min_hosts is not None:
+        problems.append(
+            f"supervise.min_hosts: got {supervise.min_hosts}; allowed: null, since only megasdc's own runs can go on "
+            "from a checkpoint with other numbers of hosts."
+        )
+    if supervise.rewind_steps:
+        problems.append(
+            f"supervise.rewind_steps: got {supervise.rewind_steps}; allowed: 0, since only megasdc's own runs can skip "
+            "samples."
+        )
+    return problems

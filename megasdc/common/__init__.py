@@ -1,0 +1,1 @@
+"""What every part uses: errors, durable files, locks, processes, versions."""

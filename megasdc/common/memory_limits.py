@@ -1,0 +1,314 @@
+"""Memory of this process's host, as far as it may use it, and processes that the kernel has ended for want of it.
+
+Limits are those of memory cgroups, of both versions, which containers and schedulers set, and of the host itself. Whose
+shared memory is can be told of files alone: of those in /dev/shm others' are those of other users, and what was there
+before, but for what this user's runs keep there. The rest counts as nobody's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import stat
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasdc.common.shared_memory import SHARED_MEMORY, own_prefix
+
+PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
+FIRST_PIDS = "pid:[4026531836]"
+"""Namespace of process ids that the kernel's log has; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
+_KILLED = re.compile(rb"(?:ut of memory[^:\n]*:|;) ?Killed process (\d+) \([^\n]*?total-vm:\d+kB, anon-rss:(\d+)kB")
+"""Source: ``__oom_kill_process`` of the kernel's mm/oom_kill.c; until 5.0 the sentence had nothing before it."""
+WORKER_S = 60.0
+"""A rank ends at most so long after one of its workers, since it needs what that should have given it."""
+_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d[\d, ]*)\) (?:is killed by signal: Killed|exited unexpectedly)"
+    r"|process pool was terminated abruptly|One of the subprocesses has abruptly died"
+)
+"""What ranks say whose worker was killed; the last of ``concurrent.futures.process`` and of Hugging Face's datasets."""
+MAX_FILES = 100_000
+"""In memory, of which it is asked whose they are."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit of a cgroup.
+
+    Args:
+        limit: bytes.
+        used: of them, without files that the kernel would give up.
+    """
+
+    limit: float
+    used: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory that programs have got, without files, of the host or, where its limit is lower, of the container.
+
+    Args:
+        total: bytes that they may have together.
+        used: of them, others' files in ``/dev/shm`` included where no container has a limit.
+        shared: what shared memory and files in memory take beside that.
+    """
+
+    total: int
+    used: int
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryKill:
+    """That the kernel has ended a process for want of memory, in bytes; None: not known.
+
+    Args:
+        total: that programs may have together there.
+        others: that other programs than those of the launch had right after, with files of theirs in ``/dev/shm``.
+        before: that all programs had when the launch began there, likewise.
+        process: that the process had; None: the kernel's log does not tell.
+        shared: that other shared memory and files in memory took, of whom is not known: it is counted as nobody's.
+    """
+
+    total: int | None
+    others: int | None
+    before: int | None
+    process: int | None = None
+    shared: int | None = None
+
+
+class MemoryWatch:
+    """Tells whether a process of this host was ended for want of memory since this was made.
+
+    That the kernel's log names the process; where the log is not read, that the memory cgroup of this process counts
+    more than when all were last seen to run, and more than processes that this was told of.
+    """
+
+    def __init__(
+        self, proc: Path = PROC, cgroups: Path = CGROUPS, log: Path = KERNEL_LOG, shared: Path = SHARED_MEMORY
+    ) -> None:
+        self._proc, self._cgroups, self._log, self._shared = proc, cgroups, log, shared
+        self._began = time.time()
+        self._count = self._next = self._killed()
+        self._counts = deque([(time.monotonic(), self._count)])
+        self._before = self._use()
+        self._logged = set(self._entries() or {})
+
+    def all_run(self) -> None:
+        """Take it that nothing which was counted at the last call has ended a rank: all of them run.
+
+        The kernel counts a process before it has ended.
+        """
+        self._count, self._next, now = self._next, self._killed(), time.monotonic()
+        self._counts.append((now, self._next))
+        while len(self._counts) > 2 and self._counts[1][0] <= now - WORKER_S:
+            self._counts.popleft()
+
+    def of(self, pid: int, own: Iterable[int]) -> MemoryKill | None:
+        """Numbers of the end of a process, which SIGKILL has ended; None: there is no sign that memory was the cause.
+
+        Args:
+            own: processes of the launch that live.
+        """
+        logged = self._entries()
+        if logged is not None:
+            if pid not in logged or pid in self._logged:
+                return None
+        else:
+            count = self._killed()
+            if count is None or self._count is None or count <= self._count:
+                return None
+            self._count += 1
+        return self._kill((logged or {}).get(pid), own)
+
+    def of_worker(self, said: str, own: Iterable[int]) -> MemoryKill | None:
+        """Numbers of the end of a worker whose rank has ended since; None: that was not it, or of no want of memory.
+
+        By the kernel's log, if it is read and the rank has named the worker; else by what the cgroup has counted
+        shortly before.
+
+        Args:
+            said: what the rank says of its end.
+            own: as of ``of``.
+        """
+        if (match := _WORKER.search(said)) is None:
+            return None
+        workers = [int(pid) for pid in (match["pids"] or "").replace(",", " ").split()]
+        logged = self._entries()
+        if logged is not None and workers:
+            killed = [pid for pid in workers if pid in logged and pid not in self._logged]
+            return self._kill(logged[killed[0]], own) if killed else None
+        count, before = self._killed(), self._counts[0][1]
+        return self._kill(None, own) if count is not None and before is not None and count > before else None
+
+    def _kill(self, process: int | None, own: Iterable[int]) -> MemoryKill:
+        now = self._use()
+        if now is None or self._before is None:
+            return MemoryKill(None, None, None, process)
+        others = max(0, now.used - sum(_anonymous_of(self._proc, one) for one in own))
+        return MemoryKill(now.total, others, self._before.used, process, now.shared or None)
+
+    def _use(self) -> MemoryUse | None:
+        with suppress(OSError, ValueError, KeyError):
+            return memory_use(self._proc, self._cgroups, self._shared, self._began)
+        return None
+
+    def _killed(self) -> int | None:
+        """Processes of this one's memory cgroup and those below that were ended so; None: it does not count them."""
+        for folder, is_second in _folders(self._proc, self._cgroups):
+            path = folder / ("memory.events" if is_second else "memory.oom_control")
+            with suppress(OSError, ValueError):
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return None
+
+    def _entries(self) -> dict[int, int] | None:
+        """Bytes by process of each entry of the kernel's log; None: its process ids are others, or it is not read."""
+        try:
+            if os.readlink(self._proc / "self" / "ns" / "pid") != FIRST_PIDS:
+                return None
+            number = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                return dict(_entries(number))
+            finally:
+                os.close(number)
+        except OSError:
+            return None
+
+
+def _entries(number: int) -> Iterator[tuple[int, int]]:
+    """Source: Documentation/ABI/testing/dev-kmsg of the kernel: a read gives one entry; EPIPE: one was overwritten."""
+    while True:
+        try:
+            text = os.read(number, 1 << 14)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            continue
+        if not text:
+            return
+        yield from ((int(match[1]), int(match[2]) * 1024) for match in _KILLED.finditer(text))
+
+
+def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimit]:
+    """Limits of this process's memory cgroup and of all above it; those that cannot be read are skipped."""
+    found = []
+    for folder, is_second in _folders(proc, cgroups):
+        limit, usage, cache = (
+            ("max", "current", "inactive_file")
+            if is_second
+            else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+        )
+        try:
+            most = float((folder / f"memory.{limit}").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # "max", or not mounted this way in a container
+            continue
+        found.append(MemoryLimit(most, _used(folder, usage, cache)))
+    return found
+
+
+def memory_use(
+    proc: Path = PROC, cgroups: Path = CGROUPS, shared: Path = SHARED_MEMORY, began: float = math.inf
+) -> MemoryUse:
+    """Of the host, or of the memory cgroup above this process with the lowest limit.
+
+    Args:
+        began: when the launch did, seconds since the epoch: what this user has written since to ``shared`` is its own.
+    """
+    host = _meminfo(proc)
+    total, in_memory = host["MemTotal"] - host.get("Hugetlb", 0), host.get("Shmem", 0)
+    files = min(in_memory, _others_files(shared, began))
+    best = MemoryUse(total, host.get("AnonPages", 0) + files, in_memory - files)
+    for folder, is_second in _folders(proc, cgroups):
+        with suppress(OSError, ValueError):
+            limit = folder / f"memory.{'max' if is_second else 'limit_in_bytes'}"
+            if (most := int(limit.read_text(encoding="utf-8"))) < best.total:
+                names = ("anon", "shmem") if is_second else ("total_rss", "total_shmem")
+                best = MemoryUse(most, *(_stat(folder, name) for name in names))
+    return best
+
+
+def _others_files(folder: Path, began: float) -> int:
+    """Bytes that files of others take in a folder in memory; what cannot be looked at takes nothing."""
+    seen = itertools.islice(_files(folder), MAX_FILES)
+    return sum(status.st_blocks * 512 for top, status in seen if _is_others(top, status, began))
+
+
+def _is_others(top: str, seen: os.stat_result, began: float) -> bool:
+    is_own = seen.st_mtime >= began or top.startswith(own_prefix())
+    return stat.S_ISREG(seen.st_mode) and (seen.st_uid != os.getuid() or not is_own)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """All below a folder, with the name in that folder under which they lie."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            with suppress(OSError):
+                yield os.path.relpath(path, folder).split(os.sep)[0], os.lstat(path)
+
+
+def _folders(proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
+    """Memory cgroups of this process and of all above it, and whether they are of the second version."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    except OSError:
+        return
+    for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers not in ("", "memory"):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        here = root / place.strip("/")
+        yield from ((folder, not controllers) for folder in (here, *here.parents) if folder.is_relative_to(root))
+
+
+def _anonymous_of(proc: Path, pid: int) -> int:
+    """Memory of a process without files, bytes; 0: it has ended.
+
+    Source: proc_pid_status(5), ``RssAnon``.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        for line in (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes that this process's host, or container, can still allocate without swapping."""
+    return int(min(_available(proc), *(one.limit - one.used for one in memory_limits(proc, cgroups)), float("inf")))
+
+
+def _available(proc: Path) -> int:
+    found = _meminfo(proc)
+    if "MemAvailable" not in found:
+        raise OSError("/proc/meminfo has no MemAvailable")
+    return found["MemAvailable"]
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Bytes by name; Source: proc_meminfo(5)."""
+    lines = (line.partition(":") for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest.endswith(" kB")}
+
+
+def _stat(folder: Path, name: str) -> int:
+    """A number of a memory cgroup; 0: it has none of this name."""
+    lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def _used(folder: Path, usage: str, cache: str) -> float:
+    try:
+        used = float((folder / f"memory.{usage}").read_text(encoding="utf-8"))
+        return used - _stat(folder, cache)
+    except (OSError, ValueError, IndexError):
+        return 0.0

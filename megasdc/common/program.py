@@ -1,0 +1,246 @@
+"""Start and end of a command: Ctrl-C, streams that cannot encode a text, closed pipes, full disks, our own errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megasdc.common.credentials import without_credentials
+from megasdc.common.durable import replacing
+from megasdc.common.errors import ConfigError, MegasdcError, StorageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 2000
+"""Characters of a line where standard output is no terminal: wider than any table, so that none is cut or folded."""
+INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters (C0 and C1), those that turn the order of what follows, halves of pairs that no stream takes."""
+_HOME = re.compile(r"~([\w.-]*/|$)")
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
+"""Errors that only writing raises."""
+
+
+def output_console() -> Console:
+    """Standard output for tables; where it is no terminal they are as wide as they need, whatever COLUMNS says."""
+    return safe_console() if sys.stdout.isatty() else safe_console(width=PIPED_WIDTH)
+
+
+def start(module: str) -> None:
+    """Import a module and call its ``main``; Ctrl-C before and after its work ends the process at once, see ``run``."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets background jobs ignore it
+        signal.signal(signal.SIGINT, _leave)
+    import_module(module).main()
+
+
+def run(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
+    """Run a command line, and end the process with a documented exit code; expected errors print no traceback.
+
+    Args:
+        application: parses, works, prints, and ends with SystemExit.
+        name: of the program, prefix of its messages.
+        unwritten: exit code where the result cannot be written, or for an OSError that nothing else handled.
+    """
+    refuse_pipes()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # ASCII-only terminals, file names that are not UTF-8
+    try:
+        code = _exit_code(application, name)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            code = CLOSED_PIPE
+        else:
+            code = unwritten
+            _say(name, f"{error.filename or 'the result cannot be written'}: {error.strerror or error}")
+    if code in (CLOSED_PIPE, unwritten):
+        _forget_output()
+    sys.exit(code)
+
+
+@cache
+def refuse_pipes() -> None:
+    """In this whole process, opening a named pipe for reading or appending raises OSError.
+
+    It would wait for a writer that may never come, where a run or a checkpoint has a pipe in place of a file. A pipe
+    may still be opened for writing alone, as the target of a result.
+    """
+    sys.addaudithook(_refuse_pipe)
+
+
+def _refuse_pipe(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not isinstance(arguments[0], str | bytes):
+        return
+    path, flags = os.fsdecode(arguments[0]), arguments[2]
+    only_written = flags & os.O_ACCMODE == os.O_WRONLY and not flags & os.O_APPEND
+    if not only_written and not flags & os.O_NONBLOCK and _is_named_pipe(path):
+        raise OSError(errno.ENXIO, "it is a pipe, not a file", path)
+
+
+def _is_named_pipe(path: str) -> bool:
+    """False for an anonymous pipe, such as that of ``<(command)``."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _leave(number: int, frame: Any) -> NoReturn:
+    """Handler of SIGINT where nothing is to be undone."""
+    os._exit(INTERRUPTED)
+
+
+def _interruptible(application: Callable[[], Any]) -> None:
+    """Call the application; Ctrl-C is a KeyboardInterrupt in it alone."""
+    if signal.getsignal(signal.SIGINT) is not _leave:
+        application()
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        application()
+    finally:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _exit_code(application: Callable[[], Any], name: str) -> Any:
+    try:
+        _interruptible(application)
+    except MegasdcError as error:
+        _say(name, str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as ended:
+        # typer and rich exit with 1 on a closed pipe, where 1 would otherwise be a verdict.
+        gone = ended.code == 1 and any(isinstance(cause, BrokenPipeError) for cause in _causes(ended))
+        return CLOSED_PIPE if gone else ended.code
+    return 0
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _say(name: str, text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit code reports it too
+        print(printable(f"{name}: error: {without_credentials(text)}"), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: characters that would control it are shown as escapes, but for tabs and ends of lines.
+
+    What stands in a run's files and in models may come from anybody.
+    """
+    return _CONTROLS.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text of a command, ``printable``.
+
+    Args:
+        err: to standard error.
+        nl: with the end of a line.
+    """
+    import typer
+
+    typer.echo(printable(text), err=err, nl=nl)
+
+
+def safe_console(**options: Any) -> Console:
+    """A console of rich's whose texts are ``printable``; colours and places are rich's own.
+
+    Args:
+        options: of ``rich.console.Console``.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Makes each piece of text printable."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for one in super().render(renderable, options):
+                yield one if one.control else Segment(printable(one.text), one.style)
+
+    return SafeConsole(**options)
+
+
+def _forget_output() -> None:
+    """Point stdout at /dev/null: Python would flush its buffer once more at exit, and report the failure."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def at_home(value: Any) -> Any:
+    """A path that a command is given, or several, with the home folder in place of ``~``: shells leave ``--out=~/x``.
+
+    What is no path is returned as it is.
+
+    Raises:
+        ConfigError: there is no such home folder; the path would be one in a folder of the name ``~``.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(map(at_home, value))
+    if not isinstance(value, str | Path) or not _HOME.match(str(value)):
+        return value
+    whole = os.path.expanduser(value)
+    if whole == str(value):
+        raise ConfigError(f"{value}: the home folder is not known; write the whole path, also of a folder named `~`")
+    return type(value)(whole)
+
+
+def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> str | None:
+    """Why a command cannot read a path: no permission, a named pipe, a device; None: it can.
+
+    An anonymous pipe, such as that of ``<(command)``, is accepted; reading a named one may wait for ever.
+
+    Args:
+        path: a file or folder.
+        missing: report a path that does not exist too.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "is not there" if missing else None
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path)):
+        return None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return "is neither a file nor a folder, but a pipe, a socket or a device; give its content as a file"
+    if not os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0)):
+        return "cannot be read: Permission denied; ask its owner for the right to"
+    return None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: on failure the previous content remains.
+
+    A symbolic link is followed and its target replaced; a device or a pipe is written directly.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    with replacing(path, "wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, file.name)
+        file.write(data)

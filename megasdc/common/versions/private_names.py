@@ -1,0 +1,326 @@
+"""Private names of DeepSpeed, Megatron-core and PyTorch that megasdc builds on: the one list, checked at every start.
+
+Any release may remove a private name. Without the check that would be a traceback in the middle of a start, or, for an
+override that is no longer called, a silently wrong result.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from megasdc.common.errors import LaunchError
+from megasdc.common.versions.installed import component_versions
+from megasdc.common.versions.tested import NAMES, PERMITTED
+
+DISTRIBUTIONS = {"deepspeed": "deepspeed", "megatron": "megatron-core", "torch": "torch"}
+"""Distribution by its top package."""
+
+TRAINING, LAUNCHER, NODE, GUARD = "training", "launcher", "node", "guard"
+"""The process that uses a name: a rank; DeepSpeed's runner; DeepSpeed's launch.py on a host; a guarded training."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module, class or function, and the private names that megasdc needs in it.
+
+    Args:
+        where: ``package.module``, ``package.module:Class`` or ``package.module:function``.
+        needed_by: what breaks without them.
+        names: attributes that it must have; of a class also inherited ones.
+        mentioned: names that its code must read or set: attributes of its objects, calls that an override replaces.
+        used_by: ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
+    """
+
+    where: str
+    needed_by: str
+    names: tuple[str, ...] = ()
+    mentioned: tuple[str, ...] = ()
+    used_by: str = TRAINING
+
+
+_PIPE = "deepspeed.runtime.pipe"
+
+OWNERS = (
+    Owner(
+        f"{_PIPE}.engine:PipelineEngine",
+        "megasdc's engine, which subclasses it",
+        names=(
+            *("_exec_forward_pass", "_exec_backward_pass", "_exec_reduce_tied_grads", "_exec_reduce_grads"),
+            *("_exec_optimizer_step", "_exec_schedule", "_INSTRUCTION_MAP"),
+            *("_aggregate_total_loss", "_reduce_outputs", "_bcast_pipe_scalar", "_backward_prologue_per_tensor"),
+        ),
+        mentioned=(
+            *("_exec_schedule", "_INSTRUCTION_MAP", "_aggregate_total_loss", "_reduce_outputs"),
+            *("_bcast_pipe_scalar", "pipe_buffers", "total_loss"),
+        ),
+    ),
+    Owner(
+        f"{_PIPE}.schedule",
+        "the order of a step",
+        names=(
+            *("ForwardPass", "BackwardPass", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep", "LoadMicroBatch"),
+            *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
+        ),
+    ),
+    Owner(f"{_PIPE}.topology", "the layout of ranks", names=("PipeModelDataParallelTopology",)),
+    Owner(f"{_PIPE}.p2p", "ranks that share a GPU", names=("dist", "send", "recv")),
+    Owner(f"{_PIPE}.p2p:send", "ranks that share a GPU", mentioned=("dist", "send")),
+    Owner(f"{_PIPE}.p2p:recv", "ranks that share a GPU", mentioned=("dist", "recv")),
+    Owner("deepspeed.runtime.config", "the batch of a run", names=("DeepSpeedConfig",)),
+    Owner(
+        f"{_PIPE}.schedule:TrainSchedule",
+        "DropCompute's order of micro-batches",
+        names=("_step_to_micro_batch", "_valid_micro_batch", "_buffer_idx", "num_pipe_buffers"),
+    ),
+    Owner(
+        f"{_PIPE}.module:PipelineModule",
+        "stages of given sizes, and the names of their submodules",
+        names=("_partition_layers", "_set_bounds"),
+        mentioned=(
+            *("_partition_layers", "_set_bounds", "_topo", "_grid", "_layer_specs", "_num_layers", "_local_start"),
+            *("_local_stop", "forward_funcs", "tied_comms"),
+        ),
+    ),
+    Owner(
+        "deepspeed.runtime.engine:DeepSpeedEngine",
+        "saving and loading checkpoints",
+        names=(
+            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
+            "load_universal_checkpoint",
+        ),
+        mentioned=(
+            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
+            *("checkpoint_engine", "mp_world_size", "_config"),
+        ),
+    ),
+    Owner(
+        "deepspeed.runtime.engine:DeepSpeedEngine",
+        "a guard's audits, just before optimizer steps",
+        names=("_take_model_step",),
+        mentioned=("_take_model_step", "is_compiled"),
+        used_by=GUARD,
+    ),
+    Owner(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "a guard's look at gradients",
+        mentioned=("averaged_gradients", "cpu_offload", "local_overflow"),
+        used_by=GUARD,
+    ),
+    Owner(
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
+        "a guard's look at gradients",
+        mentioned=("fp32_groups_gradient_flat_partition", "fp32_groups_gradients_flat"),
+        used_by=GUARD,
+    ),
+    Owner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
+    Owner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
+    Owner(
+        "torch.nn:Module",
+        "copies in fp64 of a guarded model's own layers",
+        mentioned=("_non_persistent_buffers_set",),
+        used_by=GUARD,
+    ),
+    Owner(
+        "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
+        "loading universal checkpoints",
+        mentioned=("_config", "load_universal_checkpoint"),
+    ),
+    Owner(
+        "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+        "weights that equal the fp32 copies after a resume",
+        mentioned=("update_lp_params",),
+    ),
+    Owner(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "gradients, norm and shards in fp32 and fp16",
+        names=("scaled_global_norm", "has_overflow", "_load_global_state", "_model_parallel_all_reduce"),
+        mentioned=(
+            *("averaged_gradients", "params_in_partition", "single_partition_of_fp32_groups", "bit16_groups"),
+            *("scaled_global_norm", "has_overflow", "grad_accum", "_hp_mapping"),
+        ),
+    ),
+    Owner(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step",
+        "skipping a step on all ranks",
+        mentioned=("check_grad_overflow",),
+    ),
+    Owner(
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
+        "gradients, norm and shards in bf16",
+        names=(
+            *("_lazy_init_hp_params_optimizer_state", "update_lp_params", "clear_hp_grads", "clear_lp_grads"),
+            "_load_global_state",
+        ),
+        mentioned=(
+            *("fp32_groups_gradients_flat", "fp32_groups_has_gradients", "fp32_groups_flat_partition"),
+            *("fp32_groups_gradient_flat_partition", "bf16_groups", "_hp_grad", "_hp_mapping", "_global_grad_norm"),
+        ),
+    ),
+    Owner("deepspeed.runtime.utils", "the norm of bf16 gradients", names=("get_global_norm_of_tensors",)),
+    Owner("deepspeed.runtime.utils", "faults in copies that are gathered", names=("all_gather_dp_groups",)),
+    Owner("deepspeed.runtime.lr_schedules:WarmupLR", "a changed learning-rate schedule", mentioned=("_last_lr",)),
+    Owner("deepspeed.utils.groups", "a second engine in one process", names=("mpu",)),
+    Owner("deepspeed.comm.torch", "a start on a CPU without a compiler", names=("build_shm_op",)),
+    Owner(
+        "deepspeed.launcher.runner",
+        "`megasdc launch`",
+        names=("main", "signal", "subprocess", "PDSHRunner"),
+        used_by=LAUNCHER,
+    ),
+    Owner(
+        "deepspeed.launcher.multinode_runner:PDSHRunner", "`megasdc launch` over pdsh", ("get_cmd",), used_by=LAUNCHER
+    ),
+    Owner(
+        "deepspeed.launcher.launch",
+        "time for ranks to save when a stop is requested",
+        names=("main", "signal", "subprocess", "terminate_process_tree"),
+        used_by=NODE,
+    ),
+    Owner("megatron.core.utils", "sequence parallel without a GPU", names=("torch",)),
+    Owner("megatron.core.tensor_parallel.mappings", "sequence parallel without a GPU", names=("torch",)),
+    Owner(
+        "megatron.core.tensor_parallel.layers",
+        "sequence parallel without a GPU, and linear layers whose local results are observed",
+        names=("torch", "linear_with_grad_accumulation_and_async_allreduce"),
+    ),
+    Owner(
+        "megatron.core.tensor_parallel:ColumnParallelLinear",
+        "local results of linear layers",
+        mentioned=("_forward_impl", "disable_grad_reduce"),
+    ),
+    Owner("megatron.core.tensor_parallel:RowParallelLinear", "local results of linear layers", (), ("_forward_impl",)),
+    Owner("torch.utils._python_dispatch", "audits inside one device (`audit.permuted`)", names=("TorchDispatchMode",)),
+    Owner("torch", "saves beside training (`checkpoint.writing`)", names=("_utils",)),
+    Owner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
+    Owner(
+        "torch.distributed.distributed_c10d",
+        "timeouts of process groups",
+        names=("_set_pg_timeout", "_world"),
+    ),
+    Owner(
+        "torch.distributed.distributed_c10d:ProcessGroup",
+        "timeouts of process groups",
+        names=("_get_backend", "_device_types"),
+    ),
+    Owner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
+    Owner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_map", "pg_names")),
+    Owner("torch.distributed:ProcessGroup", "the same", names=("_get_sequence_number_for_group",)),
+    Owner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
+    Owner(
+        "torch.distributed:ProcessGroupGloo",
+        "`megasdc stress`",
+        names=("_reduce_scatter_base", "_allgather_base", "alltoall_base"),
+    ),
+)
+"""Every private name that megasdc builds on, except ``_checkpoint_offset``, torch's offset of a storage in a file: C++
+code sets it, and only a test checks it."""
+
+
+def missing_names(owners: Iterable[Owner]) -> list[str]:
+    """A sentence for every missing name; imports the owners' modules."""
+    problems = []
+    for owner in owners:
+        try:
+            found = resolve(owner.where)
+        except (ImportError, AttributeError):
+            problems.append(_problem(owner, owner.where))
+            continue
+        absent = [name for name in owner.names if not hasattr(found, name)]
+        if owner.mentioned:
+            known = names_in(found)
+            absent += [name for name in owner.mentioned if name not in known]
+        problems += [_problem(owner, f"{owner.where.replace(':', '.')}: {name}") for name in dict.fromkeys(absent)]
+    return problems
+
+
+def check_private_names(used_by: str = TRAINING) -> None:
+    """Refuses to start where a private name is missing.
+
+    Args:
+        used_by: the kind of process that starts, ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
+
+    Raises:
+        LaunchError: with every missing name, what needs it, and the versions that have it.
+    """
+    problems = missing_names(owner for owner in OWNERS if owner.used_by == used_by)
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+@contextmanager
+def ends_at_launch_error() -> Iterator[None]:
+    """Prints a LaunchError of the code inside to stderr and exits with its exit code; for processes of the launcher.
+
+    Use it around ``own_lines_to``, never inside, or the message would go to that file.
+    """
+    try:
+        yield
+    except LaunchError as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+@contextmanager
+def names_checked() -> Iterator[None]:
+    """Checks the names of training after the imports inside, also where one of these imports fails.
+
+    Raises:
+        LaunchError: a private name is missing.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        try:
+            check_private_names()
+        except LaunchError as explained:
+            raise explained from error
+        raise
+    check_private_names()
+
+
+def resolve(where: str) -> Any:
+    """The module, class or function named by ``Owner.where``.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: there is no such class or function in it.
+    """
+    module, _, path = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
+
+
+def names_in(found: Any) -> set[str]:
+    """Names of attributes and globals that a function, or the functions of a class (not inherited), read or set."""
+    members = vars(found).values() if isinstance(found, type) else [found]
+    names: set[str] = set()
+    for member in members:
+        for function in (member.fget,) if isinstance(member, property) else (member,):
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if isinstance(code, CodeType):
+                names |= _names_in_code(code)
+    return names
+
+
+def _names_in_code(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *(name for one in inner for name in _names_in_code(one))}
+
+
+def _problem(owner: Owner, name: str) -> str:
+    distribution = DISTRIBUTIONS[owner.where.partition(".")[0]]
+    label, version = NAMES[distribution], component_versions().get(distribution, "of unknown version")
+    needed_by = f"{owner.needed_by}," if "," in owner.needed_by else owner.needed_by
+    return (
+        f"{label} {version} has no {name}, which {needed_by} needs; {label} {PERMITTED[distribution]} have it: install "
+        "one of them (launch/constraints.txt has the tested one)"
+    )

@@ -1,5 +1,0 @@
-"""First of a fork server's preloaded modules: until ``frozen`` is imported, what libraries do not need is left out."""
-
-from megasdc.imports import leave_out
-
-leave_out()

@@ -1,0 +1,1 @@
+"""Commands and pages of comparisons of checkpoints."""

@@ -1,0 +1,1 @@
+"""Views of checkpoints that only comparisons and inspection need."""

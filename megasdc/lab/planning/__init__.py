@@ -1,0 +1,1 @@
+"""Plans before a run: checkpoint intervals, hosts, audits, drop thresholds."""

@@ -1,0 +1,221 @@
+"""Page of one run: progress, metrics, events, configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from megasdc.common.errors import StorageError
+from megasdc.lab.report.run_pages.drops import Drops, load_drops
+from megasdc.lab.report.run_pages.facts import highlights, places, versions
+from megasdc.lab.report.run_pages.figures.drops import drop_figures
+from megasdc.lab.report.run_pages.figures.run import run_figures
+from megasdc.lab.report.run_pages.goodput import goodput_section
+from megasdc.lab.report.run_pages.hangs import hang_sections
+from megasdc.ops.launch.verdict import read_met
+from megasdc.ops.run_folder.marks import (
+    FAULT,
+    FINDING,
+    HANG,
+    INCIDENT,
+    NOT_FINITE,
+    SAVE,
+    SKIP,
+    Mark,
+    counts_of,
+    marks_of,
+    rows_of,
+)
+from megasdc.ops.run_folder.record import RunRecord
+from megasdc.ops.run_folder.status import Status, status_of
+from megasdc.ops.supervise.goodput import Goodput, goodput_of
+from megasdc.ops.supervise.met import all_met
+from megasdc.output.page import Page, Section, State, plain_values
+from megasdc.output.table import Cell, Table, number, table_of
+from megasdc.sdc.incidents.page import headline
+
+_COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
+"""Marks that are counted at the top of the page where there are any; incidents and findings always."""
+
+
+def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) -> Page:
+    """The page of a run; ``out``: its path, for relative links; ``now`` in seconds since the epoch."""
+    status, marks = status_of(run), marks_of(run)
+    counts = counts_of(marks)
+    drops = load_drops(run)
+    notes = list(run.notes)
+    goodput = _goodput(run, now, notes)
+    figures = run_figures(run, marks)
+    sections = [
+        Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
+        *hang_sections(run),
+        _met(run, notes),
+        None if goodput is None else goodput_section(goodput),
+        Section("Over the steps", figures=figures) if figures else None,
+        _drops_section(drops),
+        Section("Configuration", facts=highlights(run)),
+        Section("Where and with what", facts=places(run) | _versions(run)),
+        Section("Events", _few_events(run), tables=[_events(run)]),
+    ]
+    return Page(
+        kind="run",
+        title=title or f"Run {run.name}",
+        verdict=f"{title or 'Run ' + run.name}: {_with_counts(status.text, counts, INCIDENT, HANG)}",
+        state=state_of(status, counts),
+        sentences=[f"Run folder {run.path}."],
+        tiles=_tiles(run, status, counts, goodput),
+        notes=notes,
+        sections=[one for one in sections if one is not None and _says_something(one)],
+        summary={
+            **summary_of(run, status, marks),
+            "notes": notes,
+            "goodput": None if goodput is None else asdict(goodput),
+        },
+    )
+
+
+def _goodput(run: RunRecord, now: float, notes: list[str]) -> Goodput | None:
+    """That of a supervised run; None: it was not, or its journal cannot be used, which is noted."""
+    try:
+        return goodput_of(run.path, now)
+    except StorageError as error:
+        notes.append(f"where the time went is not shown: {error}")
+        return None
+
+
+def _met(run: RunRecord, notes: list[str]) -> Section | None:
+    """What the run has met in all of its starts; None: nothing, or the journal cannot be used, which is noted."""
+    try:
+        found = all_met(run.path)
+    except StorageError as error:
+        notes.append(f"what a supervisor did is not shown: {error}")
+        found = read_met(run.path)
+    columns: dict[str, Any] = {
+        **{name: name for name in ("attempt", "step", "kind")},
+        "hosts": lambda one: ", ".join(one.hosts),
+        "ranks": lambda one: ", ".join(map(str, one.ranks)),
+        "what": "what",
+        "then": "done",
+        "to do": "to_do",
+        "time": "time",
+    }
+    return Section("What the run met", tables=[table_of("met", found, columns, filters=("kind",))]) if found else None
+
+
+def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:
+    told = [f"{counts[one]:,} {one}{'' if counts[one] == 1 else 's'}." for one in lanes if one in counts]
+    return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
+
+
+def state_of(status: Status, counts: dict[str, int]) -> State:
+    """Colour of a run's first line."""
+    if status.state == "failed" or counts.get(INCIDENT):
+        return "different"
+    return "same" if status.state == "done" else "unsure"
+
+
+def _says_something(section: Section) -> bool:
+    return bool(section.facts or section.figures or section.sentences or any(one.rows for one in section.tables))
+
+
+def _tiles(run: RunRecord, status: Status, counts: dict[str, int], goodput: Goodput | None) -> dict[str, str]:
+    found = {"step": f"{status.step:,}" + (f" of {status.planned:,}" if status.planned else "")}
+    if goodput is not None:
+        found["effective training time"] = f"{goodput.effective_ratio:.1%}"
+    for label, name, form in (
+        ("training loss", "train/loss", ".4f"),
+        ("evaluation loss", "eval/loss", ".4f"),
+        ("tokens per second", "speed/tokens_per_s", ",.0f"),
+        ("tokens used", "train/tokens", ",.0f"),
+    ):
+        if name in run.series:
+            found[label] = number(float(run.series[name].values[-1]), form).text
+    found |= {f"{lane}s": "0" for lane in (INCIDENT, FINDING)}
+    found |= {_plural(lane): f"{counts[lane]:,}" for lane in _COUNTED if lane in counts}
+    return found
+
+
+def _plural(lane: str) -> str:
+    return {FAULT: "faults injected", NOT_FINITE: "not finite"}.get(lane, f"{lane}s")
+
+
+def _incidents(run: RunRecord, out: Path) -> Table:
+    rows = []
+    for page, one in run.incidents:
+        link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""
+        rows.append(
+            (
+                one.step,
+                "-" if one.micro_batch is None else str(one.micro_batch),
+                one.tier,
+                one.verdict.replace("_", " "),
+                ", ".join(f"{suspect.rank} on {suspect.host}" for suspect in one.suspects),
+                one.done,
+                headline(one),
+                Cell("page" if link else "its page is missing", link=link, look="" if link else "bad"),
+            )
+        )
+    headings = ("step", "micro-batch", "found by", "verdict", "rank", "then", "what", "report")
+    return Table("incidents", headings, rows, ("found by", "verdict"))
+
+
+def _drops_section(drops: Drops | str | None) -> Section | None:
+    if drops is None:
+        return None
+    if isinstance(drops, str):
+        return Section("DropCompute", [f"The recorded step times cannot be shown: {drops}."])
+    notes = [f"Note: {note}." for note in drops.notes]
+    advice = "`megasdc dropcompute times` says who was late and why, `megasdc dropcompute threshold` has the numbers."
+    return Section("DropCompute", [*notes, advice], figures=drop_figures(drops))
+
+
+def _versions(run: RunRecord) -> dict[str, str]:
+    found = versions(run)
+    return {"versions": ", ".join(f"{name} {version}" for name, version in found.items())} if found else {}
+
+
+def _few_events(run: RunRecord) -> list[str]:
+    ranks = len({one.rank for one in run.events})
+    if not run.events:
+        return []
+    return [
+        f"{len(run.events):,} events of {ranks:,} rank{'s' if ranks > 1 else ''}; those of one kind, step and rank are "
+        "one row, with the fields of the first. Events that make no mark in the figures have no mark here."
+    ]
+
+
+def _events(run: RunRecord) -> Table:
+    rows = sorted(rows_of(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
+    columns: dict[str, Any] = {
+        "step": lambda one: number(one.step, ",d", missing=""),
+        "mark": "lane",
+        "event": "what",
+        "times": "count",
+        **{name: name for name in ("rank", "host", "time")},
+        "fields": "details",
+    }
+    return table_of("events", rows, columns, filters=("mark", "event"))
+
+
+def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:
+    """A run as plain values."""
+    last = {name: float(run.series[name].values[-1]) for name in ("train/loss", "eval/loss") if name in run.series}
+    return plain_values(
+        {
+            "run": str(run.path),
+            "state": status.state,
+            "text": status.text,
+            "step": status.step,
+            "planned_steps": status.planned,
+            "loss": last.get("train/loss"),
+            "eval_loss": last.get("eval/loss"),
+            "marks": counts_of(marks),
+            "incidents": [str(page) for page, _ in run.incidents],
+            "hangs": [str(one.path) for one in run.hangs],
+            "notes": list(run.notes),
+        }
+    )

@@ -1,0 +1,113 @@
+"""Step times of a run as a page: compute times of replicas, who was last, what was lost to waiting and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megasdc.lab.report.imbalance import ReplicaTimes, TimesReport
+from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout
+from megasdc.output.page import Page, Section
+from megasdc.output.table import Table, number
+
+SHOWN = 16
+"""Maximum of replicas in a table."""
+DRAWN = 64
+"""Maximum of replicas in a figure."""
+HEIGHT = 300
+
+
+def times_page(result: TimesReport) -> Page:
+    """The page of times of a run's steps and their loss to waiting."""
+    slowest = sorted(result.replicas, key=lambda one: -one.mean_s)
+    notes = list(result.times.notes)
+    if result.steps_with_drops:
+        notes.insert(
+            0,
+            f"in {result.steps_with_drops} of {len(result.times.steps)} steps micro-batches were dropped: these times "
+            "are shorter",
+        )
+    return Page(
+        title="Step times",
+        verdict=f"Step times: {result.times.described}",
+        notes=notes,
+        sections=[
+            Section(tables=[_replicas(result, slowest), _stages(result), _parts(result)]),
+            Section(sentences=[result.advice]),
+            Section("Figures", figures=_figures(result, slowest[:DRAWN])),
+        ],
+    )
+
+
+def _replicas(result: TimesReport, slowest: Sequence[ReplicaTimes]) -> Table:
+    steps, shown = len(result.times.steps), slowest[:SHOWN]
+    rows = [
+        (
+            one.replica,
+            ", ".join(dict.fromkeys(one.hosts)),
+            *(number(value, ".3g") for value in (one.mean_s, one.std_s, one.p50_s, one.p99_s, one.max_s)),
+            number(one.last_steps / steps, ".0%"),
+            number(one.waiting_share, ".1%"),
+        )
+        for one in shown
+    ]
+    left = f", the slowest {len(shown)} of {len(slowest)}" if len(shown) < len(slowest) else ""
+    headings = ("replica", "hosts", "mean", "std", "p50", "p99", "max", "last", "waits")
+    note = "last: share of steps in which the others waited for it; waits: share of time it waited for others"
+    title = f"compute time of a step, s{left}"
+    return Table("replicas", headings, rows, searched=False, title=title, note=note)
+
+
+def _stages(result: TimesReport) -> Table:
+    slowest = result.replicas[result.loss.slowest]
+    means = np.mean([one.busy_s for one in result.replicas], axis=0).tolist()
+    rows = [(stage, *both) for stage, both in enumerate(zip(means, slowest.busy_s, strict=True))]
+    headings = ("stage", "mean of replicas", f"replica {slowest.replica}")
+    title = "forward and backward pass of a micro-batch, s"
+    return Table("stages", headings, rows, searched=False, title=title)
+
+
+def _parts(result: TimesReport) -> Table:
+    loss = result.loss
+    causes = {
+        f"replica {loss.slowest} is slower on average, most on stage {loss.stage}": loss.deterministic_s,
+        "garbage is collected at different times": loss.garbage_s,
+        "latencies vary at random": loss.random_s,
+        "in all": loss.total_s,
+    }
+    rows = [(cause, value, number(value / result.step_s, ".1%")) for cause, value in causes.items()]
+    title = f"lost to waiting, of a step of {result.step_s:.4g} s"
+    return Table("lost", ("because", "s", "of a step"), rows, searched=False, title=title)
+
+
+def _figures(result: TimesReport, shown: Sequence[ReplicaTimes]) -> list[Figure]:
+    names = [f"replica {one.replica}" for one in shown]
+    left = f"The slowest {len(shown)} of {len(result.replicas)} replicas. " if len(result.replicas) > DRAWN else ""
+    compute = {name: result.compute_s[one.replica] for name, one in zip(names, shown, strict=True)}
+    boxes = [
+        {"type": "box", "y": clean(values), "name": name, "marker": {"color": COLOURS[0]}}
+        for name, values in compute.items()
+    ]
+    steps = result.times.steps.tolist()
+    columns = {"step": steps, **{name: values.tolist() for name, values in compute.items()}}
+    title = "Compute time of replicas, seconds"
+    found = [Figure("compute_times", title, f"{left}Boxes: quartiles and median.", boxes, layout(HEIGHT), columns)]
+    for name, title, values, form in (
+        ("last", "Steps in which a replica was last", [one.last_steps for one in shown], ",d"),
+        ("waits", "Share of time waited for the slowest", [one.waiting_share for one in shown], ".0%"),
+    ):
+        trace = bars("", names, values, COLOURS[0], f"%{{x}}: %{{y:{form}}}")
+        own = {"replica": names, name: values}
+        found.append(Figure(name, title, left, [trace], layout(HEIGHT, yaxis={"tickformat": form}), own))
+    loss = result.loss
+    parts = {"deterministic": loss.deterministic_s, "garbage": loss.garbage_s, "random": loss.random_s}
+    trace = bars("", list(parts), list(parts.values()), COLOURS[1], "%{x}: %{y:.4g} s")
+    own = {"because": list(parts), "seconds": list(parts.values())}
+    found.append(Figure("parts", "Lost to waiting, seconds of a step", "", [trace], layout(HEIGHT), own))
+    lines = {"slowest": result.compute_s.max(axis=0), "mean": result.compute_s.mean(axis=0)}
+    series = {name: Series(result.times.steps, values) for name, values in lines.items()}
+    traces = [curve(name, one, colour) for (name, one), colour in zip(series.items(), COLOURS[1::-1], strict=True)]
+    title = "Compute time, step by step, seconds"
+    over = layout(HEIGHT, legend=True)
+    return [*found, Figure("over_steps", title, "", traces, over, columns_of(series), on_steps=True)]

@@ -1,0 +1,1 @@
+"""Comparison of traces: command and pages."""

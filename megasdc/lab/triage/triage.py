@@ -1,0 +1,258 @@
+"""Triage of a step of a run: replays it, compares bits, looks at its documents, gradients and updates, and decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.checkpoint.files import step_folder
+from megasdc.common.errors import CheckpointError, DataError, TraceError
+from megasdc.config import RunConfig
+from megasdc.dropcompute.decisions import StepDecisions
+from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_runs, load_traces
+from megasdc.lab.triage.device_reports import DeviceReport, devices_at
+from megasdc.lab.triage.positions import RunPast
+from megasdc.lab.triage.replay import Replay, ReplayPlan, replay
+from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run, read_past
+from megasdc.lab.triage.step_settings import configs_of_starts
+from megasdc.lab.triage.verdict import (
+    Conclusion,
+    Difference,
+    Evidence,
+    decide,
+    find_far,
+    find_far_samples,
+    find_large_updates,
+)
+from megasdc.metrics.details import StepDetails
+from megasdc.output.page import plain_values
+
+TRIAGE_FOLDER = "triage"
+BEFORE = 100
+"""Lines of metrics before a step that say what is usual."""
+COMPARED = ("train/grad_norm", "train/loss")
+_EXPLAINING = ("device", "threads", "versions")
+"""Headers of traces whose difference may be why bits differ."""
+
+
+@dataclass(frozen=True)
+class Triage:
+    """Result of a triage.
+
+    Args:
+        since: step of the checkpoint that the replays began from; 0: the run's beginning.
+        hosts: of each replay.
+        step_details: of the first replay; None: it was ended by its checks.
+        data: documents of the step.
+        devices: that reported something when the run took the step; it is context, and decides nothing.
+    """
+
+    run: str
+    step: int
+    since: int
+    folder: str
+    hosts: list[list[str]]
+    conclusion: Conclusion
+    evidence: Evidence
+    step_details: StepDetails | None
+    data: StepData
+    devices: list[DeviceReport]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values; NaN and infinities are None."""
+        return plain_values(asdict(self))
+
+
+def triage_step(run: Path, step: int, *, hostfile: Path | None = None, second_hostfile: Path | None = None) -> Triage:
+    """Replay a step twice and decide what made it what it was.
+
+    Args:
+        run: its folder; replays are written to ``triage/step_N`` in it.
+        hostfile: hosts of the replays; None: this one.
+        second_hostfile: hosts of the second replay; None: those of the first.
+
+    Raises:
+        DataError: the folder holds no run, or the step was not run.
+        CheckpointError: no checkpoint that is left leads to the step.
+        LaunchError: a replay cannot be started.
+        MegasdcError: a replay failed; of the class of the rank that failed first.
+        StorageError: the folder cannot be written.
+    """
+    config, past = read_past(run)
+    if step > past.last_step:
+        raise DataError(f"step {step} was asked for, {run} is known to have run up to step {past.last_step}")
+    data = data_of_run(run, Wanted(step, text=True))
+    plan = _plan(run, config, past, step)
+    first = replay(plan, 1, hostfile)
+    second = None if first.found else replay(plan, 2, second_hostfile or hostfile)
+    same_hosts = second is None or second.hosts == first.hosts
+    evidence = _evidence(past, plan, step, first, second, same_hosts)
+    return Triage(
+        run=str(run),
+        step=step,
+        since=plan.since,
+        folder=str(plan.folder),
+        hosts=[one.hosts for one in (first, second) if one is not None],
+        conclusion=decide(evidence),
+        evidence=evidence,
+        step_details=first.details.get(step),
+        data=data,
+        devices=devices_at(run, step),
+    )
+
+
+def _plan(run: Path, config: RunConfig, past: RunPast, step: int) -> ReplayPlan:
+    """What the replays of a step are: from which checkpoint, with which configuration, and how far."""
+    starts = past.history.starts
+    own = max(place for place, start in enumerate(starts) if start.step < step)
+    changed = max((start.step for start in starts[: own + 1] if start.changed), default=starts[0].step)
+    saved = [
+        one
+        for one in past.history.saved
+        if changed <= one < step and (past.checkpoints / step_folder(one) / "manifest.json").is_file()
+    ]
+    if not saved and changed != starts[0].step:
+        raise CheckpointError(
+            f"{run}: no checkpoint of steps {changed} to {step - 1} is left in {past.checkpoints}, and the "
+            f"configuration was changed at step {changed}, so that the step cannot be replayed; keep more of them "
+            "with megasdc.checkpoint.keep_last"
+        )
+    own_config = configs_of_starts(config, starts)[own]
+    if saved and own_config.megasdc.checkpoint.storage == "node_local":
+        raise CheckpointError(
+            f'{run}: megasdc.checkpoint.storage is "node_local", so that its checkpoints are not in one folder, from '
+            "which a step could be replayed; copy those of all nodes into one folder of a run with shared storage"
+        )
+    parallel, settings = own_config.megasdc.parallel, past.settings[own]
+    logged = [int(row["step"]) for row in past.rows if "train/loss" in row and row["step"] >= step]
+    last = min(logged, default=step)
+    if any(start.changed and step <= start.step < last for start in starts):
+        last = step  # what was logged next was of other settings
+    return ReplayPlan(
+        config=own_config,
+        run=run,
+        checkpoints=past.checkpoints,
+        folder=run / TRIAGE_FOLDER / f"step_{step:08d}",
+        since=saved[-1] if saved else starts[0].step,
+        links=bool(saved),
+        last=last,
+        world_size=settings.data * parallel.tensor * parallel.pipeline,
+        decisions=_decisions(past, own_config) if settings.drops.enabled else None,
+        allow_changed=tuple(starts[own].flagged),
+    )
+
+
+def _decisions(past: RunPast, config: RunConfig) -> dict[int, StepDecisions]:
+    """Those of all steps of a run; nothing is dropped in steps that are not known."""
+    settings, found = past.settings[-1], dict(past.decisions)
+    for step in range(1, max(config.megasdc.training.steps, past.last_step) + 1):
+        all_of_them = (settings.micro_batches,) * settings.data
+        found.setdefault(step, StepDecisions(settings.micro_batches, all_of_them))
+    return found
+
+
+def _evidence(
+    past: RunPast, plan: ReplayPlan, step: int, first: Replay, second: Replay | None, same_hosts: bool
+) -> Evidence:
+    if first.found is not None or second is None or first.traces is None:
+        return Evidence(Difference(0), True, Difference(0), found=first.found)
+    if second.found is not None or second.traces is None:
+        return Evidence(Difference(0), same_hosts, Difference(0), found=second.found)
+    replays = compare_replays(first.traces, second.traces)
+    details = first.details[step]
+    before = [one for at, one in sorted(first.details.items()) if at < step]
+    recorded = _recorded(past, plan, first)
+    far = find_far({"loss": details.loss, "gradient norm": details.grad_norm}, _usual(past, step, before))
+    return Evidence(
+        replays=replays,
+        same_hosts=same_hosts,
+        recorded=recorded,
+        far=far,
+        samples=find_far_samples(details, before),
+        num_samples=sum(len(one.losses) for one in details.samples),
+        non_finite=[name for name, one in details.parameters.items() if one.non_finite],
+        updates=find_large_updates(details, before),
+    )
+
+
+def compare_replays(first: RunTraces, second: RunTraces) -> Difference:
+    """Compare two replays by their traces, result by result; the rank is that of the first that differs."""
+    return _of_report(compare_runs(first, second), second)
+
+
+def _of_report(report: TraceReport, got: RunTraces) -> Difference:
+    foreign = [note for note in report.notes if note.startswith(_EXPLAINING)]
+    if report.same:
+        return Difference(report.comparison.compared, foreign=foreign)
+    one = report.comparison.first[0]
+    host = str(got.headers[one.rank].get("host", "?"))
+    text = f"{one.address} on rank {one.rank} ({host}); {len(report.comparison.divergences)} results differ"
+    return Difference(report.comparison.compared, text, one.rank, host, foreign)
+
+
+def _recorded(past: RunPast, plan: ReplayPlan, first: Replay) -> Difference:
+    """The run's own trace and metrics against a replay: the trace where there is one that can be compared."""
+    start = next(one for one in reversed(past.history.starts) if one.step < plan.last)
+    assert first.traces is not None, "the replay went on to its end"
+    here = first.traces.header["versions"]
+    foreign = [
+        f"{name}: {version} in the run, {here[name]} here"
+        for name, version in start.versions.items()
+        if name in here and here[name] != version
+    ]
+    numbers = compare_numbers(past.rows, first.rows, plan.since, plan.last)
+    try:
+        traced = _of_report(compare_runs(load_traces(Path(past.name)), first.traces), first.traces)
+    except TraceError as error:  # none was recorded, or of other settings: the numbers are what is left
+        traced = Difference(0, note=f"no trace of the run was compared: {error}")
+    return Difference(
+        compared=traced.compared + numbers.compared,
+        first=traced.first or numbers.first,
+        rank=traced.rank,
+        host=traced.host,
+        foreign=list(dict.fromkeys([*traced.foreign, *foreign])),
+        note=traced.note,
+    )
+
+
+def compare_numbers(
+    recorded: Sequence[Mapping[str, Any]], replayed: Mapping[int, Mapping[str, Any]], since: int, last: int
+) -> Difference:
+    """Compare the gradient norms and losses that a run logged with those of a replay, bit by bit.
+
+    A loss is compared where it is of one step: where the line before is of the step before.
+
+    Args:
+        recorded: lines of the run's metrics.
+        replayed: those of the replay, which logged each step, by step.
+        since: first step is the one after it.
+        last: last step.
+    """
+    lines = [row for row in recorded if "train/loss" in row]
+    compared = 0
+    for place, row in enumerate(lines):
+        step = int(row["step"])
+        if not since < step <= last:
+            continue
+        is_alone = step == 1 or (place > 0 and lines[place - 1]["step"] == step - 1)
+        for name in COMPARED if is_alone else COMPARED[:1]:
+            theirs, ours = row.get(name), replayed[step].get(name)
+            compared += 1
+            if theirs != ours:
+                return Difference(compared, f"{name} of step {step} is {ours!r}, recorded was {theirs!r}")
+    return Difference(compared)
+
+
+def _usual(past: RunPast, step: int, before: Sequence[StepDetails]) -> dict[str, list[float]]:
+    """Losses and gradient norms of the steps before: as the run logged them, or as replayed where those are more."""
+    names = {"loss": ("train/loss", "loss"), "gradient norm": ("train/grad_norm", "grad_norm")}
+    rows = [row for row in past.rows if "train/loss" in row and row["step"] < step][-BEFORE:]
+    found = {}
+    for name, (metric, attribute) in names.items():
+        logged = [math.nan if row.get(metric) is None else float(row[metric]) for row in rows]
+        replayed = [float(getattr(one, attribute)) for one in before]
+        found[name] = logged if len(logged) >= len(replayed) else replayed
+    return found

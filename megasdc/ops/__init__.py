@@ -1,0 +1,1 @@
+"""What surrounds a run on its hosts: launch, health, supervision, preflight, stress, golden fleets, archives."""

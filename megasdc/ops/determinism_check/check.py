@@ -1,0 +1,223 @@
+"""Repeatability of a configuration, ``megasdc check-determinism``: known causes, and two runs compared.
+
+The two runs are ordinary training steps in fresh processes on this machine, with the same seeds, data and environment.
+Equal runs prove nothing about rarer differences; unequal ones are named by the first thing that differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.common.addresses import FORWARD
+from megasdc.common.errors import ConfigError
+from megasdc.config import Layout, RunConfig, check_layout, replica_config
+from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
+from megasdc.data.manifest import MANIFEST_FILE
+from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.run_ranks import run_ranks
+from megasdc.sdc.compare import compare_traces
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace_file import read_trace, trace_path
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+MOST_REPLICAS = 64
+OBSERVED = "results of all submodules, gradients, losses, gradient norms, optimizer states and parameters"
+HIDDEN = (
+    "losses, gradient norms, optimizer states and parameters; results of submodules were not compared, because with "
+    "this model.backend they cannot be observed"
+)
+RUNS_DIFFER = 1
+CAUSES_FOUND = 3
+"""Exit code of `check-determinism` when the runs agree, or were not made, and something was found."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First difference between two runs.
+
+    Attributes:
+        address: of the first result that differs in execution order, and its rank.
+        first: its checksum in the first run; None if it was not made there.
+        second: the same of the second run.
+        different: number of results that differ.
+        observations: number of results of the longer run.
+    """
+
+    address: str
+    first: str | None
+    second: str | None
+    different: int
+    observations: int
+
+    def render(self) -> str:
+        """The difference for people."""
+        return (
+            f"DIFFERENT, first at {self.address}: {self.first or 'absent'} and {self.second or 'absent'}; "
+            f"{self.different} of {self.observations} results differ"
+        )
+
+
+def compare_two_runs(
+    first: Mapping[int, Trace], second: Mapping[int, Trace], layout: ParallelDims
+) -> Difference | None:
+    """Find the first result in which two runs differ, from their traces by rank; None if all results are equal."""
+    found = compare_traces(first, second, layout)
+    if not found.first:
+        return None
+    one = found.first[0]
+    dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, one.rank)
+    place = f"rank {one.rank} (dp {dims.dp_rank}, pp {dims.pp_rank}, tp {dims.tp_rank})"
+    before, after = (None if value is None else f"{value:016x}" for value in (one.expected, one.got))
+    return Difference(f"{one.address}, {place}", before, after, len(found.divergences), found.compared)
+
+
+@dataclass(frozen=True)
+class RepeatReport:
+    """Causes that could make two runs differ, and the comparison of two runs.
+
+    ``layout`` is None if only the causes were listed; ``difference`` also if the runs agree; ``data``: kind of the
+    training data; ``observations``: results of each run that were compared; ``observed``: results of submodules are
+    among them, which they are not where the model's backend hides them.
+    """
+
+    causes: list[Cause]
+    layout: Layout | None = None
+    steps: int = 0
+    data: str = ""
+    observations: int = 0
+    observed: bool = True
+    difference: Difference | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1: the runs differ; 3: they do not, but causes were found; 0: neither."""
+        if self.difference is not None:
+            return RUNS_DIFFER
+        return CAUSES_FOUND if self.causes else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        return {"exit_code": self.exit_code, **asdict(self)}
+
+    def render(self) -> str:
+        """The report for people."""
+        lines = [f"found: {cause.render()}" for cause in self.causes] or ["no setting is known to make runs differ"]
+        if self.layout is None:
+            return "\n".join(lines)
+        lines.append(
+            f"two runs of {self.steps} steps, TP {self.layout.tensor} x PP {self.layout.pipeline} x DP "
+            f"{self.layout.data}, on {self.data}"
+        )
+        if self.difference is None:
+            lines.append(f"equal: {self.observations} {OBSERVED if self.observed else HIDDEN}")
+        else:
+            lines.append(self.difference.render())
+        return "\n".join(lines)
+
+
+def check_determinism(
+    config: RunConfig,
+    *,
+    ranks: int | None = None,
+    steps: int = 3,
+    lint_only: bool = False,
+    on_progress: Progress = lambda what, done, total: None,
+) -> RepeatReport:
+    """List what could make two runs of a configuration differ, then make two short runs and compare them.
+
+    The runs write nothing where the configuration says: no checkpoint, no events, no monitors. Of a study, they are of
+    its trusted replica alone.
+
+    Args:
+        ranks: of each run; None: the smallest number that fits layout and batch sizes.
+        steps: of each run.
+        lint_only: make no run.
+        on_progress: called with what is done, how much of it, and of how much.
+
+    Raises:
+        MegasdcError: the layout or the environment does not fit, or a rank failed; its class says what is wrong.
+    """
+    import torch
+
+    if config.megasdc.study.mode is not None:
+        config = replica_config(config, config.megasdc.study.trusted)
+    causes = find_causes(config, os.environ, find_startup_modules(), torch.cuda.is_available())
+    if lint_only:
+        return RepeatReport(causes)
+    set_deterministic_environment(config.megasdc.determinism, dict(os.environ))  # what each rank would refuse
+    layout = smallest_layout(config) if ranks is None else check_layout(config, ranks)
+    data = config.megasdc.data
+    prepared = all((Path(folder) / MANIFEST_FILE).is_file() for folder in data.folders)
+    runs = []
+    for name in ("first run", "second run"):
+        with tempfile.TemporaryDirectory(prefix="megasdc_repeat_") as scratch:
+            runs.append(_run_once(config, layout, steps, prepared, Path(scratch), name, on_progress))
+    difference = compare_two_runs(runs[0], runs[1], ParallelDims(layout.tensor, layout.pipeline, layout.data))
+    told = f"prepared data in {', '.join(data.folders)}"
+    if not prepared:
+        told = (
+            f"random tokens of a vocabulary of {data.tokenizer.vocab_size}, because {data.path} holds no prepared data"
+        )
+    observed = any(address.phase == FORWARD for trace in runs[0].values() for address in trace.addresses)
+    return RepeatReport(causes, layout, steps, told, sum(map(len, runs[0].values())), observed, difference)
+
+
+def smallest_layout(config: RunConfig) -> Layout:
+    """The layout with the fewest replicas that the batch sizes allow.
+
+    Raises:
+        ConfigError: none with up to 64 replicas; says what is wrong with one.
+    """
+    ranks = config.megasdc.parallel.tensor * config.megasdc.parallel.pipeline
+    for replicas in range(1, MOST_REPLICAS + 1):
+        with contextlib.suppress(ConfigError):
+            return check_layout(config, ranks * replicas)
+    return check_layout(config, ranks)
+
+
+def _run_once(
+    config: RunConfig, layout: Layout, steps: int, prepared: bool, folder: Path, name: str, on_progress: Progress
+) -> dict[int, Trace]:
+    """Run the ranks once and return their traces."""
+    threads = config.megasdc.parallel.threads or len(os.sched_getaffinity(0))
+    request = {
+        "config": _in_folder(config, folder, prepared),
+        "source": config.source,
+        "steps": steps,
+        "prepared": prepared,
+        "folder": str(folder),
+    }
+    on_progress(name, 0, steps)
+    run_ranks(
+        "megasdc.ops.determinism_check.rank",
+        request,
+        layout.world_size,
+        threads,
+        folder,
+        lambda message: on_progress(name, message["done"], steps),
+        fresh=True,
+    )
+    return {rank: read_trace(trace_path(folder, rank, 1))[1] for rank in range(layout.world_size)}
+
+
+def _in_folder(config: RunConfig, folder: Path, prepared: bool) -> dict[str, Any]:
+    """The configuration with everything that a run reads or writes beside its data moved into an empty folder.
+
+    So checkpoints of a run that was made with it do not change where the check begins.
+    """
+    raw = {key: value for key, value in config.resolved().items() if key not in MONITORS}
+    sections = raw["megasdc"]
+    sections["logging"] |= {"run_dir": str(folder), "prometheus": None}
+    sections["checkpoint"] |= {"folder": None, "universal": None, "universal_without": []}
+    if not prepared:  # their vocabulary is that of the data that are missing
+        sections["model"]["initial_weights"] = None
+    return raw

@@ -1,0 +1,118 @@
+"""Repeatability of a training that is not megasdc's own: two starts of its script, and what its guard has traced."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.attached.settings import FOLDER, TRIAL_VARIABLE
+from megasdc.common.errors import LaunchError, TraceError, error_of_rank
+from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.sections.guard import GuardSettings
+from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, Difference, Progress, compare_two_runs
+from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
+from megasdc.ops.launch.front import launch_run
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace_file import read_folder
+
+OBSERVED = "results of submodules, their gradients, and parameters after each step"
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """The comparison of two runs of a script.
+
+    Attributes:
+        is_deterministic: whether its guard puts it into deterministic mode (``determinism.enabled``).
+        observations: results of each run that were compared.
+        difference: the first one; None: there is none.
+    """
+
+    script: str
+    ranks: int
+    steps: int
+    is_deterministic: bool
+    observations: int
+    difference: Difference | None
+
+    @property
+    def exit_code(self) -> int:
+        """1: the runs differ; 3: they do not, but nothing keeps others from it; 0: neither."""
+        if self.difference is not None:
+            return RUNS_DIFFER
+        return 0 if self.is_deterministic else CAUSES_FOUND
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        return {"exit_code": self.exit_code, **asdict(self)}
+
+    def render(self) -> str:
+        """The report for people."""
+        cause = "found: determinism.enabled is false: PyTorch and the GPU's libraries may choose what does not repeat"
+        lines = [] if self.is_deterministic else [cause]
+        lines.append(f"two runs of {self.steps} steps of {self.script} on {self.ranks} ranks")
+        if self.difference is None:
+            lines.append(f"equal: {self.observations} {OBSERVED}")
+        else:
+            lines.append(self.difference.render())
+        return "\n".join(lines)
+
+
+def check_program(
+    command: DeepSpeedCommand, settings: GuardSettings, steps: int, on_progress: Progress = lambda *_: None
+) -> ProgramReport:
+    """Start a script twice, let it take some steps each time, and compare what its guard has traced.
+
+    The guard ends it after the last of these steps, and saves no checkpoint.
+
+    Args:
+        settings: of its guard, which the script gives to ``megasdc.attach``, too.
+
+    Raises:
+        MegasdcError: the script cannot be launched, has failed, or has attached no guard.
+    """
+    if settings.determinism.enabled:
+        set_deterministic_environment(settings.determinism, os.environ)
+    found = []
+    for number, name in enumerate(("first run", "second run")):
+        on_progress(name, number, 2)
+        with tempfile.TemporaryDirectory(prefix="megasdc_repeat_") as folder:
+            found.append(_run_once(command, settings, steps, folder))
+    on_progress("compared", 2, 2)
+    (first, layout), (second, _) = found
+    difference = compare_two_runs(first, second, layout)
+    observations = sum(map(len, first.values()))
+    return ProgramReport(
+        *(command.script, layout.world_size, steps, settings.determinism.enabled, observations), difference=difference
+    )
+
+
+def _run_once(
+    command: DeepSpeedCommand, settings: GuardSettings, steps: int, folder: str
+) -> tuple[Mapping[int, Trace], ParallelDims]:
+    os.environ[TRIAL_VARIABLE] = json.dumps({"folder": folder, "steps": steps})
+    try:
+        result = launch_run(command.request(folder, settings), quiet=True)
+    finally:
+        del os.environ[TRIAL_VARIABLE]
+    if result.exit_code:
+        raise error_of_rank(result.exit_code)("\n".join(result.lines))
+    ranks = sum(map(len, result.hosts.values()))
+    try:
+        found = read_folder(Path(folder) / FOLDER)
+    except TraceError as error:
+        raise LaunchError(
+            f"{command.script}: its {ranks} ranks left no whole trace of {steps} steps: {error}; the script must "
+            "attach a guard, `megasdc.attach(engine, ...)`, and take so many steps; on several hosts the folder of "
+            "temporary files must be shared (TMPDIR)"
+        ) from error
+    taken = len({address.step for _, trace in found.values() for address in trace.addresses})
+    if taken < steps:
+        raise LaunchError(f"{command.script}: it took {taken} of the {steps} steps to compare; give --steps {taken}")
+    return {rank: trace for rank, (_, trace) in found.items()}, ParallelDims(**found[0][0]["layout"])

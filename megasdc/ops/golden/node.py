@@ -1,0 +1,233 @@
+"""Verification of a fleet under the launcher: each launched rank watches one rank of a cell; rank 0 collects.
+
+Ranks are cut in order into cells of the golden trace's size. A cell is a world of its own, so that a hang affects no
+other cell. Reports are sent over the board, never by a collective, which a dead rank would block. Errors of one host
+only (no golden file, none that fits) are reports of its ranks like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megasdc.common.errors import ConfigError, LaunchError, MegasdcError, TraceError
+from megasdc.ops.golden.board import GRACE_S, START_S, Board
+from megasdc.ops.golden.cells import REPORT_S, RankReport, WatchedRank, watch
+from megasdc.ops.golden.drill import load_drill
+from megasdc.ops.golden.library import choose_golden
+from megasdc.ops.golden.result import VerifyResult, judge_reports
+from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
+from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, rank_environment
+from megasdc.parallel.stores import MEETING_VARIABLE
+from megasdc.sdc.golden.file import load_header
+from megasdc.sdc.golden.sealed import header_digest
+
+
+def verify_as_launched(
+    golden: Path,
+    *,
+    repeats: int,
+    minutes: float | None,
+    timeout_s: float,
+    faults: Path | None = None,
+    on_result: Callable[[VerifyResult], None] = lambda result: None,
+    on_progress: Progress = lambda done, total: None,
+) -> int:
+    """Verify as one rank of a launch.
+
+    Args:
+        golden: the file, or a library folder from which each host chooses; at this path on every host.
+        repeats: runs of each case.
+        minutes: run time instead of repeats; None: ``repeats`` decides.
+        timeout_s: seconds without progress after which a rank counts as hung.
+        faults: file of faults for a drill, read on rank 0; None: none.
+        on_result: called on rank 0 before any rank ends, since the launcher ends a host's ranks together.
+        on_progress: on rank 0, see ``Progress``.
+
+    Returns:
+        The exit code, the same on every surviving rank.
+
+    Raises:
+        MegasdcError: rank 0 cannot begin - golden file or drill cannot be used, or the number of ranks is not a
+            multiple of the golden trace's; with the same exit code on every rank.
+        LaunchError: the environment is not a launcher's, or rank 0 cannot be reached.
+    """
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        board = Board(rank, world)
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"the launcher's environment lacks {error}; start this with the deepspeed launcher"
+        ) from error
+    plan = _make_plan(board, golden, faults) if rank == 0 else _take_plan(board)
+    report = RankReport(socket.gethostname(), rank, *divmod(rank, layout_size(plan)))
+    request = {"repeats": repeats, "minutes": minutes, "timeout_s": timeout_s, "drill": plan["drill"]}
+    total = None if minutes is not None else world * repeats * plan["cases"]
+    collector = Collector(board, layout_size(plan), lambda runs: on_progress(runs, total))
+    _watch_rank(board, report, golden, plan, request, lambda: None if rank else collector.look())
+    board.tell(f"report/{rank}", asdict(report))
+    if rank:
+        return _take_verdict(board)
+    result = judge_reports(collector.wait(), plan)
+    try:
+        on_result(result)
+    finally:
+        readers = sum(report.ended != "absent" for report in result.reports)
+        board.tell("verdict", {"exit_code": result.exit_code, "readers": readers})
+        board.leave(readers)
+    return result.exit_code
+
+
+def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any]:
+    """Rank 0's message to all: layout of a cell, workload, cases, drill. Hosts' files may differ, but not in layout."""
+    try:
+        header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
+        if board.world % layout_size(header):
+            raise ConfigError(
+                f"{board.world} ranks are not a multiple of the {layout_size(header)} that the golden trace has "
+                f"({header['layout']}); start a multiple, or record one for another layout"
+            )
+        drill = None if faults is None else load_drill(faults, header)
+        plan = {"layout": header["layout"], "config": header["config"], "cases": len(header["cases"]), "drill": drill}
+    except MegasdcError as error:
+        board.tell("plan", {"failed": str(error), "exit_code": error.exit_code})
+        board.leave(board.world)
+        raise
+    board.tell("plan", plan)
+    return plan
+
+
+def _take_plan(board: Board) -> dict[str, Any]:
+    plan: dict[str, Any] = board.wait("plan", "rank 0 did not report what is verified")
+    if "failed" not in plan:
+        return plan
+    board.leave(board.world)
+    error = MegasdcError(f"rank 0 cannot start: {plan['failed']}")
+    error.exit_code = plan["exit_code"]
+    raise error
+
+
+def _watch_rank(
+    board: Board,
+    report: RankReport,
+    golden: Path,
+    plan: dict[str, Any],
+    request: dict[str, Any],
+    on_look: Callable[[], None],
+) -> None:
+    """Verify one rank and fill in its report; errors are reports too."""
+
+    def look() -> None:
+        board.sign(len(report.runs))
+        on_look()
+
+    meeting = _hold_meeting(layout_size(plan)) if report.cell_rank == 0 else None
+    try:
+        file, environment = _join_cell(board, report, golden, plan, meeting)
+        with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
+            asked = {**request, "golden": str(file.resolve()), "folder": scratch}
+            watch([WatchedRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
+    except MegasdcError as error:
+        report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
+
+
+def _join_cell(
+    board: Board, report: RankReport, golden: Path, plan: dict[str, Any], meeting: LocalMeeting | HostsMeeting | None
+) -> tuple[Path, dict[str, str]]:
+    """This host's golden file, and the environment of a rank, whose cell meets on the host of its first rank.
+
+    Raises:
+        TraceError: there is no such file, here or for another rank of the cell, or they are not the same.
+        PeerError: another rank of the cell did not start.
+    """
+    seat = {"host": report.host, "digest": None, "meeting": meeting.environment if meeting else None}
+    try:
+        file = choose_golden(golden, layout=plan["layout"]) if golden.is_dir() else golden
+        header = load_header(file)
+        if header["layout"] != plan["layout"]:
+            raise TraceError(f"{file} is of layout {header['layout']}, but rank 0's golden trace of {plan['layout']}")
+        seat["digest"] = header_digest(header)
+    finally:
+        board.tell(f"seat/{report.rank}", seat)  # also after an error, since the other ranks of the cell wait for it
+    size, first = layout_size(plan), report.rank - report.cell_rank
+    names = {rank: f"rank {rank} of the same cell" for rank in range(first, first + size)}
+    seats = [board.wait(f"seat/{rank}", f"{name} did not start") for rank, name in names.items()]
+    for other, name in zip(seats, names.values(), strict=True):
+        if other["digest"] is None:
+            raise TraceError(f"{name} has no golden trace")
+        if other["digest"] != seat["digest"]:
+            raise TraceError(f"{name}, on {other['host']}, has another golden file; a cell needs one for all its hosts")
+    environment = rank_environment(report.cell_rank, size, golden_threads(header), seats[0]["meeting"])
+    environment["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+    return file, environment
+
+
+def _hold_meeting(ranks: int) -> LocalMeeting | HostsMeeting:
+    """Where the ranks of a cell meet; of more than one, other hosts may have some, where the launch has other hosts."""
+    is_local = ranks == 1 or bool(os.environ.get(MEETING_VARIABLE))
+    return LocalMeeting() if is_local else HostsMeeting(_own_address())
+
+
+def _own_address() -> str:
+    """Address of this host for other hosts: the source address of a packet to rank 0's host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return str(probe.getsockname()[0])
+
+
+class Collector:
+    """Collects every rank's report on rank 0; a watcher that never started or fell silent is reported as absent.
+
+    ``size``: ranks of a cell; ``on_runs`` is called with the number of runs done by all ranks.
+    """
+
+    def __init__(self, board: Board, size: int, on_runs: Callable[[int], None]) -> None:
+        self._board = board
+        self._size = size
+        self._on_runs = on_runs
+        self._reports: dict[int, RankReport] = {}
+        self._runs = [0] * board.world
+        self._seen: list[tuple[Any, float]] = [(None, time.monotonic())] * board.world
+        """Of each rank its last sign of life, and when that changed."""
+
+    def look(self) -> None:
+        """Read new reports and signs of life."""
+        for rank in set(range(self._board.world)) - set(self._reports):
+            said = self._board.read(f"report/{rank}")
+            if said is not None:
+                self._reports[rank] = RankReport(**said)
+                self._runs[rank] = len(self._reports[rank].runs)
+            else:
+                self._look_for_life(rank)
+        self._on_runs(sum(self._runs))
+
+    def _look_for_life(self, rank: int) -> None:
+        sign, now = self._board.read(f"alive/{rank}"), time.monotonic()
+        if sign != self._seen[rank][0]:
+            self._seen[rank], self._runs[rank] = (sign, now), sign[1]
+        silent_s = now - self._seen[rank][1]
+        if silent_s > (START_S if sign is None else GRACE_S):
+            detail = "its watcher never started" if sign is None else f"its watcher was silent for {silent_s:.0f} s"
+            self._reports[rank] = RankReport("?", rank, *divmod(rank, self._size), detail=detail)
+
+    def wait(self) -> list[RankReport]:
+        """Wait for the reports of all ranks; returns them in order."""
+        self.look()
+        while len(self._reports) < self._board.world:
+            time.sleep(REPORT_S)
+            self.look()
+        return [self._reports[rank] for rank in range(self._board.world)]
+
+
+def _take_verdict(board: Board) -> int:
+    """The exit code that rank 0 decided."""
+    while (verdict := board.read("verdict")) is None:
+        time.sleep(REPORT_S)
+    board.leave(verdict["readers"])
+    return int(verdict["exit_code"])

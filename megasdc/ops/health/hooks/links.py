@@ -1,0 +1,191 @@
+"""Links between the hosts of a run: small measurements at an interval of steps, judged on rank 0.
+
+They go over TCP connections of their own on the host network, by the route to the launch's first host. Of the
+connections that carry training it is counted how many segments were sent again. Over NCCL the gradients may take
+another network, which is not measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook
+from megasdc.engine.run import Run
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.ops.health.hooks.link_connections import connect_pairs
+from megasdc.ops.health.links.judgement import Direction, LinkFigures, Pair, SlowLink, name_places
+from megasdc.ops.health.links.own_connections import SentToHosts, hosts_by_address, own_connections
+from megasdc.ops.health.links.probe import ProbePlan, follow, lead
+from megasdc.ops.health.links.rings import RankPair, in_turns, ring_pairs, rings
+from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.watch import LinkWatch
+from megasdc.parallel.collectives import gather_objects
+
+logger = logging.getLogger(__name__)
+
+PLAN = ProbePlan(pings=10, transfers=4, payload_bytes=1 << 18)
+MEASURE_S = 5.0
+"""Seconds that a measurement of a pair may take, a thousand times what it takes: all ranks wait for its end."""
+LOST = f"it was not measured within {MEASURE_S:g} s, or the connection broke"
+_FORWARD, _BACKWARD, _COLUMNS = 9, 11, 13
+"""Columns of a pair's row: ``_row``, then segments and segments sent again of what is carried one way and the other."""
+
+
+class LinkPings(Hook):
+    """Measures a link for each pair of hosts that are neighbours in a data or pipeline ring.
+
+    Args:
+        interval: steps between measurements.
+        writer: of metrics, on rank 0 alone.
+
+    Collective: all ranks of the run.
+    """
+
+    def __init__(self, interval: int, run: Run, writer: MetricsWriter | None) -> None:
+        self._interval, self._writer, self._run = interval, writer, run
+        dims, connections = run.dims, own_connections()
+        own = socket.gethostname(), sorted({one.local for one in connections})
+        self._hosts, addresses = zip(*gather_objects(own, run.host_group), strict=True)
+        pairs = ring_pairs(rings(dims.tensor, dims.pipeline, dims.data), self._hosts)
+        self._watch = LinkWatch()
+        self._connections: dict[int, socket.socket] = {}
+        lost: dict[RankPair, str] = {}
+        if pairs:
+            self._connections, lost = connect_pairs(pairs, dims.rank, run.host_group)
+        self._set_pairs([pair for pair in pairs if pair not in lost])
+        known = hosts_by_address(addresses, self._hosts).items()
+        self._sent = SentToHosts(connections, {address: host for address, host in known if host in self._columns})
+        self._drop(lost)
+        if dims.rank == 0:
+            logger.info(
+                "links: %d pairs of hosts are measured every %d steps; ranks of one host are not. What rank 0 sends to "
+                "them over %d connections of training is counted",
+                len(self._pairs),
+                interval,
+                len(self._sent),
+            )
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Measure all links, and report those that became slow or no longer are."""
+        if not self._pairs or run.step % self._interval:
+            return
+        began = time.perf_counter()
+        table = torch.zeros((len(self._pairs), _COLUMNS), dtype=torch.float64)
+        self._count_sent(table)
+        for turn in self._turns:
+            dist.barrier(group=run.host_group)  # both ends of a pair begin together, also after a turn that took long
+            for pair in turn:
+                if run.dims.rank in pair:
+                    self._measure(pair, table)
+        dist.all_reduce(table, group=run.host_group)
+        rows = dict(zip(self._pairs, table.tolist(), strict=True))
+        lost = {pair: LOST for pair, row in rows.items() if not row[0]}
+        if run.dims.rank == 0:
+            measured = {pair: row for pair, row in rows.items() if pair not in lost}
+            carried: dict[Pair, Sent] = {}
+            for pair, row in measured.items():
+                carried |= self._carried(pair, row)
+            self._judge([self._figures(pair, row) for pair, row in measured.items()], carried)
+        if lost:
+            self._drop(lost)
+            self._set_pairs([pair for pair in self._pairs if pair not in lost])
+        run.paused_s += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _set_pairs(self, pairs: Sequence[RankPair]) -> None:
+        """Measure these pairs from now on."""
+        self._pairs, self._turns = pairs, in_turns(pairs, self._hosts)
+        own = self._hosts[self._run.dims.rank]
+        self._columns: dict[str, tuple[int, int]] = {}
+        """Row and first column of what this host sends to another, by the other."""
+        for row, (first, second) in enumerate(pairs):
+            if own == self._hosts[first]:
+                self._columns[self._hosts[second]] = row, _FORWARD
+            elif own == self._hosts[second]:
+                self._columns[self._hosts[first]] = row, _BACKWARD
+
+    def _count_sent(self, table: torch.Tensor) -> None:
+        """Add what this rank's connections have sent; each rank of a host does so."""
+        for host, sent in self._sent.look().items():
+            if host in self._columns:
+                row, way = self._columns[host]
+                table[row, way : way + 2] = torch.tensor([sent.segments, sent.lost])
+
+    def _measure(self, pair: RankPair, table: torch.Tensor) -> None:
+        """This rank's end of a measurement; the first rank writes it into its row."""
+        other = pair[1] if self._run.dims.rank == pair[0] else pair[0]
+        try:
+            if other == pair[0]:
+                follow(self._connections[other], PLAN, MEASURE_S)
+            else:
+                first, second = (self._hosts[rank] for rank in pair)
+                found = lead(self._connections[other], PLAN, first, second, MEASURE_S)
+                table[self._pairs.index(pair), :_FORWARD] = torch.tensor(_row(found), dtype=torch.float64)
+        except OSError as error:
+            logger.warning("link with rank %d on %s: %s", other, self._hosts[other], error)
+            self._connections[other].close()  # so that the other end does not wait
+
+    def _figures(self, pair: RankPair, row: Sequence[float]) -> LinkFigures:
+        first, second = (self._hosts[rank] for rank in pair)
+        there, back = (Direction(row[at], int(row[at + 1]), int(row[at + 2])) for at in (3, 6))
+        return LinkFigures(first, second, row[1], row[2], PLAN.payload_bytes, there, back)
+
+    def _carried(self, pair: RankPair, row: Sequence[float]) -> dict[Pair, Sent]:
+        """What training has sent between the hosts of a pair."""
+        first, second = (self._hosts[rank] for rank in pair)
+        there, back = (Sent(int(row[at]), int(row[at + 1])) for at in (_FORWARD, _BACKWARD))
+        return {(first, second): there, (second, first): back}
+
+    def _judge(self, figures: Sequence[LinkFigures], carried: Mapping[Pair, Sent]) -> None:
+        """Emit events of what changed; on rank 0."""
+        run = self._run
+        if self._writer is not None and figures:
+            metrics = {"health/ping_ms": 1e3 * max(one.rtt_s for one in figures)}
+            if counted := [one.loss for one in carried.values() if one.segments]:
+                metrics["health/resent_share"] = max(counted)
+            self._writer.write(run.step, metrics)
+        begun, ended = self._watch.take(figures, carried)
+        for place, found in name_places(list(self._watch.slow.values())).items():
+            if any(one in begun for one in found):
+                self._report(place, found)
+        for one in ended:
+            logger.warning("link %s is no longer slow", one.place)
+            run.events.emit("health", "link_recovered", step=run.step, place=one.place, hosts=one.pair)
+
+    def _report(self, place: str, found: Sequence[SlowLink]) -> None:
+        pairs = [{"place": one.place, "kinds": one.kinds, "text": one.text} for one in found]
+        texts = [one.text if one.place == place else f"{one.place}: {one.text}" for one in found]
+        logger.warning("slow link %s: %s", place, "; ".join(texts))
+        hosts = sorted({host for one in found for host in one.pair})
+        self._run.events.emit("health", "slow_link", step=self._run.step, place=place, hosts=hosts, pairs=pairs)
+
+    def _drop(self, lost: dict[RankPair, str]) -> None:
+        """Measure these pairs no more."""
+        for pair, problem in lost.items():
+            for rank in pair:
+                if self._run.dims.rank in pair and rank in self._connections:
+                    self._connections.pop(rank).close()
+            if self._run.dims.rank == 0:
+                first, second = (self._hosts[rank] for rank in pair)
+                self._watch.slow.pop((first, second), None)
+                logger.warning("link between %s and %s is not measured: %s", first, second, problem)
+                self._run.events.emit(
+                    "health", "link_unmeasured", step=self._run.step, hosts=[first, second], problem=problem
+                )
+
+
+def _row(found: LinkFigures) -> list[float]:
+    """A measurement as numbers; zeros where there is none."""
+    ways = [(way.seconds, way.segments, way.resent) for way in (found.forward, found.backward)]
+    return [1.0, found.rtt_s, found.skew_s, *ways[0], *ways[1]]

@@ -1,0 +1,224 @@
+"""The ranks of a host, as its agent sees them: records, processes, and the answers to its questions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.common.durable import write_durably
+from megasdc.common.process_state import process_state
+from megasdc.common.shared_memory import read_own_json
+from megasdc.ops.health.incident import state_of
+from megasdc.ops.health.limits import Limits, merged
+from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.rank_state import DISK, GONE, RUNNING
+from megasdc.ops.health.rank_watch import answer_path
+from megasdc.ops.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
+from megasdc.ops.health.sockets import connections, silent_peers
+
+ANSWER_S = 3.0
+"""Seconds that ranks have to answer."""
+DISK_S = 0.3
+"""A process that waits for a disk longer than this is told to."""
+LEAVE_S, KILLED_S = 5.0, 2.0
+"""Seconds that ranks have to leave before they are killed, and then to end."""
+
+
+@dataclass
+class WatchedRank:
+    """A rank as its agent sees it.
+
+    Args:
+        first_step: of its process.
+        state: of its process, at the last look.
+        since: what came before this does not count (``time.monotonic``).
+        damaged: what is wrong with its record; empty: nothing.
+    """
+
+    record: RecordReader
+    first_step: int
+    progress: Progress
+    state: str = RUNNING
+    since: float = 0.0
+    damaged: str = ""
+
+    @property
+    def identity(self) -> Identity:
+        """Its identity."""
+        return self.record.identity
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has finished, or its process is gone."""
+        return self.state == GONE or self.progress.phase == Phase.DONE
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds since its last change of phase, as far as they count."""
+        return time.monotonic() - max(self.progress.time, self.since)
+
+    def look(self) -> None:
+        """Read where it is, and what its process does; with a damaged record it stays where it was last seen."""
+        try:
+            self.progress = self.record.read()
+        except ValueError as error:
+            self.damaged = str(error)
+        self.state = process_state(self.identity.pid, self.identity.started_at)
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, for people and programs."""
+        return {
+            "rank": self.identity.rank,
+            "step": self.progress.step,
+            "micro_batch": self.progress.micro_batch,
+            "phase": self.progress.phase.label,
+            "stuck_s": round(self.stuck_s, 3),
+            "process": self.state,
+            "group": self.progress.group,
+            "sequence": self.progress.sequence,
+        }
+
+
+class WatchedRanks:
+    """All ranks of this host.
+
+    Args:
+        folder: of the records.
+        ranks: their numbers.
+        first_steps: of their processes, by rank, as far as an earlier agent has kept them; else where they are now.
+
+    Raises:
+        OSError: a record is missing.
+        ValueError: a record is damaged.
+    """
+
+    def __init__(self, folder: Path, ranks: Sequence[int], first_steps: Mapping[int, int] | None = None) -> None:
+        self._folder, self._first_steps = folder, first_steps or {}
+        self._ranks = [self._open(rank) for rank in ranks]
+
+    def _open(self, rank: int) -> WatchedRank:
+        record = RecordReader(record_path(self._folder, rank))
+        progress = record.read()
+        return WatchedRank(record, self._first_steps.get(rank, max(progress.step, 1)), progress)
+
+    def __iter__(self) -> Iterator[WatchedRank]:
+        return iter(self._ranks)
+
+    @property
+    def run(self) -> str:
+        """Name of this start of the run."""
+        return self._ranks[0].identity.run
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds since the last change of phase of any that has not ended."""
+        return min((rank.stuck_s for rank in self._ranks if not rank.ended), default=0.0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have finished, or are gone."""
+        return all(rank.ended for rank in self._ranks)
+
+    def look(self) -> None:
+        """Read where all are."""
+        for rank in self._ranks:
+            rank.look()
+
+    def durations(self, kept: Mapping[Phase, Sequence[int]]) -> dict[Phase, list[int]]:
+        """Counts of durations by phase, with those of earlier starts; none of a record that was cut off."""
+        found = []
+        for rank in self._ranks:
+            with contextlib.suppress(ValueError):
+                found.append(rank.record.durations())
+        return merged([kept, *found])
+
+    def count_from_now(self) -> None:
+        """What was before does not count: this whole host stood still."""
+        for rank in self._ranks:
+            rank.since = time.monotonic()
+
+    def are_stuck(self, limits: Limits) -> bool:
+        """Whether every rank that has not ended has been where it is for longer than it may."""
+        waiting = [rank for rank in self._ranks if not rank.ended]
+        return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
+
+    def report(self, limits: Limits) -> dict[str, Any] | None:
+        """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts.
+
+        None: one has moved meanwhile.
+        """
+        before = {rank.identity.rank: (rank.progress.number, rank.state) for rank in self._ranks}
+        asked: dict[int, int] = {}
+        for rank in self._ranks:
+            if rank.state in (RUNNING, DISK):
+                with contextlib.suppress(ValueError):
+                    asked[rank.identity.rank] = rank.record.ask()
+        now = time.monotonic()
+        while time.monotonic() < now + (DISK_S if self._answered(asked) else ANSWER_S):
+            time.sleep(0.05)
+        self.look()
+        if any(rank.progress.number != before[rank.identity.rank][0] for rank in self._ranks):
+            return None
+        states, stacks, addresses = [], {}, set()
+        for rank in self._ranks:
+            if rank.state == DISK and before[rank.identity.rank][1] != DISK:
+                rank.state = RUNNING  # it has only just begun to wait for it
+            answer = self._answer(rank, asked)
+            stacks[str(rank.identity.rank)] = answer.get("stacks", {})
+            limit_s = limits.of(rank.progress, rank.first_step)
+            known = connections(rank.identity.pid)
+            addresses |= {one.local for one in known}
+            state = state_of(rank.identity, rank.progress, limit_s, rank.state, answer, silent_peers(known))
+            states.append(asdict(state))
+        return {"run": self.run, "states": states, "stacks": stacks, "addresses": sorted(addresses)}
+
+    def _answered(self, asked: Mapping[int, int]) -> bool:
+        return all(rank.record.answered >= asked.get(rank.identity.rank, 0) for rank in self._ranks)
+
+    def _answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:
+        number = rank.identity.rank
+        if number not in asked or rank.record.answered < asked[number]:
+            return {}
+        try:
+            return read_own_json(answer_path(self._folder, number))
+        except (OSError, ValueError):
+            return {}
+
+    def end(self, leave: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+        """Tell all to leave, and kill those that do not.
+
+        Args:
+            leave: ``exit_code`` and ``message``.
+            tell: called with what had to be done.
+        """
+        try:
+            write_durably(self._folder / LEAVE_FILE, json.dumps(leave) + "\n")
+        except OSError as error:
+            tell(f"ranks cannot be told to leave, and are killed: {error}")
+        else:
+            for rank in self._ranks:
+                rank.record.tell_to_leave()
+            self._wait_until_gone(LEAVE_S)
+        for rank in self._ranks:
+            rank.look()
+            if rank.state != GONE:
+                tell(f"rank {rank.identity.rank} did not leave and was killed")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.identity.pid, signal.SIGKILL)
+        self._wait_until_gone(KILLED_S)
+        for rank in self._ranks:
+            if rank.state != GONE:
+                tell(f"rank {rank.identity.rank} was killed and does not end: its process is {rank.state}")
+
+    def _wait_until_gone(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until and not all(rank.state == GONE for rank in self._ranks):
+            time.sleep(0.1)
+            self.look()

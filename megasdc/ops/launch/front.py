@@ -1,0 +1,394 @@
+"""Front of a launch, ``megasdc launch``: checks, start, supervision, verdict.
+
+A thin front for DeepSpeed's launcher: everything is checked before anything starts, arguments and environment reach
+ranks unchanged, and the exit code is 0 only if every rank has written a done record with 0.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megasdc.common import room, run_lock
+from megasdc.common.errors import HangError, LaunchError, StorageError
+from megasdc.common.shared_memory import NAME_VARIABLE
+from megasdc.common.wire import raise_descriptor_limit
+from megasdc.ops.health.front.server import Standstill
+from megasdc.ops.launch import environment, host_failed, own_lines
+from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
+from megasdc.ops.launch.health import listening_for_agents
+from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.on_host import private
+from megasdc.ops.launch.plan import LaunchPlan, make_plan
+from megasdc.ops.launch.process import LauncherProcess
+from megasdc.ops.launch.records import records_dir
+from megasdc.ops.launch.remote import Watch
+from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.ops.launch.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
+from megasdc.ops.launch.verdict import Met, Verdict, after_suspension, judge, launcher_killed, lines_of, read_met
+from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
+from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
+
+PRIVATE_TIMEOUT_S, REMOVAL_TIMEOUT_S = 60.0, 10.0
+"""For a host to take what is secret of a launch, longer where it is only busy; to remove it, once all has ended."""
+
+MEMORY_UNKNOWN = (
+    "whether the kernel has killed a rank for want of memory is not known where SLURM or MPI starts it: srun says "
+    "`task N: Out Of Memory` where SLURM counts that (TaskPlugin=task/cgroup), and the kernel's log on its host does"
+)
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records.
+
+    ``met``: faults and standstills of this launch, also where it ended well; ``memory``: as of ``Verdict``.
+    """
+
+    exit_code: int
+    launch_id: str
+    run_dir: str
+    hosts: dict[str, list[int]]
+    command: list[str]
+    launcher_code: int | None
+    failed_rank: int | None
+    failed_host: str | None
+    lines: list[str]
+    stopped_by: int | None
+    ended_by: int | None
+    met: list[Met]
+    memory: str | None = None
+
+
+def launch(
+    config_path: Path | str,
+    hostfile: Path | str | None = None,
+    launcher_args: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    script: Path | str = DEFAULT_SCRIPT,
+    *,
+    num_gpus: int | None = None,
+    allow_changed: Sequence[str] = (),
+) -> int:
+    """Start a run, wait for its end, and return its exit code; problems are printed to standard error.
+
+    Args:
+        config_path: the run's JSON file.
+        hostfile: DeepSpeed's hostfile; None runs on this host only.
+        launcher_args: further options for DeepSpeed's launcher.
+        overrides: texts ``a.b.c=value``.
+        num_gpus: ranks on each host; None means all slots of the hostfile.
+        allow_changed: paths ``a.b.c`` of fields that may differ on resume.
+    """
+    request = LaunchRequest(
+        Path(config_path),
+        hostfile=None if hostfile is None else Path(hostfile),
+        num_gpus=num_gpus,
+        launcher_args=tuple(launcher_args),
+        overrides=tuple(overrides),
+        allow_changed=tuple(allow_changed),
+        script=Path(script),
+    )
+    return launch_run(request).exit_code
+
+
+def launch_run(
+    request: LaunchRequest,
+    *,
+    dry_run: bool = False,
+    quiet: bool = False,
+    on_verdict: Callable[[], None] = lambda: None,
+) -> LaunchResult:
+    """Check, start and supervise a run, and decide how it ended.
+
+    Args:
+        dry_run: only check, and show the command; nothing is built, started or written.
+        quiet: send the ranks' standard output to standard error, which leaves standard output to the caller.
+        on_verdict: called once it is known how ranks have ended, while their launcher still has stop signals.
+
+    Returns:
+        How it ended; failed checks raise instead.
+
+    Raises:
+        ConfigError: the configuration or its layout is wrong.
+        LaunchError: hosts, versions, files, environment or arguments do not allow a start; lists all problems.
+        StorageError: folders cannot be written to, and nothing else is wrong.
+    """
+    raise_descriptor_limit()
+    plan = make_plan(request, say)
+    room.set_limit(plan.program.wait_for_room_s)
+    if not dry_run:
+        room.need_room(partial(_probe, plan.run_dir), plan.run_dir, say)
+    if plan.needs.master_port is not None:
+        return _launch_planned(plan, dry_run, quiet, on_verdict)
+    # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
+    with held_port() as port:
+        return _launch_planned(replace(plan, master_port=port), dry_run, quiet, on_verdict)
+
+
+def _probe(folder: Path) -> None:
+    """Raise OSError where this host sees that a folder is full; one that is read-only or absent is checked later."""
+    try:
+        room.probe(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
+    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=Watch(say=say))
+    if problems := [*_folders_in_use(plan), *report.problems]:
+        in_use = len(problems) > len(report.found)
+        raise (LaunchError if in_use else report.error)("\n".join(problems))
+    plan = _with_master_address(plan, report)
+    say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
+    if dry_run:
+        say(f"would run: {shlex.join(plan.shown_command)}")
+        return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
+    away: dict[str, str] = {}
+    with _holding(plan), _meeting(plan, away) as plan:
+        with listening_for_agents(plan) as agents:
+            verdict, launcher_code, unreachable = _run(plan, quiet, agents, on_verdict)
+        away.update(unreachable)
+        if verdict.exit_code == HangError.exit_code:
+            verdict = replace(verdict, lines=[*verdict.lines, *_left_locks(plan, away)])
+        result = _result(plan, verdict, launcher_code)
+        _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
+        for line in (*verdict.lines, *lines_of(result.met)):
+            say(line)
+    return result
+
+
+def _left_locks(plan: LaunchPlan, away: Mapping[str, str]) -> list[str]:
+    """Locks of compiled extensions on hosts that answer; under SLURM, where no other is reached, of one host alone."""
+    hosts, extensions = [host for host in plan.placement.hosts if host not in away], plan.needs.extensions
+    is_reached = plan.transport.remote or len(plan.placement.hosts) == 1
+    return left_locks(hosts, plan.transport, extensions) if hosts and extensions is not None and is_reached else []
+
+
+def _inspected(plan: LaunchPlan) -> Placement:
+    """Hosts to probe; under SLURM, where hosts often refuse SSH, only this one, under the first host's name."""
+    if plan.request.backend != "slurm" or not plan.placement.remote:
+        return plan.placement
+    say("slurm: the other hosts are not checked, they may not be reachable over SSH")
+    first = plan.placement.hosts[0]
+    return Placement({first: plan.placement.slots[first]}, remote=False)
+
+
+def _folders_in_use(plan: LaunchPlan) -> list[str]:
+    """Problems: other processes that use the run's folders, as seen here; ranks check again on every host."""
+    problems = []
+    for folder in plan.needs.writable:
+        try:
+            run_lock.check_free(Path(folder), say, plan.request.ended)
+        except LaunchError as error:
+            problems.append(str(error))
+    return problems
+
+
+@contextmanager
+def _holding(plan: LaunchPlan) -> Iterator[None]:
+    """Lock the folder of a run whose ranks do not; on this host, or all that share it.
+
+    Raises:
+        LaunchError: another launch has it.
+        StorageError: it cannot be made.
+    """
+    if not plan.program.is_users:
+        yield
+        return
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{plan.run_dir} cannot be made: {error.strerror}; choose another by --run-dir") from error
+    holder = run_lock.Holder.this_process(secrets.token_hex(8), plan.launch_id)
+    lock = run_lock.take(plan.run_dir, holder, say, plan.request.ended)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _meeting(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[LaunchPlan]:
+    """Where ranks meet, as long as they run: those of one host without a port, and with gloo on loopback alone.
+
+    Args:
+        away: see ``_private_on_hosts``.
+
+    Raises:
+        LaunchError: a host did not take what is secret of the launch.
+    """
+    if plan.placement.remote:
+        with _private_on_hosts(plan, away) as name:
+            yield _with_variables(plan, {MEETING_VARIABLE: "", PRIVATE_VARIABLE: name})
+        return
+    meeting = LocalMeeting()
+    try:
+        own = {MEETING_VARIABLE: str(meeting.folder), INTERFACE_VARIABLE: meeting.environment[INTERFACE_VARIABLE]}
+        yield _with_variables(plan, {**own, PRIVATE_VARIABLE: ""})
+    finally:
+        meeting.close()
+
+
+@contextmanager
+def _private_on_hosts(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[str]:
+    """Leave on each host, for this user alone, a secret for the ranks, and the variables with secrets for pdsh.
+
+    That passes no environment on. Under SLURM, where hosts often refuse SSH, nothing is left, and the name is empty.
+
+    Args:
+        away: why hosts could not be reached at the end, by host: they are not waited for once more.
+
+    Raises:
+        LaunchError: a host did not take them.
+    """
+    if not plan.transport.remote:
+        yield ""
+        return
+    name, files = secrets.token_hex(16), {SECRET_FILE: new_secret()}
+    if (variables := environment.private_environment(os.environ)) and plan.request.backend == "pdsh":
+        files[private.ENVIRONMENT] = json.dumps(variables)
+
+    def ask(files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: Watch) -> dict[str, str]:
+        request, program = {"name": name, "files": files}, Path(private.__file__)
+        answers = plan.transport.run(hosts, program, request, timeout_s=timeout_s, watch=watch) if hosts else []
+        return {answer.host: answer.problem for answer in answers if answer.problem}
+
+    hosts = plan.placement.hosts
+    try:
+        if refused := ask(files, hosts, PRIVATE_TIMEOUT_S, Watch(say=say)):
+            hosts = [host for host in hosts if host not in refused]
+            raise LaunchError("\n".join(f"the secret of the launch was not taken: {text}" for text in refused.values()))
+        yield name
+    finally:
+        problems = ask(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, Watch())
+        for problem in (*away.values(), *problems.values()):
+            say(f"the secret of the launch, which has ended, may not have been removed: {problem}")
+
+
+def _with_variables(plan: LaunchPlan, variables: Mapping[str, str]) -> LaunchPlan:
+    rank = replace(plan.rank, environment={**plan.rank.environment, **variables})
+    return replace(plan, rank=rank)
+
+
+def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
+    """Fill in the address of rank 0's host, for the launcher and for backends that set no MASTER_ADDR."""
+    if not plan.placement.remote:
+        return replace(plan, master_addr=None)
+    first = plan.placement.hosts[0]
+    # DeepSpeed would ask the first host over SSH, and take the first word that its login prints for the address.
+    if plan.request.backend == "slurm":  # nodes often refuse SSH, so that the facts are this host's
+        address = plan.master_addr or address_from_here(first)
+    else:
+        address = plan.master_addr or master_address(first, report.facts[first])
+    fallback = {**plan.rank.fallback, "MASTER_ADDR": address or first.rpartition("@")[2]}
+    return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
+
+
+def _describe(placement: Placement) -> str:
+    ranks = len(placement.host_of_rank)
+    shown = [f"{host} ({len(slots)})" for host, slots in list(placement.slots.items())[:8]]
+    more = len(placement.hosts) - len(shown)
+    return f"{ranks} rank{'s' if ranks > 1 else ''} on {', '.join(shown)}{f' and {more} more hosts' if more else ''}"
+
+
+def _run(
+    plan: LaunchPlan, quiet: bool, agents: Standstill | None, on_verdict: Callable[[], None]
+) -> tuple[Verdict, int, dict[str, str]]:
+    """Start the launcher, wait for it, and judge the records.
+
+    Args:
+        agents: what they tell; None: nothing listens.
+
+    Returns:
+        The verdict, the launcher's exit code, and why hosts could not be reached at the end, by host.
+    """
+    silent = dict if agents is None else agents.silent_s
+    # For the runner itself: it exports PYTHON variables, and its kill pattern contains the launch id.
+    env = {**os.environ, **plan.rank.environment}
+    env["PATH"] = os.pathsep.join([*plan.rank.path, os.environ.get("PATH", os.defpath)])
+    environment.stop_grace_s(os.environ)
+    env[own_lines.FOLDER_VARIABLE] = str(own_lines.logs_folder(plan.run_dir))
+    env[host_failed.FOLDER_VARIABLE] = str(records_dir(plan.run_dir, plan.launch_id))
+    env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
+    env[NAME_VARIABLE] = secrets.token_hex(16)  # here, not among the ranks' variables: those are arguments on hosts
+    process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
+    try:
+        code = process.wait(FailureWatch(plan, silent=silent), plan.request.failure_grace_s)
+        number = process.stopped_by  # a signal from now on has not ended the launcher
+        records, unreachable = gather_records(plan)
+        incomplete = len(records.done) < len(plan.placement.host_of_rank)
+        # Also if all have written their records, which they do before they end.
+        waited = (incomplete or launcher_killed(records, code)) and wait_for_ranks(plan, set(unreachable))
+        if waited:
+            records, unreachable = gather_records(plan)
+        end = time.monotonic() + STOP_GRACE_S
+        while process.stopped_by is not None and len(records.done) < len(records.started) and time.monotonic() < end:
+            time.sleep(1)
+            records, unreachable = gather_records(plan)
+        on_verdict()
+    finally:
+        process.close()
+    hosts = plan.placement.host_of_rank
+    if code != 0 and len(records.started) < len(hosts):
+        folder = own_lines.logs_folder(plan.run_dir)
+        for line in own_lines.last_lines(folder):
+            say(f"DeepSpeed's launcher said: {line}")
+        say(f"its whole log is in {folder}")
+    outlived = incomplete and waited
+    clocks = None if agents is None else agents.clocks
+    verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
+    verdict = after_suspension(verdict, records, process.stood_still_s)
+    if number is None and not plan.has_own_launchers and records.started.keys() - records.done.keys():
+        verdict = replace(verdict, lines=[*verdict.lines, MEMORY_UNKNOWN])
+    if len(records.done) < len(hosts) and number is None and (problem := _without_room(plan.run_dir)):
+        verdict = replace(verdict, exit_code=StorageError.exit_code, lines=[problem, *verdict.lines])
+    return verdict, code, unreachable
+
+
+def _without_room(folder: Path) -> str:
+    """That a folder has no room, so that ranks cannot tell how they have ended; empty: it has some."""
+    try:
+        room.probe(folder)
+    except OSError as error:
+        if room.lacks_room(error):
+            return f"{folder} has no room ({error.strerror}), so that ranks could not write how they have ended"
+    return ""
+
+
+def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:
+    return LaunchResult(
+        exit_code=verdict.exit_code,
+        launch_id=plan.launch_id,
+        run_dir=str(plan.run_dir),
+        hosts=plan.placement.slots,
+        command=plan.shown_command,
+        launcher_code=launcher_code,
+        failed_rank=verdict.rank,
+        failed_host=verdict.host,
+        lines=verdict.lines,
+        stopped_by=verdict.stopped_by,
+        ended_by=verdict.ended_by,
+        met=read_met(plan.run_dir, lambda launch: launch == plan.launch_id),
+        memory=verdict.memory,
+    )
+
+
+def _write_result(plan: LaunchPlan, result: LaunchResult) -> None:
+    folder = records_dir(plan.run_dir, plan.launch_id)
+    path, text = folder / "launch.json", json.dumps(asdict(result), indent=2) + "\n"
+    try:
+        room.wait_for_room(lambda: room.write_whole(path, text), path, say, at_most_s=room.END_S)
+    except OSError as error:
+        say(f"{folder / 'launch.json'} could not be written: {error}")

@@ -1,0 +1,188 @@
+"""Entry point of a rank of a training that is not megasdc's own: runs its script as Python would, tells how it ends.
+
+Called as ``python -u -m megasdc.ops.launch.user_program [--local_rank=N] SETTINGS``, the settings those of
+``megasdc.ops.launch.request.UserProgram`` as JSON. The script sees what it would see without it: its own arguments, its
+folder first on ``sys.path``, ``__main__``. Added are the records of start and end, and the progress record that this
+host's agent watches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import json
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from megasdc.common import room
+from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
+from megasdc.common.program import INTERRUPTED
+from megasdc.common.shared_memory import deepspeed_buffer, remove_buffers
+from megasdc.ops.health.program_health import ProgramHealth
+from megasdc.ops.health.rank_watch import record_collectives
+from megasdc.ops.launch.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone
+from megasdc.ops.launch.plan import SLOTS_VARIABLE
+from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_done, write_started
+from megasdc.parallel.stores import on_one_address
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the program, and end the process with its exit code.
+
+    A rank that has failed ends without the destructors of its process groups, which may wait for ranks that have gone;
+    what the program has registered with ``atexit`` runs first. Processes that it forks leave no record.
+    """
+    *extra, text = argv
+    settings = json.loads(text)
+    rank, run_dir, own = int(os.environ["RANK"]), Path(settings["run_dir"]), os.getpid()
+    follow_parent()
+    room.set_limit(settings["wait_for_room_s"])
+    record_collectives(os.environ)
+    end: dict[str, Any] = {"code": 1, "error": None, "end": None}
+
+    def leave() -> None:
+        if os.getpid() != own:
+            return
+        if health is not None:
+            health.close()
+        if NODE_PID_VARIABLE not in os.environ or launcher_has_gone():  # else it does so once all ranks have ended
+            remove_buffers([buffer])
+        write_done(run_dir, rank, end["code"], end["error"], end=end["end"])
+        if end["code"]:
+            _flush()
+            os._exit(end["code"])
+
+    def leave_at_once(code: int, message: str) -> None:
+        error = ERRORS_BY_EXIT_CODE.get(code, HangError)(message)
+        _tell(lambda: print(f"rank {rank}: {error}", file=sys.stderr))
+        write_done(run_dir, rank, code, error)
+        _flush()
+        os._exit(code)
+
+    buffer = deepspeed_buffer(rank)
+    remove_buffers([buffer, *left_buffers(run_dir, rank)])  # of launches that were killed
+    write_started(run_dir, rank, buffer)
+    health = _watch(settings, rank, run_dir, leave_at_once)
+    atexit.register(leave)  # the first to be registered is the last to be called
+    _after_import("torch.distributed.rendezvous", _keep_store_on_one_address)
+    end["code"], end["error"] = _run(settings, extra)
+    end["end"] = None if end["code"] else "its program has ended"
+    if end["code"]:
+        sys.exit(end["code"])
+
+
+def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Do something with a module once the program imports it, which this file does not: it may set variables before."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+
+    class Finder(MetaPathFinder):
+        def find_spec(
+            self, wanted: str, path: Sequence[str] | None, _target: ModuleType | None = None
+        ) -> ModuleSpec | None:
+            if wanted != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = PathFinder.find_spec(wanted, path)
+            if spec is not None and spec.loader is not None:
+                load = spec.loader.exec_module
+
+                def load_and_change(module: ModuleType) -> None:
+                    load(module)
+                    then(module)
+
+                vars(spec.loader)["exec_module"] = load_and_change
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _keep_store_on_one_address(rendezvous: ModuleType) -> None:
+    """The store of ``env://``, which listens on all addresses else (torch 2.13)."""
+    vars(rendezvous)["TCPStore"] = on_one_address(rendezvous.TCPStore)
+
+
+def _watch(
+    settings: Mapping[str, Any], rank: int, run_dir: Path, leave: Callable[[int, str], None]
+) -> ProgramHealth | None:
+    """Watch this rank; without shared memory it trains nevertheless, with a warning."""
+    if settings["hang_after_s"] == 0:
+        return None
+    slots, launch_id = json.loads(os.environ[SLOTS_VARIABLE]), os.environ[LAUNCH_ID_VARIABLE]
+    try:
+        limits = settings["hang_floor_s"], settings["hang_after_s"]
+        return ProgramHealth(slots, rank, run_dir, launch_id, limits, settings["alert_command"], leave)
+    except (StorageError, OSError) as error:
+        logger.warning("health: rank %d is not watched: %s", rank, error)
+        return None
+
+
+def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseException | None]:
+    """Run the program; its exit code, and what it has raised, which is told as Python would."""
+    name = settings["name"]
+    sys.argv = [name, *extra, *settings["arguments"]]
+    try:
+        if settings["is_module"]:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(Path(name))
+    except SystemExit as error:
+        code = error.code
+        if code is None or isinstance(code, int):
+            return int(code or 0) & 0xFF, error if code else None
+        _tell(lambda: print(code, file=sys.stderr))
+        return 1, error
+    except KeyboardInterrupt as error:
+        return INTERRUPTED, error
+    except BaseException as error:
+        raised = error.with_traceback(_without_own_frames(error))  # hooks of libraries look there
+        _tell(lambda: sys.excepthook(type(raised), raised, raised.__traceback__))
+        return error.exit_code if isinstance(error, MegasdcError) else 1, error
+    return 0, None
+
+
+def _run_script(path: Path) -> None:
+    """Run a file as ``__main__``, which it stays until the process ends: threads and ``atexit`` may need it."""
+    sys.path[0] = str(path.resolve().parent)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=str(path), __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), str(path), "exec")
+    exec(code, vars(module))
+
+
+def _without_own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the first line of the program on; None: it did not come so far, as with a wrong syntax."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        found = found.tb_next
+    return found
+
+
+def _tell(say: Callable[[], object]) -> None:
+    """Tell something where that is possible: a stream may be closed, or its other end."""
+    with suppress(OSError, ValueError):
+        say()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            _tell(stream.flush)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

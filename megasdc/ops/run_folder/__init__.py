@@ -1,0 +1,1 @@
+"""What a run folder holds, read back: attempts, status, summary."""

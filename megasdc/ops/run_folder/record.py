@@ -1,0 +1,350 @@
+"""Contents of a run folder: metrics by name, events, incidents, ends of launches; also of a run in progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import PeerError, StorageError
+from megasdc.common.moment import first_of
+from megasdc.common.run_lock import read_holder
+from megasdc.events import Event, event_of, in_order, starts_of
+from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
+from megasdc.ops.health.hosts import FileClock
+from megasdc.ops.health.incident_file import HangIncident, load_hangs
+from megasdc.ops.launch.records import collect
+from megasdc.ops.run_folder.lines import read_lines
+from megasdc.ops.run_folder.slowness import load_slowness
+from megasdc.ops.supervise.journal import FOLDER, read_journal
+from megasdc.output.figure import Series
+from megasdc.sdc.incidents.incident import Incident, load_incidents
+
+OnProgress = Callable[[str, int, int], None]
+CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended; exit code 0: done. ``time`` in seconds since the epoch.
+
+    ``text``: the known facts, the cause first; ``rank`` and ``host``: that failed first, None: none did, or it is not
+    known; ``launch``: its id, None: not known; ``attempt``: number of its last start, None: it made none.
+    """
+
+    time: float
+    exit_code: int
+    text: str
+    rank: int | None = None
+    host: str | None = None
+    launch: str | None = None
+    attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder; ``config`` is empty where it cannot be read, ``incidents`` are with the page of each;
+    ``hangs``: oldest first.
+
+    ``ending``: of the last launch, None where neither the launcher nor a rank recorded one; ``written_at``: time of the
+    last line, seconds since the epoch by the clock of its host, None where there is none; ``quiet_s``: seconds since
+    then, by the clock of the file system; ``notes``: what was ignored, a sentence each;
+    ``slowness``: time over that of the peers by rank, empty where nothing was compared.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    series: dict[str, Series]
+    events: tuple[Event, ...]
+    incidents: tuple[tuple[Path, Incident], ...]
+    hangs: tuple[HangIncident, ...]
+    ending: Ending | None
+    written_at: float | None
+    notes: tuple[str, ...]
+    slowness: dict[int, Series] = field(default_factory=dict)
+    quiet_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder."""
+        return self.path.resolve().name
+
+    def setting(self, path: str) -> Any:
+        """One value of the configuration by dotted path, such as ``megasdc.training.steps``; None: there is none."""
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def of(self, kind: str, *names: str) -> list[Event]:
+        """Events of a kind; where names are given, only those."""
+        return [one for one in self.events if one.kind == kind and (not names or one.name in names)]
+
+    @property
+    def started_at(self) -> float | None:
+        """Time of the last start, by the clock of its host; None where none was recorded."""
+        return next((one.time for one in reversed(self.of("start", "run"))), None)
+
+    @property
+    def attempt(self) -> int:
+        """Number of the last start; 0: starts are not numbered, as of an earlier version."""
+        return max((one.attempt or 0 for one in self.events), default=0)
+
+    def is_of_last_start(self, attempt: int | None, launch: str | None, time: float) -> bool:
+        """Whether something belongs to the last start: by its number or its launch, never by the dates of hosts.
+
+        Args:
+            attempt: number of the start that it names; None: none.
+            launch: id of the launch that it names; None: none.
+            time: that it has, seconds since the epoch, by which alone what names neither can be told.
+        """
+        number = starts_of(self.events).get(launch or "") or attempt
+        if self.attempt and number:
+            return number >= self.attempt
+        return time >= (self.started_at or 0.0)
+
+    def since_last_start(self, events: Iterable[Event]) -> list[Event]:
+        """Those of the last start."""
+        starts, last, since = starts_of(self.events), self.attempt, self.started_at or 0.0
+        return [
+            one
+            for one in events
+            if ((one.attempt or starts.get(one.launch or "", 0)) >= last if last else one.time >= since)
+        ]
+
+    @property
+    def last_step(self) -> int:
+        """Last step of any metric, or of an event since the last start, audits excepted; 0: none."""
+        told = [one.step for one in self.since_last_start(self.events) if one.step is not None and one.kind != "audit"]
+        return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return any((path / name).exists() for name in (CONFIG_FILE, METRICS_FILE, "events", "done"))
+
+
+def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
+    """Reads a run folder; incomplete or damaged lines are ignored, counted and noted.
+
+    ``on_progress`` receives the activity, the files read and their total. Raises ``DataError`` where a file cannot be
+    read at all.
+    """
+    notes: list[str] = []
+    config = load_config(path / CONFIG_FILE, notes)
+    series, last_line = _load_series(path, notes)
+    events = _load_events(path, notes, on_progress)
+    events = _of_this_run(events, notes)
+    slowness = load_slowness(path, notes)
+    times = [events[-1].time] if events else []
+    hangs, unreadable = load_hangs(path)
+    notes += unreadable
+    clock = FileClock(path)
+    ages = [clock.age_s(one) for one in (path / METRICS_FILE, *(path / "events").glob("rank_*.jsonl"))]
+    return RunRecord(
+        path=path,
+        config=config,
+        series=series,
+        events=tuple(events),
+        incidents=load_incidents(path / "reports", notes),
+        hangs=hangs,
+        ending=load_ending(path, events, notes),
+        written_at=max([*times, *last_line], default=None),
+        notes=tuple(notes),
+        slowness=slowness,
+        quiet_s=min((age for age in ages if age is not None), default=None),
+    )
+
+
+def load_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """A run's configuration; empty where it cannot be read, which is noted."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        notes.append(f"{path.name} holds no configuration and is left out")
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing: what was configured is not known")
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {error}")
+    return {}
+
+
+def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], list[float]]:
+    """Metrics by name, and the time of the last line."""
+    for old in sorted(folder.glob("metrics.until_*.jsonl")):
+        notes.append(f"{old.name}, of an earlier run in the same folder, is not shown")
+    if not (folder / METRICS_FILE).exists():
+        notes.append(f"{METRICS_FILE} is missing: no number was reported yet")
+        return {}, []
+    lines = read_lines(folder / METRICS_FILE, metrics_row)
+    notes.extend(lines.notes)
+    series, twice = series_of(lines.rows)
+    if twice:
+        notes.append(f"{METRICS_FILE}: {twice} numbers were reported twice for a step; the later is shown")
+    return series, [row["time"] for row in lines.rows[-1:]]
+
+
+def series_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int]:
+    """Metrics by name, of rows in order; and how many numbers came twice for a step, of which the later is taken."""
+    values: dict[str, dict[int, float]] = {}
+    twice = 0
+    for row in rows:
+        for name, value in row.items():
+            if name not in PLACE:
+                own = values.setdefault(name, {})
+                twice += row["step"] in own
+                own[row["step"]] = math.nan if value is None else float(value)
+    series = {}
+    for name, own in values.items():
+        steps = np.array(sorted(own), dtype=np.int64)
+        series[name] = Series(steps, np.array([own[step] for step in steps.tolist()], dtype=np.float64))
+    return series, twice
+
+
+def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None) -> list[Event]:
+    paths = sorted((folder / "events").glob("rank_*.jsonl"))
+    if not paths:
+        notes.append("events/ holds no file of a rank: what happened is not known")
+    events: list[list[Event]] = []
+    for number, path in enumerate(paths, 1):
+        lines = read_lines(path, event_of)
+        notes.extend(f"events/{note}" for note in lines.notes)
+        events.append(lines.rows)
+        if on_progress is not None:
+            on_progress(f"reading {folder.name}", number, len(paths))
+    return in_order(events)
+
+
+def since_begun_anew(events: Sequence[Event]) -> list[Event]:
+    """Without the events of an earlier run in the same folder whose metrics were set aside.
+
+    Args:
+        events: in order.
+    """
+    anew = [place for place, one in enumerate(events) if (one.kind, one.name) == ("start", "metrics_set_aside")]
+    before = events[: anew[-1]] if anew else []
+    starts = [place for place, one in enumerate(before) if (one.kind, one.name) == ("start", "run")]
+    if not starts:
+        return list(events)
+    number = events[anew[-1]].attempt
+    first = next((place for place in starts if number is not None and events[place].attempt == number), starts[-1])
+    return list(events[first:])
+
+
+def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
+    kept = since_begun_anew(events)
+    if len(kept) < len(events):
+        notes.append(f"{len(events) - len(kept)} events of an earlier run in the same folder are not shown")
+    return kept
+
+
+def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
+    """How the last launch ended, from the launcher's record, else from those of its ranks."""
+    launches = [one for one in sorted((folder / "done").glob("*")) if one.is_dir()]
+    holder = read_holder(folder)
+    if holder is not None and holder.may_live:  # other launches ended before it began, or were refused
+        launches = [one for one in launches if one.name == holder.launch_id]
+    starts = starts_of(events)
+    found = [_ending_of(launch, folder, starts.get(launch.name), notes) for launch in launches]
+    planned = _planned(folder, notes)
+    last = _last_of([one for one in found if one is not None], planned)
+    told = _told_ending(events)
+    if told is None or last is None:
+        return told or last
+    if told.launch is None:  # of an earlier version
+        return told if told.time > last.time else last
+    if told.launch == last.launch:
+        return last
+    # Its launcher has left no record, or not yet. What its ranks have left has the file system's time, as all records.
+    left = [path.stat().st_mtime for path in (folder / "done" / told.launch).glob("*")]
+    return _last_of([last, replace(told, time=max(left, default=math.inf))], planned)
+
+
+def _planned(folder: Path, notes: list[str]) -> dict[str, int]:
+    """Places of launches in the order in which a supervisor has planned them, by launch id."""
+    try:
+        entries = read_journal(folder / FOLDER)
+    except StorageError as error:
+        notes.append(str(error))
+        return {}
+    return {str(one.fields["launch_id"]): one.number for one in entries if one.kind == "planned"}
+
+
+def _last_of(endings: Sequence[Ending], planned: Mapping[str, int]) -> Ending | None:
+    """That of the launch that began last: ranks of an earlier one may have ended after it, when their host was back.
+
+    By the order in which a supervisor has planned them, or by the numbers of starts; a launch that made none, and that
+    a person has started, comes by the file system's clock, by which all records are.
+    """
+
+    def is_later(one: Ending, other: Ending) -> bool:
+        places = planned.get(one.launch or ""), planned.get(other.launch or "")
+        for of_one, of_other in (places, (one.attempt, other.attempt)):
+            if of_one is not None and of_other is not None and of_one != of_other:
+                return of_one > of_other
+        return one.time > other.time
+
+    last: Ending | None = None
+    for one in sorted(endings, key=lambda one: (one.attempt is None, one.attempt or 0)):
+        last = one if last is None or is_later(one, last) else last
+    return last
+
+
+def _told_ending(events: Sequence[Event]) -> Ending | None:
+    """How the ranks of the last start ended, by their own events; None: none failed since.
+
+    Args:
+        events: in order.
+    """
+    numbers = [one.attempt for one in events if (one.kind, one.name) == ("start", "run")]
+    attempt = max((one for one in numbers if one is not None), default=None)
+    begun = [place for place, one in enumerate(events) if (one.kind, one.name) == ("start", "run")]
+    ends = [(place, one) for place, one in enumerate(events) if (one.kind, one.name) == ("end", "failed")]
+    # A rank of an earlier start may end after the last one has, when its host is back or it is woken.
+    ends = [(place, one) for place, one in ends if attempt is None or one.attempt is None or one.attempt >= attempt]
+    if not ends:
+        return None
+    place, last = ends[-1]
+    if not last.attempt and begun and place < begun[-1]:
+        return None
+    if last.attempt is not None:
+        failed = [one for _, one in ends if (one.attempt, one.launch) == (last.attempt, last.launch)]
+    else:  # Ranks of the same start ended after this rank's process had begun; a rank may fail before all have joined.
+        since = last.fields.get("process_started", events[begun[-1]].time if begun else 0.0)
+        failed = [one for _, one in ends if one.time >= since]
+    # The cause is the first rank that failed by itself; a rank with PeerError only lost another one.
+    first = min(failed, key=lambda one: one.fields.get("exit_code") == PeerError.exit_code)
+    text = f"rank {first.rank} on {first.host}: {first.fields.get('message')}"
+    code = int(first.fields.get("exit_code", 1))
+    return Ending(last.time, code, text, first.rank, first.host, last.launch, last.attempt)
+
+
+def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]) -> Ending | None:
+    """How it ended, with the file system's time of that; None: it is not recorded."""
+    try:
+        records = collect(folder, launch.name)
+        path = launch / LAUNCH_FILE
+        if path.exists():
+            found = parse_json(path.read_text(encoding="utf-8"))
+            ended_at, lines = path.stat().st_mtime, "; ".join(found["lines"])
+            rank, host = found.get("failed_rank"), found.get("failed_host")
+            return Ending(ended_at, int(found["exit_code"]), lines, rank, host, launch.name, attempt)
+        failed = {one.rank: one for one in records.done.values() if one.exit_code}
+        written = [(launch / f"rank_{rank:05d}.json").stat().st_mtime for rank in failed]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"done/{launch.name} is left out: {error}")
+        return None
+    notes.extend(f"done/{launch.name}: {line}" for line in records.unreadable)
+    if not failed:
+        return None
+    moments = {rank: one.ended_at for rank, one in failed.items()}
+    by_itself = {rank: at for rank, at in moments.items() if failed[rank].exit_code != PeerError.exit_code}
+    first = failed[min(first_of(by_itself or moments, {}))]
+    text = f"rank {first.rank} on {first.host}: {first.first_line}"
+    return Ending(max(written), first.exit_code, text, first.rank, first.host, launch.name, attempt)

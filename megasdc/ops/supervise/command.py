@@ -1,0 +1,234 @@
+"""``megasdc supervise``: reads what is asked for, opens the journal, and supervises."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Event
+from types import FrameType
+
+from megasdc.common import room
+from megasdc.common.errors import LaunchError
+from megasdc.config import load_config
+from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.sections.supervise import SuperviseSection
+from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
+from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
+from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfile
+from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.ops.supervise.allocation import Allocation, ThisHost
+from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.history import HOSTS, SUSPECTED, TAKEN_OVER, History
+from megasdc.ops.supervise.host_tests import StressTests
+from megasdc.ops.supervise.journal import FOLDER, Journal
+from megasdc.ops.supervise.ledger import Ledger, judge
+from megasdc.ops.supervise.output import LOG_FILE, lasting_output
+from megasdc.ops.supervise.policy import Limits
+from megasdc.ops.supervise.salvage import complete
+from megasdc.ops.supervise.sizes import find_sizes
+from megasdc.ops.supervise.slurm import JOB_VARIABLE, SlurmJob
+from megasdc.ops.supervise.supervise import Supervisor
+
+
+def say(line: str) -> None:
+    """Print a message of the supervisor to standard error."""
+    print(f"megasdc supervise: {line}", file=sys.stderr, flush=True)
+
+
+def supervise_run(
+    config_path: Path,
+    launcher_args: Sequence[str] = (),
+    hostfile: Path | None = None,
+    script: Path | None = None,
+    overrides: Sequence[str] = (),
+    allow_changed: Sequence[str] = (),
+) -> int:
+    """Supervise a run to its end; returns the exit code of its last attempt, 0 where another job goes on with it.
+
+    Args:
+        hostfile: None: the hosts are the nodes of the SLURM job that this process runs in.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        LaunchError: there is neither a hostfile nor a SLURM job, or it is wrong, or has too few hosts; or another
+            supervisor has the run.
+        StorageError: the journal is damaged, or cannot be written.
+    """
+    config = load_config(config_path, overrides, allow_changed)
+    room.set_limit(config.megasdc.logging.wait_for_room_s)
+    allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
+    num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")
+    sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
+    for hosts, problem in impossible.items():
+        say(f"with {hosts} hosts the run cannot go on: {problem}")
+    run_dir = Path.cwd() / config.megasdc.logging.run_dir
+    request = LaunchRequest(
+        config_path.absolute(),
+        launcher_args=tuple(launcher_args),
+        overrides=tuple(overrides),
+        allow_changed=tuple(allow_changed),
+        script=DEFAULT_SCRIPT if script is None else script.absolute(),
+    )
+    steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
+    alert_command = config.megasdc.health.alert_command
+    engine = FrontEngine(run_dir, steps, skip, section.rewind_steps, request, allocation, sizes, alert_command)
+    return _supervise(str(request.config_path), engine, run_dir, section, num_hosts, list(sizes), allocation)
+
+
+def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int:
+    """Supervise a training that is not megasdc's own; as ``supervise_run``.
+
+    Raises:
+        LaunchError, StorageError: likewise.
+    """
+    is_here = command.hostfile is None and not os.environ.get(JOB_VARIABLE)
+    if not is_here and (command.include or command.exclude or command.num_gpus is not None):
+        raise LaunchError(
+            "deepspeed --include, --exclude, --num_gpus: not with --supervise, which chooses hosts itself: write a "
+            "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
+        )
+    room.set_limit(settings.logging.wait_for_room_s)
+    if is_here:
+        place = place_program_here(command.include, command.exclude, command.num_gpus, os.environ)
+        allocation: Allocation = ThisHost(len(place.host_of_rank))
+    else:
+        allocation = _allocation(command.hostfile, command.launcher_args)
+    section = settings.supervise
+    num_hosts = _num_hosts(section.num_hosts or command.num_hosts, allocation, "")
+    run_dir = Path.cwd() / settings.logging.run_dir
+    request = replace(command, num_hosts=None).request(str(run_dir), settings)
+    sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
+    engine = FrontEngine(run_dir, 0, [], 0, request, allocation, sizes, settings.health.alert_command)
+    name = shlex.join([command.script, *command.arguments])
+    return _supervise(name, engine, run_dir, section, num_hosts, list(sizes), allocation)
+
+
+def _num_hosts(wanted: int | None, allocation: Allocation, root: str) -> int:
+    num_hosts = wanted or len(allocation.slots)
+    if num_hosts > len(allocation.slots):
+        raise LaunchError(
+            f"{root}supervise.num_hosts is {num_hosts}, and {allocation.name} has {len(allocation.slots)} hosts"
+        )
+    return num_hosts
+
+
+def _supervise(
+    name: str,
+    engine: FrontEngine,
+    run_dir: Path,
+    section: SuperviseSection,
+    num_hosts: int,
+    sizes: Sequence[int],
+    allocation: Allocation,
+) -> int:
+    """Supervise a run.
+
+    Args:
+        name: of what is run, which its journal keeps.
+        sizes: numbers of hosts with which it can go on.
+    """
+    stop = Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        # SLURM announces the end of a job by one of the others.
+        if number != signal.SIGINT and allocation.can_be_left and not stop.is_set():
+            allocation.is_ending = True
+        stop.set()
+
+    room.end_waits_when(stop.is_set)
+    folder = run_dir / FOLDER
+    with (
+        lasting_output(folder / LOG_FILE),
+        Journal(folder, say, partial(complete, folder, name, allocation.job)) as journal,
+    ):
+        _open(journal, name, allocation.slots, num_hosts, sizes)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, on_signal)
+        ledger = None if section.ledger is None else Ledger(Path(section.ledger))
+        if ledger is not None:
+            _suspect(journal, ledger, section.ledger_days)
+        tests = StressTests(folder, section.test_rounds, section.golden, engine.checks)
+        limits = Limits(
+            per_hour=section.failures_per_hour,
+            without_progress=section.without_progress,
+            failed_starts=section.failed_starts,
+            same_step=section.same_step,
+            pause_s=section.pause_s,
+            longest_pause_s=section.longest_pause_s,
+            returns=section.returns,
+            retest_s=section.retest_s,
+            rewinds=section.rewinds,
+            spare_test_s=section.spare_test_s,
+        )
+        return Supervisor(journal, engine, tests, limits, allocation, stop, say, ledger).run()
+
+
+def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
+    if hostfile is not None:
+        slots = read_hostfile(hostfile)
+        options = parse_launcher_args(launcher_args, OF_PROGRAMS)
+        is_here = list(slots) == [LOCAL_HOST]
+        return ThisHost(slots[LOCAL_HOST]) if is_here else Allocation(str(hostfile), slots, options.ssh_port)
+    if any(word.partition("=")[0] == "--launcher_args" for word in launcher_args):
+        raise LaunchError(
+            "launcher option --launcher_args: under SLURM the supervisor sets it; give options of srun by the "
+            "environment variables that it reads, such as SRUN_CPUS_PER_TASK"
+        )
+    return SlurmJob(os.environ)
+
+
+def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
+    """Write which hosts are not used before they have passed a test, since they failed often in other runs.
+
+    The worst first, and never more than the run has spares. Only at the beginning of a run: later its own journal says
+    what became of them.
+
+    Raises:
+        LaunchError: the ledger is that of other hosts.
+        StorageError: it cannot be read.
+    """
+    history = History.of(journal.entries)
+    if history.attempt is not None:
+        return
+    uses = ledger.read()
+    if uses and not {host for one in uses for host in one.hosts} & history.slots.keys():
+        raise LaunchError(
+            f"the ledger {ledger.path} knows none of the hosts {', '.join(history.slots)}, but {uses[-1].hosts[0]} and "
+            "others: it is of another cluster, or hosts have new names; name another file in megasdc.supervise.ledger"
+        )
+    found = {host: judge(uses, host, time.time(), days) for host in history.slots}
+    worst = sorted(found, key=lambda host: -found[host].probability)
+    suspects = {host: str(found[host]) for host in worst if found[host].is_suspect}
+    for host, text in suspects.items():
+        say(f"{host}: {text}")
+    kept = dict(list(suspects.items())[: history.num_spares])
+    if kept:
+        say(f"not used before they have passed a test: {', '.join(kept)}")
+        journal.write(SUSPECTED, hosts=kept)
+
+
+def _open(journal: Journal, name: str, slots: dict[str, int], num_hosts: int, sizes: Sequence[int]) -> None:
+    """Write what begins the journal, or goes on with it: the run, or that it is taken over, and changed hosts.
+
+    Raises:
+        LaunchError: it is the journal of another run.
+    """
+    history = History.of(journal.entries)
+    if history.stage and history.config != name:
+        raise LaunchError(
+            f"{journal.path} is of the run of {history.config}, not of {name}; give that file, or another "
+            "logging.run_dir"
+        )
+    if (history.slots, history.num_hosts, history.sizes) != (slots, num_hosts, tuple(sizes)):
+        journal.write(HOSTS, slots=slots, num_hosts=num_hosts, sizes=sizes)
+    if not history.stage or history.exit_code is not None:
+        journal.write("opened", config=name)
+    else:
+        journal.write(TAKEN_OVER)

@@ -1,0 +1,133 @@
+"""The process of one attempt: the front of a launch, which leaves how it ended in a file.
+
+    python -m megasdc.ops.supervise.front REQUEST
+
+``REQUEST`` is JSON: ``launch``, the fields of ``LaunchRequest``, and ``result``, the file. A front that is killed
+leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megasdc.common import room
+from megasdc.common.durable import parse_json, write_durably
+from megasdc.common.errors import MegasdcError, StorageError
+from megasdc.common.moment import boot_id
+from megasdc.ops.launch.front import launch_run
+from megasdc.ops.launch.request import LaunchRequest, UserProgram
+from megasdc.ops.launch.supervision import say
+from megasdc.ops.supervise.diagnosis import SIGNALS
+from megasdc.train.process.signals import ExitSignals, exiting_on_signals
+
+MODULE = "megasdc.ops.supervise.front"
+HELD = (signal.SIGINT, signal.SIGTERM)
+"""Signals that who starts a front blocks for it, until it can write down that they have ended it."""
+
+
+@dataclass(frozen=True)
+class FrontResult:
+    """How a launch ended, or why it was refused; fields as of ``megasdc.ops.launch.front.LaunchResult``.
+
+    Args:
+        ended_at: when it did, seconds since the epoch.
+        monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
+        boot: id of its kernel since it was booted; None: likewise.
+        memory: as of ``megasdc.ops.launch.verdict.Verdict``.
+    """
+
+    exit_code: int
+    failed_rank: int | None
+    failed_host: str | None
+    lines: list[str]
+    ended_at: float = field(default_factory=time.time)
+    stopped_by: int | None = None
+    ended_by: int | None = None
+    monotonic: float | None = field(default_factory=time.monotonic)
+    boot: str | None = field(default_factory=boot_id)
+    memory: str | None = None
+
+
+def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
+    """A file of an attempt in the folder of a supervisor, by its ending: ``log``, ``hosts``, ``json`` (the result)."""
+    return folder / f"attempt_{attempt:04d}_{launch_id}.{ending}"
+
+
+def load_result(path: Path) -> FrontResult | None:
+    """The result that a front left; None: it was killed and left none, or the file is damaged."""
+    try:
+        raw = {"monotonic": None, "boot": None, **parse_json(path.read_text(encoding="utf-8"))}
+        return FrontResult(**raw)
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def run(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
+    """Launch, and wait for the end; every error becomes a result, and a signal before the launcher passes it on.
+
+    Args:
+        signals: end nothing any more once it is known how ranks have ended.
+    """
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        result = _launch(launch, signals)
+        signals.only_note()
+        return result
+    except SystemExit as end:
+        code = int(end.code or 0)
+        text = f"{signal.Signals(code - SIGNALS).name} before ranks were started"
+        say(text)
+        return FrontResult(code, None, None, [text], stopped_by=code - SIGNALS)
+
+
+def _launch(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
+    try:
+        found = launch_run(request_of(launch), on_verdict=signals.only_note)
+        ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
+        return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by, memory=found.memory)
+    except MegasdcError as error:
+        say(f"error: {error}")
+        return FrontResult(error.exit_code, None, None, str(error).splitlines())
+    except Exception as error:  # whatever it is, the supervisor has to know
+        traceback.print_exc()
+        return FrontResult(1, None, None, [f"the front of the launch failed: {error!r}"])
+
+
+def request_of(launch: dict[str, Any]) -> LaunchRequest:
+    """A request from its fields as JSON has them."""
+    named = ("config_path", "hostfile", "script")
+    paths = {name: None if launch[name] is None else Path(launch[name]) for name in named}
+    program = launch["program"] and {"program": UserProgram(**_with_tuples(launch["program"]))}
+    return LaunchRequest(**{**_with_tuples(launch), **paths, **(program or {})})
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def main() -> int:
+    """Launch as the first argument says; returns the exit code."""
+    request = json.loads(sys.argv[1])
+    with exiting_on_signals() as signals:
+        room.end_waits_when(lambda: signals.noted)
+        result = run(request["launch"], signals)
+        path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
+        # Without room the exit code says it all, and who has asked it to end waits for it; others are waited for.
+        is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
+        at_most_s = room.END_S if is_short else None
+        try:
+            room.wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
+        except OSError as error:
+            say(f"how the launch has ended could not be written: {error}")
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

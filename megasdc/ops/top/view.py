@@ -1,0 +1,305 @@
+"""What a live view of a run shows: progress, hosts and ranks, who is slow, devices, incidents, when it will be done."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import DataError, StorageError
+from megasdc.common.room import PROBE_BYTES
+from megasdc.common.run_lock import read_holder
+from megasdc.events import Event, starts_of
+from megasdc.ops.health.board import LOST_S
+from megasdc.ops.health.front.clocks import differing
+from megasdc.ops.health.hosts import FileClock, HostPosition, read_hosts
+from megasdc.ops.health.links.judgement import places_of
+from megasdc.ops.launch.verdict import Met, read_met
+from megasdc.ops.run_folder.marks import details, lane_of
+from megasdc.ops.run_folder.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run
+from megasdc.ops.run_folder.status import SILENT_S, Status, clock, status_of
+from megasdc.ops.run_folder.study_log import STUDY_FOLDER
+from megasdc.ops.supervise.goodput import goodput_of
+from megasdc.ops.supervise.met import all_met
+from megasdc.ops.top.follow import Look, RunFollower
+from megasdc.output.page import plain_values
+from megasdc.sdc.incidents.page import headline
+
+SHOWN_EVENTS = 5
+GOODPUT_S = 30.0
+"""Seconds between two divisions of a supervised run's time, for which all of its metrics are read."""
+OVER = ("done", "stopped", "failed", "gone")
+"""States of a run in which nothing more comes."""
+
+
+@dataclass(frozen=True)
+class LastIncident:
+    """The newest incident; ``kind``: ``sdc`` or as ``hang/behind``; ``time``: UTC, by the clock of its host."""
+
+    kind: str
+    time: str
+    text: str
+    path: str
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment.
+
+    Args:
+        state: starting, running, stuck, silent, done, stopped, failed; ending: all ranks have ended; gone: so they have
+            for long, and no end was recorded.
+        over: whether nothing more is expected.
+        step: last one that was reported, or that by health all ranks have done.
+        planned: None: not known.
+        step_s: seconds of a step without evaluations and saves.
+        eta_s: seconds until all steps are done; None: not known, or the run is not running.
+        effective_ratio: effective training time ratio of a supervised run, at most ``GOODPUT_S`` old; None: it is none.
+        quiet_s: seconds since metrics or events were written.
+        health: whether agents watch the run (section ``health``).
+        slow: of ``health/suspects.json``: host, ranks, ratio, since_step.
+        slow_links: what is slow, by the two hosts.
+        incidents: number by kind: ``sdc``, ``hang``.
+        met: faults, standstills, hosts that were replaced and steps back of all starts, oldest first.
+        events: the last ones, oldest first.
+        local_clock: ages are by this host's clock, since no file could be made in the run folder.
+        notes: what was left out, clocks that differ, and a folder without room, a sentence each.
+    """
+
+    run_dir: str
+    state: str
+    text: str
+    over: bool
+    step: int
+    planned: int | None
+    loss: float | None
+    eval_loss: float | None
+    step_s: float | None
+    tokens_per_s: float | None
+    eta_s: float | None
+    effective_ratio: float | None
+    quiet_s: float | None
+    health: bool
+    hosts: tuple[HostPosition, ...]
+    slow: tuple[dict[str, Any], ...]
+    slow_links: dict[str, str]
+    incidents: dict[str, int]
+    last_incident: LastIncident | None
+    met: tuple[Met, ...]
+    events: tuple[str, ...]
+    local_clock: bool
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return plain_values(asdict(self))
+
+    def slow_ratio(self, rank: int) -> float | None:
+        """How many times as long as its peers a rank takes; None: it is not slow."""
+        return next((float(one["ratio"]) for one in self.slow if rank in one["ranks"]), None)
+
+
+class RunWatcher:
+    """Views of one run folder, one after the other.
+
+    Raises:
+        DataError: the folder holds no run, or a study.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if (folder / STUDY_FOLDER).is_dir():
+            raise DataError(f"{folder} holds a study; give one of its folders replica_K")
+        if not is_run(folder):
+            raise DataError(
+                f"{folder} {'' if folder.is_dir() else 'is no folder, and '}holds no run ({CONFIG_FILE}, "
+                f"{METRICS_FILE} or events/); give the folder that megasdc.logging.run_dir names, once the run has "
+                "started"
+            )
+        self._folder = folder
+        health = folder / "health"
+        self._clock = FileClock(health if health.is_dir() else folder)
+        self._follower = RunFollower(folder, self._clock)
+        self._divided_at: float = -math.inf
+        self._effective_ratio: float | None = None
+
+    def look(self) -> RunView:
+        """The run now."""
+        look = self._follower.look()
+        run, notes = look.run, list(look.run.notes)
+        hosts: tuple[HostPosition, ...] = ()
+        if run.setting("megasdc.health.enabled") is not False:
+            hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
+            notes += left_out
+            notes += differing(self._folder / "health")
+        notes += _without_room(self._folder, run.setting("megasdc.logging.wait_for_room_s"))
+        state, status = _state_of(look, hosts)
+        step, planned = max(status.step, _done_by_all(hosts)), status.planned
+        last = {name: float(one.values[-1]) for name, one in run.series.items()}
+        holder = read_holder(self._folder)
+        return RunView(
+            run_dir=str(self._folder),
+            state=state,
+            text=status.text if state == status.state and state in OVER else _text_of(state, step, planned, look),
+            over=state in OVER and not (holder is not None and holder.lives_here),
+            step=step,
+            planned=planned,
+            loss=last.get("train/loss"),
+            eval_loss=last.get("eval/loss"),
+            step_s=last.get("speed/step_s"),
+            tokens_per_s=last.get("speed/tokens_per_s"),
+            eta_s=_eta_s(look, step, planned) if state == "running" else None,
+            effective_ratio=self._effective(notes),
+            quiet_s=look.quiet_s,
+            health=bool(hosts),
+            hosts=hosts,
+            slow=_slow(self._folder / "health" / "suspects.json", notes) if hosts else (),
+            slow_links=_slow_links(run),
+            incidents={"sdc": len(run.incidents), "hang": len(run.hangs)},
+            last_incident=_last_incident(run),
+            met=self._met(notes),
+            events=_last_events(run),
+            local_clock=self._clock.is_local,
+            notes=tuple(notes),
+        )
+
+    def _met(self, notes: list[str]) -> tuple[Met, ...]:
+        try:
+            return tuple(all_met(self._folder))
+        except StorageError as error:
+            notes.append(f"what a supervisor did is left out: {error}")
+            return tuple(read_met(self._folder))
+
+    def _effective(self, notes: list[str]) -> float | None:
+        """Effective training time ratio; None: the run is not supervised, or its journal cannot be used."""
+        if time.monotonic() - self._divided_at >= GOODPUT_S:
+            try:
+                found = goodput_of(self._folder, time.time())
+            except StorageError as error:
+                notes.append(f"the effective training time is left out: {error}")
+                return None
+            self._divided_at, self._effective_ratio = time.monotonic(), None if found is None else found.effective_ratio
+        return self._effective_ratio
+
+
+def _state_of(look: Look, hosts: Sequence[HostPosition]) -> tuple[str, Status]:
+    """State of a run: what its agents see now counts, else what was recorded, else when it last wrote something."""
+    run, quiet_s = look.run, look.quiet_s or 0.0
+    status = status_of(run)
+    live = [one for one in hosts if one.state in ("watched", "stuck")]
+    if live:
+        return ("stuck" if all(one.state == "stuck" for one in live) else "running"), status
+    if status.state in OVER:
+        return status.state, status
+    ended = [one.age_s for one in hosts if one.state == "ended"]
+    if ended and len(ended) == len(hosts) and min(ended) < quiet_s + LOST_S:  # else they are of the start before
+        return ("gone" if quiet_s > LOST_S else "ending"), status
+    if run.written_at is None or not run.series:
+        return ("starting" if quiet_s <= SILENT_S else "silent"), status
+    return status.state, status
+
+
+def _done_by_all(hosts: Sequence[HostPosition]) -> int:
+    """Last step that no rank is in any more; 0: none."""
+    return min((rank.step for host in hosts for rank in host.ranks), default=1) - 1
+
+
+def _eta_s(look: Look, step: int, planned: int | None) -> float | None:
+    return None if planned is None or look.pace_s is None else max(0, planned - step) * look.pace_s
+
+
+def _text_of(state: str, step: int, planned: int | None, look: Look) -> str:
+    at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
+    quiet = "nothing was written yet" if look.quiet_s is None else f"nothing was written for {look.quiet_s:.0f} s"
+    return {
+        "starting": "starting, no step was reported yet",
+        "running": f"running, {at}",
+        "stuck": f"no rank has moved for longer than it may, at {at}",
+        "silent": f"{quiet}, at {at}; it hangs, or was killed",
+        "ending": f"all ranks have ended at {at}, how is not recorded yet",
+        "gone": f"all ranks have ended at {at}, and no end was recorded: they were killed",
+    }[state]
+
+
+def _without_room(folder: Path, limit_s: object) -> list[str]:
+    """That the file system of a run's folder is full or read-only, as this host sees it; a quota is not seen."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free > PROBE_BYTES and not found.f_flag & os.ST_RDONLY:
+        return []
+    why = "is read-only" if found.f_flag & os.ST_RDONLY else f"has {free} bytes left"
+    waits = f": the run waits up to {limit_s} s for room, and tells its progress then" if limit_s else ""
+    return [f"the file system of {folder} {why}{waits}"]
+
+
+def _slow(path: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    """Slow ranks that health names; empty: none, or nobody looks for them."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))["suspects"]
+        return tuple(
+            {
+                "host": str(one["host"]),
+                "ranks": [int(rank) for rank in one["ranks"]],
+                "ratio": float(one["ratio"]),
+                "since_step": int(one["since_step"]),
+            }
+            for one in found
+        )
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        notes.append(f"health/{path.name} is left out: {error!r}")
+        return ()
+
+
+def _slow_links(run: RunRecord) -> dict[str, str]:
+    """Links that this start has reported as slow, and since then neither as recovered nor as no longer measured."""
+    found: dict[str, str] = {}
+    for event in run.events:
+        match event.kind, event.name:
+            case "start", "run" if event.rank == 0:
+                found = {}
+            case "health", "slow_link":
+                found.update({one["place"]: one["text"] for one in event.fields["pairs"]})
+            case "health", "link_recovered":
+                found.pop(event.fields["place"], None)
+            case "health", "link_unmeasured":
+                for place in places_of(*event.fields["hosts"]):
+                    found.pop(place, None)
+    return found
+
+
+def _last_incident(run: RunRecord) -> LastIncident | None:
+    starts, found = starts_of(run.events), list[tuple[int, int, float, LastIncident]]()
+    for hang in run.hangs[-1:]:
+        number = starts.get(hang.launch or "") or hang.attempt
+        shown = LastIncident(hang.kind, clock(hang.time), hang.message, str(hang.path))
+        found.append((number, hang.step, hang.time, shown))
+    for page, one in run.incidents:
+        number = starts.get(one.launch or "") or one.attempt or 0
+        shown = LastIncident("sdc", one.time.replace("T", " ")[:19] + " UTC", headline(one), str(page))
+        found.append((number, one.step, one.found_at, shown))
+    is_numbered = all(number for number, *_ in found)  # else of an earlier version: by the dates of hosts
+    last = max(found, key=lambda one: one[:3] if is_numbered else one[2:3], default=None)
+    return None if last is None else last[3]
+
+
+def _last_events(run: RunRecord) -> tuple[str, ...]:
+    """Last events that a report marks; those of one kind and step of a start are one line, by whoever was the first."""
+    found: dict[tuple[Any, ...], list[Event]] = {}
+    for event in run.events:
+        if lane_of(event):
+            found.setdefault((event.attempt, event.kind, event.name, event.step), []).append(event)
+    return tuple(_event_text(one) for one in [*found.values()][-SHOWN_EVENTS:])
+
+
+def _event_text(events: Sequence[Event]) -> str:
+    first, others = events[0], len({one.rank for one in events}) - 1
+    who = f"rank {first.rank}" + (f" and {others} more" if others else "")
+    step = "" if first.step is None else f"step {first.step}"
+    parts = (clock(first.time)[11:19], who, first.kind, first.name.replace("_", " "), step, details(first))
+    return " ".join(filter(None, parts))

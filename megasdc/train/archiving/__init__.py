@@ -1,1 +1,0 @@
-"""Archiving the checkpoints of a run while it trains."""
