@@ -23,7 +23,7 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.distributions import Environment
+    from megasdc.lab.planning.environment import Environment
     from megasdc.lab.planning.simulate import Simulation
     from megasdc.lab.report.step_times import StepTimesOfRun
 
@@ -113,9 +113,10 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
 
 def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation]]:
     """What is simulated; a number that was not given is that of the recorded latencies, or the default."""
-    from megasdc.distributions import Environment, load_latencies, parse_delay
     from megasdc.distributions.kinds import Resampled, Trace
+    from megasdc.distributions.trace import load_latencies
     from megasdc.dropcompute.search import Rule
+    from megasdc.lab.planning.environment import Environment, parse_delay
     from megasdc.lab.planning.simulate import Simulation
 
     replicas, steps, micro_batches, stages = 64, 0, 12, 1

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from megasdc.ops.health.rank_state import DISK, GONE, RUNNING, STOPPED
-
+RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
 TOLERANCE_S = 0.1
 DISK_S = 120.0
 """For so long a process that others wait for may wait for a disk, as where its host swaps, or not run."""

@@ -86,3 +86,8 @@ def set_deterministic_environment(section: DeterminismSection, environ: MutableM
     for variable in VARIABLES:
         if not environ.get(variable.name):
             environ[variable.name] = variable.value
+
+
+def record_collectives(environ: MutableMapping[str, str]) -> None:
+    """Turn on PyTorch's flight recorders, whose setting it reads when it is imported."""
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config import DelaySpec
-from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, Place
+from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, Place
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.faults.schedule import in_steps, is_here

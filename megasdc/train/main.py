@@ -27,10 +27,9 @@ from megasdc.config import (
     replica_config,
     with_replicas,
 )
-from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.environment import record_collectives, set_deterministic_environment
 from megasdc.events import EventLog
 from megasdc.lab.studies.cut import Cut
-from megasdc.ops.health.rank_watch import record_collectives
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal, SlowRank
+from megasdc.lab.planning.environment import Environment
 
 pytestmark = pytest.mark.distributed
 

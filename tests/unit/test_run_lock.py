@@ -26,7 +26,7 @@ from megasdc.lab.sweeps.runner import alone
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megasdc.run_lock import Holder, take
+from megasdc.common.run_lock import Holder, take
 lock = take(Path(sys.argv[1]), Holder.this_process("theirs", "20260102-030405-abcdef"), print)
 if sys.argv[2] == "fork" and os.fork():
     print(os.getpid(), flush=True)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.distributions import Environment
 from megasdc.dropcompute.formulas import (
     exact_longest,
     expected_completed,
@@ -26,6 +25,7 @@ from megasdc.dropcompute.formulas import (
 )
 from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.dropcompute.search import Curve, Rule, make_curve
+from megasdc.lab.planning.environment import Environment
 
 _CHUNK = 1 << 20
 """Approximate number of latencies in memory at once."""

@@ -28,7 +28,7 @@ from typing import Any
 from megasdc.checkpoint.snapshots.held import linger, memory_folder
 from megasdc.common.alert import LIMIT_S, alert
 from megasdc.common.durable import replacing
-from megasdc.common.process_state import PAUSE_S, started_at
+from megasdc.common.process_state import GONE, PAUSE_S, started_at
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.devices.telemetry import Telemetry
 from megasdc.ops.health.background import Background
@@ -40,7 +40,6 @@ from megasdc.ops.health.incident import Conclusion, conclude
 from megasdc.ops.health.journal import Journal
 from megasdc.ops.health.limits import Limits, keep_durations, load_durations
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.rank_state import GONE
 from megasdc.ops.health.watched import WatchedRanks
 
 POLL_S = 1.0

@@ -14,13 +14,12 @@ from dataclasses import asdict
 from typing import Any
 
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
-from megasdc.common.process_state import Waker, process_state
+from megasdc.common.process_state import GONE, Waker, process_state
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions, read_agent
 from megasdc.ops.health.board import FolderBoard, OwnState
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.link import FrontLink
-from megasdc.ops.health.rank_state import GONE
 
 START_S = 60.0
 LOOK_S = 2.0

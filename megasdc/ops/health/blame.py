@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megasdc.common.process_state import DISK, GONE, RUNNING, STOPPED
 from megasdc.ops.health.phases import COLLECTIVE, NEIGHBOUR, Phase
-from megasdc.ops.health.rank_state import DISK, GONE, RUNNING, STOPPED, RankState
+from megasdc.ops.health.rank_state import RankState
 from megasdc.ops.health.sister_groups import left_out, usual_collective
 
 GONE_KIND = "gone"

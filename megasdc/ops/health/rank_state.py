@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megasdc.common.process_state import RUNNING
 from megasdc.ops.health.phases import Phase
-
-RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
 
 
 @dataclass(frozen=True)

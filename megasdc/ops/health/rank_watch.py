@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,11 +34,6 @@ WAITS = re.compile(
 COMMUNICATION = ("/torch/distributed/", "/deepspeed/comm/")
 """Where whatever waits does so for other ranks."""
 Leave = Callable[[int, str], None]
-
-
-def record_collectives(environ: MutableMapping[str, str]) -> None:
-    """Turn on PyTorch's flight recorders, whose setting it reads when it is imported."""
-    environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
 class RankWatch:

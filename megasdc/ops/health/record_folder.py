@@ -7,10 +7,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megasdc.common.process_state import process_state
+from megasdc.common.process_state import GONE, process_state
 from megasdc.common.shared_memory import own_folders, own_prefix, shared_folder
 from megasdc.ops.health.agent import read_agent
-from megasdc.ops.health.rank_state import GONE
 from megasdc.ops.health.record import RecordReader
 
 LEFT_S = 600.0

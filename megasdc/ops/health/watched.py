@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.durable import write_durably
-from megasdc.common.process_state import process_state
+from megasdc.common.process_state import DISK, GONE, RUNNING, process_state
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.health.incident import state_of
 from megasdc.ops.health.limits import Limits, merged
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.rank_state import DISK, GONE, RUNNING
 from megasdc.ops.health.rank_watch import answer_path
 from megasdc.ops.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
 from megasdc.ops.health.sockets import connections, silent_peers

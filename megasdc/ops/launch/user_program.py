@@ -27,8 +27,8 @@ from megasdc.common import room
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
 from megasdc.common.program import INTERRUPTED
 from megasdc.common.shared_memory import deepspeed_buffer, remove_buffers
+from megasdc.config.environment import record_collectives
 from megasdc.ops.health.program_health import ProgramHealth
-from megasdc.ops.health.rank_watch import record_collectives
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone
 from megasdc.ops.launch.plan import SLOTS_VARIABLE
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_done, write_started

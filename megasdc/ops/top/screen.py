@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megasdc.common.process_state import RUNNING
 from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.hosts import HostPosition, RankPosition
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.rank_state import RUNNING
 from megasdc.ops.run_folder.status import ago
 from megasdc.ops.top.view import RunView
 

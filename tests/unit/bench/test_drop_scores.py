@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.decisions import StepDecisions, read_decisions
+from megasdc.lab.planning.environment import Environment
 from megasdc.parallel.dims import ParallelDims
 from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions, Segment, Setting

@@ -12,7 +12,7 @@ from megasdc.cli import app
 from megasdc.common.errors import ConfigError
 from megasdc.config import DelaySpec, check_layout, parse_config
 from megasdc.config.sections.delay import PARAMETERS_OF
-from megasdc.distributions import KINDS
+from megasdc.distributions.kinds import KINDS
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.distributions import BLOCK_REPLICAS, KINDS, Environment, load_latencies, parse_delay
+from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS
+from megasdc.distributions.trace import load_latencies
+from megasdc.lab.planning.environment import Environment, parse_delay
 
 RANDOM = [
     "bounded_lognormal:mean_s=0.2",

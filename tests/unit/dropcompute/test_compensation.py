@@ -10,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import largest_batch
-from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.compensation import (
     WorkBalance,
@@ -20,6 +19,7 @@ from megasdc.dropcompute.compensation import (
     prolong_steps,
 )
 from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.lab.planning.environment import Environment
 
 
 def test_the_paper_s_numbers() -> None:

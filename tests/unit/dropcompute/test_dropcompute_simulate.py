@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
-from megasdc.distributions import Environment, parse_delay
 from megasdc.dropcompute.search import Rule, search_threshold
 from megasdc.lab.planning import simulate as module
+from megasdc.lab.planning.environment import Environment, parse_delay
 from megasdc.lab.planning.simulate import Simulation, simulate
 
 NORMAL = Environment(0.0, (parse_delay("normal:mean_s=0.45,std_s=0.09"),), seed=3)

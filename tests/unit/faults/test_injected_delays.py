@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megasdc.config import DelaySpec
-from megasdc.distributions import Environment
 from megasdc.faults import delay as module
 from megasdc.faults.delay import InjectedDelays, build_delay, draw_delays
+from megasdc.lab.planning.environment import Environment
 from megasdc.parallel import ParallelDims
 
 SPECS = [

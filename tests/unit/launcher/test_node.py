@@ -18,7 +18,7 @@ from megasdc.ops.launch.records import parse_records
 
 PROGRAM = """
 import signal, subprocess, sys, time
-from megasdc.launcher.node import PatientStop
+from megasdc.ops.launch.node import PatientStop
 rank = "import signal, time; signal.signal(15, lambda *_: (time.sleep({save_s}), open('saved', 'w'), exit(0)));"
 child = subprocess.Popen([sys.executable, "-c", rank + "print('ready', flush=True); time.sleep(60)"])
 PatientStop({grace_s}).register(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -31,8 +31,8 @@ ENDED = """
 import contextlib, os, psutil, subprocess, sys, time
 from pathlib import Path
 from megasdc.ops.launch import node
-from megasdc.launcher.node import PatientStop, Ranks
-from megasdc.memory_limits import MemoryWatch
+from megasdc.ops.launch.node import PatientStop, Ranks
+from megasdc.common.memory_limits import MemoryWatch
 node.records_folder = lambda *_: Path("records")
 ranks = Ranks(MemoryWatch())
 programs = ["exit(79)", "import os; os.kill(os.getpid(), 11)", "import time; time.sleep(60)"]
@@ -179,7 +179,7 @@ SMALL = """
 import json, os, psutil, sys, time
 from pathlib import Path
 from megasdc.ops.launch import node
-from megasdc.memory_limits import MemoryWatch
+from megasdc.common.memory_limits import MemoryWatch
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 node.records_folder = lambda *_: Path("records")
 ranks = node.Ranks(MemoryWatch())

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import DataError
-from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
+from megasdc.lab.planning.environment import Environment
 from megasdc.lab.planning.simulate import Simulation, SimulationResults, simulate
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions
 from tools.bench.drops.speedup import DropSpeedupResult

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import EXTRA_STEPS, LARGER_BATCH
-from megasdc.distributions import Environment
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.compensation import WorkBalance, choose_larger_batch, expected_steps
 from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.lab.planning.environment import Environment
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megasdc.common.process_state import RUNNING
 from megasdc.ops.health.incident_file import HangIncident, SharedStack
-from megasdc.ops.health.rank_state import RUNNING
 from megasdc.ops.run_folder.record import RunRecord
 from megasdc.ops.run_folder.status import clock
 from megasdc.output.page import Fold, Section

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.slow
 RANK = """
 import os, socket, sys, time
 from pathlib import Path
-from megasdc.health.phases import Phase
-from megasdc.health.process_state import started_at
-from megasdc.health.rank_watch import RankWatch
-from megasdc.health.record import Identity, RecordWriter
+from megasdc.ops.health.phases import Phase
+from megasdc.common.process_state import started_at
+from megasdc.ops.health.rank_watch import RankWatch
+from megasdc.ops.health.record import Identity, RecordWriter
 here = Identity("run.1.ab12", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))
 record = RecordWriter(Path(sys.argv[1]), here)
 record.enter(Phase.FORWARD, 5, 0)

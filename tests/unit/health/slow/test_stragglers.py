@@ -144,7 +144,7 @@ def test_a_judgement_imports_nothing() -> None:
     """What NumPy imports late is imported when a run is built, not in the middle of a step."""
     code = """
 import sys, numpy as np
-from megasdc.health.slow.stragglers import SHORT, Stragglers
+from megasdc.ops.health.slow.stragglers import SHORT, Stragglers
 made = Stragglers(2, 1, 1.05)
 before = set(sys.modules)
 for step in range(SHORT):
