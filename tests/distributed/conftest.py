@@ -11,7 +11,7 @@ from fused_switch import apply_fused_switch
 from harness import fork_fresh_ranks
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-for shared in ("config", "archive", "checkpoint"):  # field_values, run_to_archive, hand_made
+for shared in ("config", "ops/archive", "checkpoint"):  # field_values, run_to_archive, hand_made
     sys.path.append(str(Path(__file__).parents[1] / "unit" / shared))
 apply_fused_switch()
 

@@ -13,7 +13,7 @@ from megasdc.events import EventLog
 from megasdc.lab.triage.history import Start, read_history
 from megasdc.lab.triage.step_settings import settings_of_starts
 
-SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
 
 class Told:

@@ -19,7 +19,7 @@ from megasdc.ops.health.rank_state import RankState
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 
-SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 VERSIONS = {"megasdc": "0.1.0", "torch": "2.13.0"}
 
 

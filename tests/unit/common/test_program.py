@@ -23,7 +23,7 @@ from megasdc.common import program
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.interchange.import_hf import import_hf
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMOKE = ROOT / "configs" / "smoke.json"
 
 

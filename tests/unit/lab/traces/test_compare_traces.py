@@ -16,7 +16,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path
 
-TOOL = Path(__file__).parents[3] / "tools" / "compare_traces.py"
+TOOL = Path(__file__).parents[4] / "tools" / "compare_traces.py"
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 1}
 HEADER: dict[str, Any] = {
     "layout": LAYOUT,

@@ -27,7 +27,7 @@ from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.report import Options
 from megasdc.lab.checkpoints.views.open import open_view
 
-TOOL = Path(__file__).parents[3] / "tools" / "compare_checkpoints.py"
+TOOL = Path(__file__).parents[4] / "tools" / "compare_checkpoints.py"
 STATE = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}
 
 

@@ -11,7 +11,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.ops.launch.plan import make_plan
 from megasdc.ops.launch.request import LaunchRequest
 
-BLEND = Path(__file__).parents[3] / "configs" / "blend.json"
+BLEND = Path(__file__).parents[4] / "configs" / "blend.json"
 
 
 def test_every_folder_of_a_blend_is_looked_for(tmp_path, monkeypatch):

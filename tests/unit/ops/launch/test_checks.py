@@ -38,7 +38,7 @@ from megasdc.ops.launch.remote import Transport, Watch, patience_s
 from megasdc.ops.launch.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
-SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
 
 def test_equal_versions_are_fine() -> None:

@@ -33,7 +33,7 @@ from megasdc.output.files import write_tables
 from megasdc.output.thin import thin
 
 STEPS = 100
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 def report(*arguments: object) -> Any:

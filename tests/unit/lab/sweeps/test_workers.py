@@ -14,7 +14,7 @@ from megasdc.lab.sweeps.plan import Plan, build_plan
 from megasdc.lab.sweeps.sweep import choose_workers
 from megasdc.lab.sweeps.sweep_file import load_sweep
 
-SMOKE = Path(__file__).parents[3] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
 
 @pytest.fixture

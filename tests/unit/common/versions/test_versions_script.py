@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "versions.sh"
+SCRIPT = Path(__file__).parents[3] / "versions.sh"
 PYTHON = """#!/usr/bin/env bash
 # Stands for python and for megasdc: makes its environment, and fails where it is told to.
 case "$*" in

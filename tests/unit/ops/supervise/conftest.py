@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from megasdc.config import parse_config
 from megasdc.data.prepare import prepare
-
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 
 
 @pytest.fixture

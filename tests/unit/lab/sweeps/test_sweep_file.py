@@ -17,7 +17,7 @@ from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore
 from megasdc.lab.sweeps.sweep import _check_folder
 from megasdc.lab.sweeps.sweep_file import HEALTHY, load_sweep
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 LR = "optimizer.params.lr"
 
 

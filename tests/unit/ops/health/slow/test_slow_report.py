@@ -16,7 +16,7 @@ from megasdc.ops.health.slow.stragglers import LONG, Stragglers
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.summary import render, summarize
 
-SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
+SMOKE = Path(__file__).parents[5] / "configs" / "smoke.json"
 
 
 def told(

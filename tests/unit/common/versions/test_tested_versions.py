@@ -20,7 +20,7 @@ from megasdc.common.versions.tested import (
     state_of,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CPU = Combination("3.11.7", "2.13.0", "0.19.8", "0.16.1", RUN_HERE, "all", "2026-01-01")
 GPU = Combination("3.12.1", "2.12.0", "0.19.8", "0.19.2", RUN_ON_GPU, "all", "2026-01-01")
 
