@@ -7,6 +7,7 @@ Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; H
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +237,8 @@ class ShardBounds:
                 return limits_at(rule, step, scale)
             correction = 1 / (1 - beta**taken)
         unclipping = self.clips[beta].unclipping if unclip else 1.0
-        return limits_at(rule, step, scale, floor=floor * unclipping, v_factor=correction * unclipping)
+        floor, factor = (min(value * unclipping, sys.float_info.max) for value in (floor, correction))
+        return limits_at(rule, step, scale, floor=floor, v_factor=factor)
 
     def count_clip(self, factor: float) -> None:
         """Count a step that the optimizer has taken, clipped by this factor."""

@@ -161,6 +161,8 @@ KNOWN: list[tuple[Path_, Any, int, str]] = [
         77,
         "megasdc.logging.run_dir: x+ is not writable .File name too long",
     ),
+    (("megasdc", "model", "initial_weights"), "x" * 300, 77, "initial_weights: x+ cannot be read .File name too l"),
+    (("megasdc", "optimizer_hooks", 1, "floor"), 1e308, 0, ""),
     (("megasdc", "model", "megatron", "glu_linear_offset"), -(10**30), 0, ""),
     (
         ("zero_optimization", "reduce_bucket_size"),

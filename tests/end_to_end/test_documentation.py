@@ -72,7 +72,7 @@ RUN_ELSEWHERE = {
     ),
     "megasdc launch --hostfile": f"{HOSTS}/test_launch.py::test_success_needs_and_finds_every_record",
     "megasdc supervise --hostfile": f"{HOSTS}/test_supervise.py::test_lost_hosts_are_replaced_and_the_run_ends",
-    "megasdc plan-run --run": f"tests/unit/lab/planning/test_run_plan.py::test_figures_of_a_run",
+    "megasdc plan-run --run": "tests/unit/lab/planning/test_run_plan.py::test_figures_of_a_run",
     "megasdc preflight --hostfile": f"{HOSTS}/test_preflight.py::test_a_spare_is_off_and_storage_is_small",
     "launch/compare_nodes.sh": f"{HOSTS}/test_compare_nodes.py::test_the_odd_host_is_named_and_a_dead_one_too",
     "deepspeed --hostfile hosts launch/golden_verify.py": f"{HOSTS}/test_golden_launch.py::test_two_hosts_are_healthy",

@@ -12,7 +12,7 @@ from typing import Any
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, kind_of
 from megasdc.checkpoint.views.logical import CheckpointWeights, open_weights
-from megasdc.common.errors import ConfigError
+from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config import ModelSection, ffn_width, head_width, query_groups
 from megasdc.data.manifest import Manifest as DataManifest
 
@@ -26,8 +26,13 @@ def open_start(path: Path | str) -> InitialWeights | CheckpointWeights:
 
     Raises:
         CheckpointError: the folder is of another kind or damaged, or no checkpoint in it is whole.
+        StorageError: the folder cannot be read.
     """
-    if kind_of(path) in (CHECKPOINT, CHECKPOINTS):
+    try:
+        kind = kind_of(path)
+    except OSError as error:
+        raise StorageError(f"{FIELD}: {path} cannot be read ({error.strerror}); name another folder") from error
+    if kind in (CHECKPOINT, CHECKPOINTS):
         weights: CheckpointWeights = open_weights(path)
         return weights
     return InitialWeights(path)

@@ -42,6 +42,7 @@ SCALE_SIGN = "Current loss scale already at minimum"
 STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR, errno.EISDIR}
     | {errno.ENXIO}  # a pipe instead of a file
+    | {errno.ENAMETOOLONG, errno.ELOOP}  # a path of the configuration that none can be
 )
 
 
