@@ -92,7 +92,7 @@ def measure(folder: Path, tests: Path) -> tuple[dict[str, int | float | None], d
     tested = _imported_by(tests, {name: file.path for name, file in files.items()})
     circles = circles_of({name: file.imports for name, file in files.items()})
     folders = circles_of(_merged(files, {name: file.folder for name, file in files.items()}))
-    rooms = circles_of(_merged(files, {name: room_of(name) for name in files}))
+    rooms = circles_of(rooms_of(files))
     meanings = _meanings(files)
     arrows = upward(files)
     lines, imports = (sum(values) for values in zip(*((f.lines, f.import_lines) for f in files.values()), strict=True))
@@ -129,6 +129,11 @@ def measure(folder: Path, tests: Path) -> tuple[dict[str, int | float | None], d
         "names with more than one meaning": [f"{name}: {', '.join(where)}" for name, where in meanings],
     }
     return figures, lists
+
+
+def rooms_of(files: Mapping[str, File]) -> dict[str, frozenset[str]]:
+    """Rooms, each with the others that it imports."""
+    return _merged(files, {name: room_of(name) for name in files})
 
 
 def _merged(files: Mapping[str, File], groups: Mapping[str, str]) -> dict[str, frozenset[str]]:

@@ -116,14 +116,15 @@ def _imported(tree: ast.Module, package: str, modules: Mapping[str, Path]) -> It
 
 def circles_of(graph: Graph) -> list[list[str]]:
     """Groups of nodes that all reach one another, the largest first; a node that reaches only itself is none."""
-    reach = {node: _reachable(graph, node) for node in graph}
+    reach = {node: reachable(graph, node) for node in graph}
     groups = {
         frozenset(other for other in reach[node] if node in reach[other]) for node in graph if node in reach[node]
     }
     return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
-def _reachable(graph: Graph, start: str) -> set[str]:
+def reachable(graph: Graph, start: str) -> set[str]:
+    """Nodes to which a way of one or more arrows leads."""
     reached: set[str] = set()
     waiting = [start]
     while waiting:
