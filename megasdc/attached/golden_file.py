@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megasdc.attached.probe import Batch, Sent
 from megasdc.attached.record import ROOT, Watched
@@ -34,7 +34,9 @@ from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_byte
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.nested import map_in
 
-FORMAT = "megasdc.guard_golden.v1"
+FORMAT, FIRST_FORMAT = "megasdc.guard_golden.v2", "megasdc.guard_golden.v1"
+"""What is written, and what is read as well: its batches are objects of these classes, by the names they had."""
+_FIRST_NAMES = "megasdc.guard.probe.Batch", "megasdc.guard.probe.Sent"
 REMEDY = 'record one on trusted hardware, by this training with golden.record true (golden.path: "{path}")'
 LARGEST_LIST = 20
 """Differences that a message names."""
@@ -120,7 +122,7 @@ def pack(part: Part) -> Packed:
         part.batch, args=map_in(Sent, part.batch.args, whole), options=map_in(Sent, part.batch.options, whole)
     )
     file = io.BytesIO()
-    torch.save(batch, file)
+    torch.save(_as_plain(batch), file)
     data = file.getvalue()
     try:
         _unpack(data)
@@ -132,13 +134,33 @@ def pack(part: Part) -> Packed:
     return {"key": part.key, "evaluated": part.evaluated}, data, trace_to_bytes(part.trace)
 
 
+def _as_plain(batch: Batch) -> dict[str, Any]:
+    """A batch as tensors and plain values, whose flags stand beside them in the order of the tensors."""
+    flags: list[tuple[bool, bool]] = []
+
+    def value_of(sent: Sent) -> Tensor:
+        flags.append((sent.requires_grad, sent.on_host))
+        return sent.value
+
+    given = map_in(Sent, (batch.args, batch.options), value_of)
+    return {"given": given, "flags": flags, "autocast": batch.autocast, "buffers": dict(batch.buffers)}
+
+
 def _unpack(data: bytes) -> Batch:
     refuse_compressed("the batch", io.BytesIO(data))
-    with torch.serialization.safe_globals([Batch, Sent]):
+    with torch.serialization.safe_globals(list(zip((Batch, Sent), _FIRST_NAMES, strict=True))):
         found = torch.load(io.BytesIO(data), weights_only=True)
-    if not isinstance(found, Batch):
+    if isinstance(found, Batch):
+        return found
+    if not isinstance(found, dict) or found.keys() != {"given", "flags", "autocast", "buffers"}:
         raise ValueError(f"got {type(found).__name__}, needed a batch")
-    return found
+    tensors: list[Tensor] = []
+    map_in(Tensor, found["given"], tensors.append)
+    if len(tensors) != len(found["flags"]):
+        raise ValueError(f"the batch has {len(tensors)} tensors and flags of {len(found['flags'])}")
+    flags = iter(found["flags"])
+    args, options = map_in(Tensor, found["given"], lambda value: Sent(value, *next(flags)))
+    return Batch(args, options, found["autocast"], found["buffers"])
 
 
 def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packed]) -> None:
@@ -178,7 +200,7 @@ def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:
     Raises:
         TraceError: the file is missing or damaged, or holds for something else, with every difference.
     """
-    header = read_header(path, FORMAT, REMEDY.format(path=path))
+    header = read_header(path, (FORMAT, FIRST_FORMAT), REMEDY.format(path=path))
     name = _name(dims.pp_rank, dims.tp_rank)
     parts = header["parts"]
     about = parts.get(name, next(iter(parts.values())))
@@ -194,7 +216,7 @@ def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:
     found = read_members(path, header, [f"{name}.batch", f"{name}.arrow"])
     try:
         batch = _unpack(found[f"{name}.batch"])
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, CheckpointError) as error:
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, CheckpointError) as error:
         raise TraceError(f"golden.path: the batch in {path} cannot be read: {error}; record it again") from error
     return Part(key, tuple(about["evaluated"]), batch, trace_from_bytes(found[f"{name}.arrow"]))
 

@@ -90,7 +90,7 @@ def load_header(path: Path) -> dict[str, Any]:
     Raises:
         TraceError: the file is missing, truncated, edited or of another format.
     """
-    return read_header(path, FORMAT, f"`megasdc golden record --config F --out {path}` makes it")
+    return read_header(path, (FORMAT,), f"`megasdc golden record --config F --out {path}` makes it")
 
 
 def load_golden(path: Path, rank: int | None = None) -> Golden:

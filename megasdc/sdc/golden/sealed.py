@@ -8,7 +8,7 @@ import json
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,11 @@ def write_sealed(path: Path, header: Mapping[str, Any], members: Mapping[str, by
     write_whole(path, content.getvalue())
 
 
-def read_header(path: Path, wanted: str, remedy: str) -> dict[str, Any]:
+def read_header(path: Path, wanted: Sequence[str], remedy: str) -> dict[str, Any]:
     """Read the header of an archive and check its digest.
 
     Args:
-        wanted: its format.
+        wanted: formats that it may have.
         remedy: what makes the file, for the message where it is missing.
 
     Raises:
@@ -59,8 +59,8 @@ def read_header(path: Path, wanted: str, remedy: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             header = json.loads(_stored(archive, _HEADER))
-        if header.get("format") != wanted:
-            raise TraceError(f"{path}: the format is {header.get('format')!r}, needed is {wanted!r}")
+        if header.get("format") not in wanted:
+            raise TraceError(f"{path}: the format is {header.get('format')!r}, needed is {' or '.join(wanted)}")
         if header.pop("digest", None) != header_digest(header):
             raise TraceError(f"{path}: the header is not the one that was written; record the golden trace again")
     except FileNotFoundError as error:

@@ -20,7 +20,7 @@ def test_a_compressed_member_is_not_read(tmp_path: Path) -> None:
             target.writestr(member.filename, source.read(member))
     header = {"sha256": {}}
     with pytest.raises(TraceError, match="is compressed"):
-        read_header(packed, "test", "record it")
+        read_header(packed, ("test",), "record it")
     with pytest.raises(TraceError, match="is compressed"):
         read_members(packed, header, ["trace"])
     with pytest.raises(TraceError, match="is not the trace"):
