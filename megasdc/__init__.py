@@ -1,6 +1,7 @@
 """megasdc: pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware."""
 
 import warnings
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -16,10 +17,19 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 
 
-def __getattr__(name: str) -> Any:
-    """``megasdc.attach`` and ``check_settings``, which need PyTorch and DeepSpeed: imported where they are used."""
-    if name in ("attach", "check_settings"):
-        from megasdc.attached import attach
+_PUBLIC = {
+    "attach": "megasdc.attached.attach",
+    "check_settings": "megasdc.attached.attach",
+    "GradientHook": "megasdc.optim.hooks",
+    "GradientPart": "megasdc.optim.hooks",
+    "read_events": "megasdc.events",
+    "read_sweep": "megasdc.lab.sweeps.results",
+}
+"""Names for users' programs, with the module of each: imported where they are used, since some need PyTorch."""
 
-        return getattr(attach, name)
+
+def __getattr__(name: str) -> Any:
+    """One of the public names."""
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ import pytest
 import megasdc
 
 PACKAGE = Path(megasdc.__file__).parent
-STOREYS = {"ops": 1, "lab": 2, "cli": 3, "__main__": 3}
+STOREYS = {"ops": 1, "lab": 2, "cli": 3, "experiments": 3, "__main__": 3}
 """Storeys by the first name below the package; every other one is the core, 0. A storey imports those below it only."""
 WRONG = {
     ("attached/attach.py", "ops/health"),
@@ -70,6 +70,7 @@ ROOMS = {
     "lab/report": 2,
     # what composes them
     "cli": 0,
+    "experiments": 0,
     "__main__": 1,
 }
 """Layer of each room in its storey: a room imports rooms of lower layers of its storey only."""

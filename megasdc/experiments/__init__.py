@@ -1,0 +1,1 @@
+"""Address under which ``read_sweep`` was documented first."""
