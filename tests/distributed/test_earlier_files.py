@@ -170,6 +170,7 @@ def test_an_export_is_the_imported_model(earlier: Path) -> None:
 def test_a_golden_file_is_verified(earlier: Path) -> None:
     """Healthy where it was recorded; elsewhere, or with other versions, not comparable by that alone."""
     done = run_command("golden", "verify", str(earlier / "megasdc.golden"), "--repeats", "1", "--json")
+    assert done.stdout, done.stderr
     made, (rank,) = _stored(earlier, "made.json"), json.loads(done.stdout)["ranks"]
     if (made["cpu"], made["versions"]) == (cpu_kind(), versions()):
         assert (done.returncode, rank["status"]) == (0, "healthy"), rank
