@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from earlier_files import (
 )
 from harness import StartedCommand, run_command, run_distributed
 from whole_runs import events_of, metrics_of, train_run
+
+from megasdc.attached.golden_file import load_part
+from megasdc.parallel.dims import ParallelDims
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 OTHER_CPU, OTHER_LAYOUT = 1e-4, 1e-5
@@ -177,6 +181,17 @@ def test_a_golden_file_is_verified(earlier: Path) -> None:
     else:
         assert (done.returncode, rank["status"]) == (80, "not comparable"), rank
         assert "unknown key" not in rank["detail"] and ": golden " in rank["detail"]
+
+
+def test_the_golden_file_of_a_guard_is_read(earlier: Path) -> None:
+    """Its batch and its trace, for what its own key says, on any machine."""
+    file = earlier / "guard.golden"
+    with zipfile.ZipFile(file) as packed:
+        (part,) = json.loads(packed.read("header.json"))["parts"].values()
+    found = load_part(file, ParallelDims(1, 1, 2), part["key"])
+    tokens = [sent.value for sent in found.batch.options.values() if isinstance(sent.value, torch.Tensor)]
+    assert [list(one.shape) for one in tokens] == [[2, 16]] * 2 and torch.equal(*tokens)
+    assert len(found.trace) > 8
 
 
 def test_a_guard_takes_its_file(earlier: Path, tmp_path: Path) -> None:
