@@ -44,6 +44,7 @@ else
     done
     python -m tools.bench reference --check docs/reference/command-line.md
     python -m tools.bench figures --check
+    python -m tools.house picture --check docs/design/layers.md
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
     wait $types
     trap - EXIT
