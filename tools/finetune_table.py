@@ -21,7 +21,7 @@ from megasdc.cli.app import stdout_kept_clean
 from megasdc.common.errors import ConfigError
 from megasdc.common.program import run
 from megasdc.lab.studies.choices import Answers, Question, answer_questions, read_questions
-from megasdc.lab.studies.losses import loss_spikes
+from megasdc.lab.studies.tables import loss_spikes
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE
 from megasdc.lab.sweeps.results import SweepResults, read_sweep
 from megasdc.lab.sweeps.runner import CHECKPOINTS

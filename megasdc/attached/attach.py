@@ -1,12 +1,19 @@
-"""``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are."""
+"""``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are.
+
+A guard of Hugging Face's ``Trainer``: it makes its engine itself, when training begins.
+
+What follows from a finding in a guarded training: events, the incident report, and the end of the training.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import shlex
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,18 +24,17 @@ import torch.distributed as dist
 
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
-from megasdc.attached.engine import check_engine, check_environment, dims_of
+from megasdc.attached.engine import ZERO3, check_engine, check_environment, dims_of, precision_of
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import Trial, golden_problems, load_settings
 from megasdc.attached.trace import GuardTrace
-from megasdc.attached.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.attached.training import Part, Training
-from megasdc.attached.verdicts import Verdicts
+from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common import room
-from megasdc.common.errors import ConfigError, StorageError
+from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.origin import Origin
 from megasdc.common.run_identity import count_start
 from megasdc.common.shared_memory import deepspeed_buffer, remove_buffers
@@ -41,7 +47,186 @@ from megasdc.ops.health.attached import GuardPhases, GuardStragglers
 from megasdc.ops.health.program_health import current_health
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
+from megasdc.sdc.device import gather_places
+from megasdc.sdc.incidents.incident import Environment, Script
+from megasdc.sdc.incidents.page import write_incident
+from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.suspects import Suspects
+
+COMPILES = (
+    "TrainingArguments.torch_compile: got True; allowed: False, since the submodules of a compiled model cannot be "
+    "observed. torch_compile_backend and torch_compile_mode set it, too: leave them out."
+)
+
+
+class TrainerGuard:
+    """Attaches a guard whenever a ``Trainer`` begins to train, and closes it at the end.
+
+    Args:
+        trainer: with ``TrainingArguments(deepspeed=...)``.
+        attach: called with its engine; returns a guard.
+
+    Attributes:
+        guard: of the training that runs, or of the last; None: none has begun.
+    """
+
+    def __init__(self, trainer: Any, attach: Callable[[Any], Any]) -> None:
+        from transformers import TrainerCallback
+
+        self.guard: Any = None
+        self._trainer, self._train = trainer, trainer.train
+        self._checkpoint: Path | None = None
+        """From which the training goes on that begins; it is loaded before callbacks are called."""
+        trainer.train = self._noting
+        owner = self
+
+        class Attaching(TrainerCallback):  # type: ignore[misc]
+            """What the trainer calls."""
+
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                owner.guard = attach(trainer.model_wrapped)
+                if owner._checkpoint is not None:
+                    owner.guard.loaded(owner._checkpoint)
+
+            def on_train_end(self, *_: Any, **__: Any) -> None:
+                owner._end()
+
+        self._callback = Attaching()
+        trainer.add_callback(self._callback)
+
+    def close(self) -> None:
+        """Undo everything, also for later trainings; closing again does nothing."""
+        self._end()
+        vars(self._trainer).pop("train", None)
+        self._trainer.remove_callback(self._callback)
+
+    def _noting(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        of_trainer = resume_from_checkpoint
+        if of_trainer is True:
+            of_trainer = get_last_checkpoint(self._trainer.args.output_dir)
+        latest = Path(of_trainer) / "latest" if of_trainer else None
+        found = None if latest is None or not latest.is_file() else latest.with_name(latest.read_text().strip())
+        self._checkpoint = found
+        return self._train(resume_from_checkpoint, *args, **options)
+
+    def _end(self) -> None:
+        if self.guard is not None:
+            self.guard.close()
+
+
+def is_trainer(value: Any) -> bool:
+    """Whether it is a ``Trainer``, which says so without an import of transformers."""
+    return any(f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(value).__mro__)
+
+
+def check_trainer(trainer: Any, settings: GuardSettings) -> None:
+    """Refuse a trainer that does not train with DeepSpeed.
+
+    Raises:
+        ConfigError: it does not, or its arguments already show that its engine cannot be guarded, or patterns of the
+            settings match nothing in its model.
+    """
+    if not trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "trainer: it trains without DeepSpeed, alone or by DistributedDataParallel or FSDP, which cannot be "
+            "guarded yet; give TrainingArguments(deepspeed=...) a DeepSpeed configuration, such as one with ZeRO 0, "
+            "whose replicas are those of DistributedDataParallel."
+        )
+    problems = []
+    if trainer.args.torch_compile:
+        problems.append(COMPILES)
+    if trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
+        problems.append(ZERO3)
+    problems += pattern_problems(settings, computing_names(trainer.model), trained_names(trainer.model))
+    if problems:
+        raise ConfigError(problems)
+
+
+SEVERITY = ("warn", "halt")
+
+
+class CorruptionExit(CorruptionError, SystemExit):
+    """Silent data corruption in a guarded training; where nobody catches it the process ends with its exit code."""
+
+    @property
+    def code(self) -> int:  # type: ignore[override]
+        """Exit code of the process."""
+        return self.exit_code
+
+
+class Verdicts:
+    """Acts on findings as the policy says.
+
+    Args:
+        saves: knows which checkpoints may be trusted.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, training: Training, saves: SaveMarks) -> None:
+        self._training, self._saves = training, saves
+        self._ranks = gather_places(training.engine.device, training.dims, training.world)
+        self._agreed: int | None = None
+
+    def agreed(self, step: int) -> None:
+        """All ranks have agreed in an audit of a step."""
+        self._agreed = step
+        self._saves.agreed(step)
+
+    def act(self, step: int, found: Settled) -> None:
+        """Report a finding, and end the training if its policy is to halt.
+
+        Raises:
+            CorruptionExit: it is; on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        training, policy = self._training, self._training.settings.sdc.policy
+        action = max((getattr(policy, one.verdict) for one in found.rulings), key=SEVERITY.index)
+        for ruling in found.rulings:
+            training.tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+        training.suspects.add(one.rank for one in found.rulings if one.rank is not None)
+        is_first = training.dims.rank == 0
+        page = gather_objects(self._report(step, found, action) if is_first else None, training.world)[0]
+        what = "golden trace" if found.tier == "golden" else "audit"
+        text = f"the {what} of step {step} found silent data corruption: {found.text}. " + (
+            f"What to do: {page}" if page else "The incident report could not be written"
+        )
+        if is_first:
+            logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
+        if action == "halt":
+            training.tell("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
+            raise CorruptionExit(text)
+
+    def _report(self, step: int, found: Settled, action: str) -> str | None:
+        training = self._training
+        try:
+            incident = found.incident(
+                *(training.folder, step, action, self._ranks),
+                environment=Environment(installed_versions(), training.dims.layout, precision_of(training.engine)),
+                verified_checkpoint=_text(self._saves.verified),
+                newest_candidate=_text(self._saves.candidate),
+                script=Script(_command(sys.argv), self._agreed),
+                attempt=training.origin.attempt,
+            )
+            return str(write_incident(incident)[1])
+        except StorageError as error:
+            logger.error("%s", error)
+        except Exception:  # any error in the evidence: the other ranks wait for the page
+            logger.exception("the incident of step %d cannot be reported", step)
+        return None
+
+
+def _command(words: Sequence[str]) -> str:
+    """A command line without what the launcher has added on this rank."""
+    return shlex.join(word for word in words if not word.startswith(("--local_rank=", "--local-rank=")))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
 
 logger = logging.getLogger(__name__)
 

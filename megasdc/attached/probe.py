@@ -3,12 +3,15 @@
 What the model was given in the first forward pass of an audited step on one replica is sent to the others. All compute
 it forward and backward with the same random numbers and buffers. ``torch.autograd.grad`` writes no gradient and calls
 no hook of ZeRO; random state, buffers and all else that submodules keep are put back.
+
+How many operations of a computation have used a parameter: gradients of those with several are sums.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +22,39 @@ from torch import Tensor, nn
 
 from megasdc.attached.attributes import NotKept, attributes_kept, equal_bits
 from megasdc.attached.record import Recorder
-from megasdc.attached.uses import count_uses
 from megasdc.common.errors import ConfigError
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.parallel.collectives import broadcast_object
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.nested import map_in, tensors_in
+
+PASSING = ("ToCopyBackward0", "TBackward0")
+"""Nodes between a parameter and what uses it: to another type, which automatic mixed precision keeps; transposed."""
+
+
+def count_uses(outputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Operations by name of the parameter that they use, going back from results whose graph is still there."""
+    users: defaultdict[Any, list[Any]] = defaultdict(list)
+    waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for before, _ in node.next_functions:
+            if before is None:
+                continue
+            users[before].append(node)
+            if before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    leaves = {id(node.variable): node for node in seen if hasattr(node, "variable")}
+    return {name: _count_users(leaves.get(id(one)), users) for name, one in named.items()}
+
+
+def _count_users(node: Any, users: Mapping[Any, Sequence[Any]]) -> int:
+    of_node = users.get(node, ())
+    return sum(_count_users(one, users) if one.name() in PASSING else 1 for one in of_node)
+
 
 FP16_SCALE = 1024.0
 """Of what flows backward in fp16, whose small numbers are zero; a power of two changes no other bit."""

@@ -14,9 +14,8 @@ from pydantic import Field, ValidationError
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.fields import Section
-from megasdc.config.problems.fault_specs import PLACE_FIELDS
 from megasdc.config.read import read_json
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.sections.faults import PLACE_FIELDS, FaultSpec
 
 PROFILE_FOLDER = Path(__file__).with_name("profiles")
 

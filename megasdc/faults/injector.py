@@ -1,7 +1,13 @@
-"""Fault injection into tensors, with a record of every change: the ground truth that detectors are scored against."""
+"""Fault injection into tensors, with a record of every change: the ground truth that detectors are scored against.
+
+Changes to the elements that a fault hits: bits on integer views, values by arithmetic in fp64.
+
+Choice of the elements that a fault hits: row-major indices, the same on every device.
+"""
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,21 +15,149 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megasdc.common.addresses import PHASES, Address
 from megasdc.common.errors import ConfigError
 from megasdc.config import FaultSpec
-from megasdc.config.problems.fault_specs import place_problems, spec_problems
-from megasdc.config.sections.faults import TOKENS
-from megasdc.faults.alter import UnfitError, alter_elements
-from megasdc.faults.pick import pick_elements
+from megasdc.config.sections.faults import BIT_KINDS, TOKENS, place_problems, spec_problems
 from megasdc.faults.schedule import Draws, in_steps, is_here
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
-from megasdc.tensors.bits import as_bits, element_bits
+from megasdc.tensors.bits import as_bits, bit_layout, element_bits
 from megasdc.tensors.permuted import as_matrix, is_permuted
+
+_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+
+
+class UnfitError(ValueError):
+    """A spec names bits that the tensor's type does not have; it does not fire there."""
+
+
+def alter_elements(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
+    """New values of the elements [n] that a fault hits, of the same type and device; no sync.
+
+    ``values``: fp32, bf16, fp16, fp64 or an integer type; ``draws``: source of random bits and noise.
+
+    Raises:
+        UnfitError: the type has no such bits.
+    """
+    if spec.kind in BIT_KINDS:
+        return _alter_bits(values, spec, draws)
+    if spec.kind == "value":
+        assert spec.value is not None, "checked when the spec was taken"
+        if not values.dtype.is_floating_point and not math.isfinite(float(spec.value)):
+            raise UnfitError(f"{values.dtype} has no {spec.value}")
+        value = torch.tensor(float(spec.value), dtype=torch.float64).to(values.dtype)
+        return value.to(values.device).expand_as(values).clone()
+    if spec.kind == "scale":
+        assert spec.factor is not None, "checked when the spec was taken"
+        return (values.double() * spec.factor).to(values.dtype)
+    assert spec.deviation is not None, "checked when the spec was taken"
+    noise = torch.from_numpy(draws.standard_normal(values.numel())).to(values.device)
+    return (values.double() * (1.0 + spec.deviation * noise)).to(values.dtype)
+
+
+def _alter_bits(values: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
+    masks = torch.from_numpy(bit_masks(values.dtype, values.numel(), spec, draws)).to(values.device)
+    bits = as_bits(values) if values.dtype.is_floating_point else values.view(masks.dtype)
+    if spec.kind == "bit_flip":
+        changed = bits ^ masks
+    elif spec.kind == "stuck_at_1":
+        changed = bits | masks
+    else:
+        changed = bits & ~masks
+    return changed.view(values.dtype)
+
+
+def bit_masks(dtype: torch.dtype, count: int, spec: FaultSpec, draws: np.random.Generator) -> np.ndarray:
+    """Mask of the bits to change in each element, [count], signed integers as wide as the type.
+
+    Raises:
+        UnfitError: the type has no such bits.
+    """
+    width = element_bits(dtype)
+    if isinstance(spec.bits, list):
+        if max(spec.bits) >= width:
+            raise UnfitError(f"{dtype} has bits 0 to {width - 1}, not {max(spec.bits)}")
+        mask = sum(1 << bit for bit in set(spec.bits))
+        return np.full(count, mask, _UNSIGNED[width]).view(_SIGNED[width])
+    if spec.bits != "any" and not dtype.is_floating_point:
+        raise UnfitError(f"{dtype} has no {spec.bits}")
+    part = range(width) if spec.bits == "any" else bit_layout(dtype)[spec.bits]
+    if spec.num_bits > len(part):
+        raise UnfitError(f"{dtype} has {len(part)} bits in {spec.bits}, not {spec.num_bits}")
+    if spec.num_bits == 1:
+        chosen = draws.integers(part.start, part.stop, (count, 1))
+    else:
+        chosen = draws.permuted(np.tile(np.array(part), (count, 1)), axis=1)[:, : spec.num_bits]
+    one = np.uint64(1)
+    return (one << chosen.astype(np.uint64)).sum(axis=1, dtype=np.uint64).astype(_UNSIGNED[width]).view(_SIGNED[width])
+
+
+def pick_elements(result: Tensor, spec: FaultSpec, draws: np.random.Generator) -> Tensor:
+    """Choose the elements that a fault hits: [n] distinct row-major indices, int64, on the result's device, maybe none.
+
+    With a range of values, random indices are drawn among the elements in range; other patterns drop those out of
+    range.
+
+    Sync: waits for the device if a range is given.
+    """
+    within = _in_range(result, spec)
+    if spec.pattern == "random":
+        among = None if within is None else within.flatten().nonzero().flatten()
+        places = torch.from_numpy(_random(result.numel() if among is None else among.numel(), spec, draws))
+        places = places.to(result.device)
+        return places if among is None else among[places]
+    places = torch.from_numpy(_placed(result, spec, draws)).to(result.device)
+    return places if within is None else places[within.flatten()[places]]
+
+
+def _in_range(result: Tensor, spec: FaultSpec) -> Tensor | None:
+    if spec.only_above is None and spec.only_below is None:
+        return None
+    size = result.abs()
+    low = size >= (spec.only_above or 0.0)
+    return low if spec.only_below is None else low & (size <= spec.only_below)
+
+
+def _random(numel: int, spec: FaultSpec, draws: np.random.Generator) -> np.ndarray:
+    if spec.element_probability is None:
+        count = min(spec.elements, numel)
+    else:
+        count = int(draws.binomial(numel, spec.element_probability))
+    return np.sort(draws.choice(numel, count, replace=False, shuffle=False)).astype(np.int64)
+
+
+def _placed(result: Tensor, spec: FaultSpec, draws: np.random.Generator) -> np.ndarray:
+    numel = result.numel()
+    if numel == 0:
+        return np.empty(0, np.int64)
+    if spec.pattern == "indices":
+        return np.array(sorted({place for place in spec.indices or () if place < numel}), np.int64)
+    if spec.pattern == "column":
+        width = result.shape[-1] if result.dim() else 1
+        columns = np.sort(draws.choice(width, min(spec.elements, width), replace=False))
+        return (np.arange(numel // width)[:, None] * width + columns).ravel()
+    if spec.pattern == "adjacent":
+        count = min(spec.elements, numel)
+        return draws.integers(numel - count + 1) + np.arange(count)
+    assert spec.period is not None, "checked when the spec was taken"
+    return _periodic(numel, spec.elements, spec.period, spec.run, draws)
+
+
+def _periodic(numel: int, elements: int, period: int, run: int, draws: np.random.Generator) -> np.ndarray:
+    """Runs of ``run`` elements, one every ``period``, from a random start such that all fit, if they can."""
+    runs = math.ceil(elements / run)
+    extent = (runs - 1) * period + run
+    start = int(draws.integers(max(1, numel - extent + 1)))
+    runs, run = min(runs, math.ceil(numel / period)), min(run, numel)  # limited to what can fit
+    places = (start + np.arange(runs)[:, None] * period + np.arange(run)).ravel()[:elements]
+    return places[places < numel]
+
 
 SHOWN = 16
 """Elements of a firing that are recorded one by one."""

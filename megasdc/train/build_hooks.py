@@ -38,7 +38,6 @@ from megasdc.train.detection.coverage import coverage_table, measure_speed, plan
 from megasdc.train.detection.observe import Observation, watch_for_faults, watch_for_trace
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
-from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
@@ -46,7 +45,7 @@ from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.isolation import IsolationLimit, Remaining
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
-from megasdc.train.report import Reporter
+from megasdc.train.report import Evaluator, Reporter
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
 from megasdc.train.sinks import build_writer

@@ -9,7 +9,8 @@ import pytest
 from harness import run_distributed
 from tiny import GPT, LLAMA, make_engine, relative_distance, train_steps
 
-from megasdc.model import fused, fused_loss
+from megasdc.model import fused
+from megasdc.model import loss as fused_loss
 
 pytestmark = pytest.mark.distributed
 

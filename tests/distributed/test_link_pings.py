@@ -54,7 +54,7 @@ def connect_in_a_ring() -> Any:
     """Body of a rank of three, of which the last cannot find its address; returns its peers, and what failed."""
     import torch.distributed as dist
 
-    from megasdc.ops.health.hooks import link_connections
+    from megasdc.ops.health.hooks import links as link_connections
 
     def no_route(host: str) -> str:
         raise OSError(f"no route to {host}")

@@ -321,7 +321,7 @@ def _top_of_shards(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """What a tensor rank finds as the most likely tokens."""
     import torch.distributed as dist
 
-    from megasdc.lab.studies.predictions import top_tokens
+    from megasdc.lab.studies.hook import top_tokens
     from megasdc.model.loss import TokenLoss
     from megasdc.parallel.groups import init_model_parallel
 

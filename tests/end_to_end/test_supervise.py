@@ -19,7 +19,7 @@ from whole_runs import train_run
 
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
-from megasdc.ops.supervise.back import overrides_of
+from megasdc.ops.supervise.engine import overrides_of
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import Journal, read_journal

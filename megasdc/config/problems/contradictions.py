@@ -7,9 +7,7 @@ from typing import Any
 
 from megasdc.common.credentials import find_credentials
 from megasdc.config.network import split_address
-from megasdc.config.problems.data import data_problems
 from megasdc.config.problems.deepspeed import deepspeed_problems
-from megasdc.config.problems.delay import delay_problems
 from megasdc.config.problems.detection import detection_problems
 from megasdc.config.problems.drop_compute import drop_problems
 from megasdc.config.problems.faults import fault_problems
@@ -18,6 +16,8 @@ from megasdc.config.problems.optimizer_hooks import hook_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
 from megasdc.config.read import shown
+from megasdc.config.sections.data import data_problems
+from megasdc.config.sections.delay import delay_problems
 from megasdc.config.sections.megasdc import MegasdcSection
 
 

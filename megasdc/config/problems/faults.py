@@ -8,15 +8,15 @@ from typing import Any
 from megasdc.common.addresses import RECOMPUTE
 from megasdc.common.errors import ConfigError
 from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.problems.fault_specs import (
+from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.faults import (
     WITHOUT_SUBMODULE,
+    FaultSpec,
     model_problems,
     place_problems,
     process_problems,
     spec_problems,
 )
-from megasdc.config.problems.problem import Problem
-from megasdc.config.sections.faults import FaultSpec
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.submodule_names import submodule_slots
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from megasdc.config.problems.fault_specs import near_names
 from megasdc.config.problems.problem import Problem
+from megasdc.config.sections.faults import near_names
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC, StudySection
 from megasdc.config.submodule_names import submodule_slots

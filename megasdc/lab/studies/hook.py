@@ -1,4 +1,14 @@
-"""One replica's part in a study: exchange with the trusted replica in a step, and the study's log."""
+"""One replica's part in a study: exchange with the trusted replica in a step, and the study's log.
+
+Distance of a replica's gradients or weights from the trusted one's: norms of the whole model and of submodules.
+
+||u - h|| / ||h|| over all elements of the model, each counted once: every rank sums over its ZeRO-1 shards, without
+tensor ranks' copies and a tied weight's second copy; the sums are reduced over the replica.
+
+Top-1 predictions of an evaluation, over a vocabulary that is sharded over tensor ranks.
+
+Parameter synchronization: a replica takes over the trusted one's parameters, optimizer state and schedule.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +16,15 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megasdc.config import ParallelSection, StudySection
 from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
@@ -22,17 +34,222 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.lab.studies.bridge import Bridge
 from megasdc.lab.studies.cut import Cut
-from megasdc.lab.studies.norms import NormDifference, ShardNorms
-from megasdc.lab.studies.predictions import top_predictions
 from megasdc.lab.studies.results import ResultSync
-from megasdc.lab.studies.state import overwrite_training_state
 from megasdc.lab.studies.tables import describe, summarize_study
-from megasdc.model.submodules import list_submodules
-from megasdc.ops.run_folder.study_log import STUDY_FOLDER, StudyLog
+from megasdc.model.loss import TokenLoss
+from megasdc.model.submodules import Submodule, list_submodules
+from megasdc.ops.run_folder.study_log import STUDY_FOLDER, WHOLE, StudyLog
+from megasdc.optim.zero1 import Fragment, counts_here, master_partitions, owned_fragments
 from megasdc.parallel import groups, meeting
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.stores import prefix_store
 from megasdc.train.detection.observe import Watch
+
+
+@dataclass(frozen=True)
+class NormDifference:
+    """One comparison.
+
+    Args:
+        fqn: of the submodule, or ``WHOLE``.
+        difference_norm: ||u - h||.
+        trusted_norm: ||h||.
+    """
+
+    fqn: str
+    difference_norm: float
+    trusted_norm: float
+
+    @property
+    def ratio(self) -> float:
+        """||u - h|| / ||h||; NaN where h is zero and u is not."""
+        if self.difference_norm == 0:
+            return 0.0
+        return self.difference_norm / self.trusted_norm if self.trusted_norm else float("nan")
+
+
+class ShardNorms:
+    """Compares the shards of this rank, and reduces the norms over its replica.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        submodules: of this rank's stage.
+        bridge: to the other replicas.
+        host_group: a group of all ranks of the replica for tensors in host memory.
+
+    Collective: all ranks of the replica.
+    """
+
+    def __init__(
+        self, optimizer: Any, submodules: Sequence[Submodule], tp_rank: int, bridge: Bridge, host_group: Any
+    ) -> None:
+        self._optimizer = optimizer
+        self._tp_rank = tp_rank
+        self._bridge = bridge
+        self._group = host_group
+        self._owner = {
+            id(parameter): (one.fqn, slot) for one in submodules for slot, parameter in one.parameters.items()
+        }
+        counted = [
+            one.fqn for one in submodules if any(counts_here(value, tp_rank) for value in one.parameters.values())
+        ]
+        names = {name for on_rank in gather_objects(counted, host_group) for name in on_rank}
+        self._rows = {name: row for row, name in enumerate(sorted(names, key=_in_order))}
+
+    @torch.no_grad()
+    def measure(self, pick: Callable[[Fragment], Tensor | None]) -> list[NormDifference]:
+        """Compares one value of every owned fragment.
+
+        Args:
+            pick: returns the value, [numel]; None: there is none.
+
+        Returns:
+            The whole model first, then submodules in the order of the model; empty on the trusted replica.
+
+        Collective: all ranks of all replicas.
+        Sync: waits for the device.
+        """
+        sums = torch.zeros(len(self._rows), 2, dtype=torch.float64)
+        for fragment in owned_fragments(self._optimizer):
+            value = pick(fragment)
+            if value is None:
+                continue
+            fqn, slot = self._owner[id(fragment.parameter)]
+            healthy = self._bridge.share(value, f"{fqn} {slot}")
+            if self._bridge.is_trusted or not counts_here(fragment.parameter, self._tp_rank):
+                continue
+            reference = healthy.double()
+            row = sums[self._rows[fqn]]
+            row[0] += (value.double() - reference).square().sum().cpu()
+            row[1] += reference.square().sum().cpu()
+        if self._bridge.is_trusted:
+            return []
+        dist.all_reduce(sums, group=self._group)
+        rows = [(WHOLE, sums.sum(0)), *((name, sums[row]) for name, row in self._rows.items())]
+        return [NormDifference(name, *row.sqrt().tolist()) for name, row in rows]
+
+
+def _in_order(fqn: str) -> tuple[int, str]:
+    return int(fqn.split(".", 1)[0]), fqn
+
+
+@contextmanager
+def top_predictions(loss: TokenLoss | None) -> Iterator[list[Tensor]]:
+    """Collects the predictions of every micro-batch that is evaluated inside.
+
+    Args:
+        loss: of the last stage; None on other stages, where none are collected.
+
+    Yields:
+        A list that receives a tensor per micro-batch, [b, s], int64, on the host; equal on all ranks of a tensor group.
+
+    Collective: the tensor group, at each micro-batch.
+    """
+    found: list[Tensor] = []
+    if loss is None:
+        yield found
+        return
+
+    def tap(logits: Tensor) -> Tensor:
+        found.append(top_tokens(logits, loss).transpose(0, 1).cpu())
+        return logits
+
+    before, loss.tap = loss.tap, tap
+    try:
+        yield found
+    finally:
+        loss.tap = before
+
+
+def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
+    """The most likely tokens, [s, b], int64, of logits [s, b, v/tp]; of equal ones that of the lowest tensor rank.
+
+    ``loss`` knows this rank's columns. The result is the same on all ranks of the tensor group.
+
+    Collective: the tensor group.
+    """
+    real = torch.arange(loss.columns, device=logits.device) < loss.real_columns
+    value, column = logits.detach().float().masked_fill(~real, -torch.inf).max(-1)
+    token = column + loss.first_column
+    if loss.tensor == 1:
+        return token
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    group = get_tensor_model_parallel_group()
+    values = [torch.empty_like(value) for _ in range(loss.tensor)]
+    tokens = [torch.empty_like(token) for _ in range(loss.tensor)]
+    dist.all_gather(values, value, group=group)
+    dist.all_gather(tokens, token, group=group)
+    best = torch.stack(values).argmax(0, keepdim=True)
+    return torch.stack(tokens).gather(0, best).squeeze(0)
+
+
+@torch.no_grad()
+def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
+    """Replaces this replica's state after an optimizer step by the trusted replica's.
+
+    That is: parameters, fp32 masters, optimizer states and parameter groups, learning rate schedule, loss scale, and
+    the number of skipped steps.
+
+    Collective: the ranks of equal rank in all replicas.
+    """
+    for index, parameter in enumerate(engine.module.parameters()):
+        bridge.overwrite(parameter.data, f"parameter {index}")
+    inner = engine.optimizer.optimizer
+    for index, flat in enumerate(master_partitions(engine.optimizer)):
+        bridge.overwrite(flat.data, f"master {index}")
+        _overwrite_state(inner.state, flat, f"state {index}", bridge)
+    _take_plain(engine, bridge.share_object(_plain(engine)))
+
+
+def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
+    """Overwrites the inner optimizer's state of one partition; missing entries are created, additional ones removed."""
+    own = states.get(flat, {})
+    trusted = bridge.share_object(
+        {
+            key: (value.shape, value.dtype, value.device.type) if isinstance(value, Tensor) else value
+            for key, value in own.items()
+        }
+    )
+    if not bridge.is_trusted:
+        for key in set(own) - set(trusted):
+            del own[key]
+        if trusted:
+            own = states[flat]  # a defaultdict: creates a missing entry
+    for key, value in trusted.items():
+        if not isinstance(value, tuple):
+            own[key] = value
+            continue
+        if key not in own:
+            shape, dtype, device = value
+            own[key] = torch.zeros(shape, dtype=dtype, device=flat.device if device != "cpu" else "cpu")
+        bridge.overwrite(own[key], f"{name} {key}")
+
+
+def _plain(engine: TrainingEngine) -> dict[str, Any]:
+    """The state that is not tensors."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
+            for group in engine.optimizer.optimizer.param_groups
+        ],
+        "schedule": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        "scaler": None if scaler is None else dict(vars(scaler)),
+        "skipped_steps": engine.skipped_steps,
+    }
+
+
+def _take_plain(engine: TrainingEngine, plain: dict[str, Any]) -> None:
+    for group, values in zip(engine.optimizer.optimizer.param_groups, plain["groups"], strict=True):
+        group.update(values)
+    if plain["schedule"] is not None:
+        engine.lr_scheduler.load_state_dict(plain["schedule"])
+    if plain["scaler"] is not None:
+        vars(engine.optimizer.loss_scaler).update(plain["scaler"])
+    engine.skipped_steps = plain["skipped_steps"]
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,26 +1,214 @@
-"""``megasdc sweep``: checks everything, estimates, runs what is not finished, keeps the tables up to date."""
+"""``megasdc sweep``: checks everything, estimates, runs what is not finished, keeps the tables up to date.
+
+Estimated duration of a sweep, from a few steps of one run of each shape, as many at once as later.
+
+A sweep as a SLURM array job, one run per task; runs that others await come first.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from megasdc.common.errors import ConfigError, StorageError
+from megasdc.data.manifest import digest_settings
 from megasdc.events import EventLog
-from megasdc.lab.sweeps.estimate import estimate_s, measure_speeds, shape_of, speeds_from
-from megasdc.lab.sweeps.plan import Plan, PlannedRun, build_plan, runs_of
+from megasdc.lab.sweeps.outcome import Outcome
+from megasdc.lab.sweeps.plan import Plan, PlannedRun, build_plan, measured_folder, runs_of
 from megasdc.lab.sweeps.prepared_data import find_missing_data, prepare_missing
 from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore, read_sweep
-from megasdc.lab.sweeps.runner import Runner, alone, judge_again
-from megasdc.lab.sweeps.slurm import write_job
+from megasdc.lab.sweeps.run_process import start_ranks, warm_up
+from megasdc.lab.sweeps.runner import Runner, alone, judge_again, write_config
 from megasdc.lab.sweeps.sweep_file import SweepFile, load_sweep
 from megasdc.lab.sweeps.table import SweepTable, tabulate
+from megasdc.metrics.writer import read_metrics
 from megasdc.parallel.local_ranks import count_accelerators
+from megasdc.parallel.processes import fork_server
+
+PROBE_FOLDER = ".probe"
+PROBE_STEPS = 6
+"""Steps of a probe; the first ones warm up and are not counted."""
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Duration of runs of one shape; ``step_s`` is with as many runs at once as later.
+
+    ``overhead_s``: seconds of a run besides its steps: start, evaluation, save.
+    """
+
+    step_s: float
+    overhead_s: float
+
+    def seconds(self, run: PlannedRun) -> float:
+        """Duration of one run."""
+        return self.overhead_s + self.step_s * steps_of(run)
+
+
+def steps_of(run: PlannedRun) -> int:
+    """Steps that a run takes itself, after its start checkpoint."""
+    return run.last_step - (0 if run.start is None else run.start.steps_done)
+
+
+def shape_of(run: PlannedRun) -> str:
+    """Digest of the settings that determine the cost of a step: model, batch, layout, study."""
+    own, batch = (
+        run.config["megasdc"],
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    )
+    kept = {
+        "model": own["model"],
+        "parallel": own["parallel"],
+        "study": own["study"],
+        "length": own["data"]["sequence_length"],
+        "ranks": run.ranks,
+    }
+    return digest_settings({**kept, **{key: run.config.get(key) for key in batch}})
+
+
+def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, Speed]:
+    """Runs the first steps of one run of each shape, an unhealthy one where there is one, ``workers`` copies at once.
+
+    A folder in the sweep's is created and removed. Speeds are by shape; those whose first steps fail are omitted, since
+    their runs will report the cause.
+    """
+    chosen: dict[str, PlannedRun] = {}
+    for run in sorted(runs, key=lambda run: run.healthy):
+        chosen.setdefault(shape_of(run), run)
+    context = fork_server()
+    warm_up(context)
+    try:
+        speeds = {shape: _probe(run, folder / PROBE_FOLDER, workers, context) for shape, run in chosen.items()}
+        return {shape: speed for shape, speed in speeds.items() if speed is not None}
+    finally:
+        shutil.rmtree(folder / PROBE_FOLDER, ignore_errors=True)
+
+
+def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed | None:
+    began = time.monotonic()
+    ranks = []
+    folders = [scratch / f"{run.run_id}_{slot}" for slot in range(workers)]
+    try:
+        for slot, folder in enumerate(folders):
+            folder.mkdir(parents=True)
+            steps = min(PROBE_STEPS, run.config["megasdc"]["training"]["steps"])
+            config = write_config(run, folder, stop_step=steps)
+            ranks.append(start_ranks(context, config, folder, run.ranks, slot))
+        for one in ranks:
+            while one.settle() is None:
+                wait(one.sentinels)
+    finally:
+        for one in ranks:
+            one.end()
+    wall = time.monotonic() - began
+    measured = [seconds for folder in folders if (seconds := _step_seconds(measured_folder(run, folder))) is not None]
+    if not measured:
+        return None
+    step_s = median(measured)
+    return Speed(step_s, max(0.0, wall - steps * step_s))
+
+
+def _step_seconds(folder: Path) -> float | None:
+    rows = [row for row in read_metrics(folder) if "speed/step_s" in row]
+    if not rows:
+        return None
+    return median(row["speed/step_s"] for row in rows[min(WARM_STEPS, len(rows) - 1) :])
+
+
+def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dict[str, Speed]:
+    """Speeds from finished runs, by shape; their overhead is contained in the seconds of a step."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        outcome = outcomes.get(run.run_id)
+        if outcome is not None and not any(outcome.exit_codes) and outcome.seconds:
+            found.setdefault(shape_of(run), []).append(outcome.seconds / max(1, steps_of(run)))
+    return {shape: Speed(median(seconds), 0.0) for shape, seconds in found.items()}
+
+
+def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float | None:
+    """Seconds until all runs are done; None where the speed of a shape is not known."""
+    if any(shape_of(run) not in speeds for run in runs):
+        return None
+    seconds = [speeds[shape_of(run)].seconds(run) for run in runs]
+    return max(sum(seconds) / workers, max(seconds, default=0.0))
+
+
+SCRIPT, SUBMIT = "sweep.sbatch", "submit.sh"
+
+_SCRIPT = """#!/usr/bin/env bash
+#SBATCH --job-name={name}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --output="{out}/slurm-%A_%a.log"
+#
+# One run of the sweep a task; submit.sh gives the range of tasks. Add what your cluster needs: partition, time, memory,
+# --gpus-per-node={ranks} on hosts with GPUs, --cpus-per-task. A task that was cut off is submitted again as it is: it
+# goes on from its checkpoint, and one that has finished does nothing. Paths count from the folder of submission.
+set -euo pipefail
+cd {folder}
+exec {command} --task "$SLURM_ARRAY_TASK_ID"
+"""
+
+_SUBMIT = """#!/usr/bin/env bash
+# Submits {count} runs: {donors} that others start from, then the rest, of which none awaits a later one,
+# then the tables.
+# Further options go to every sbatch: bash {submit} --partition=gpu --time=04:00:00
+set -euo pipefail
+cd {folder}
+after=()
+{stages}
+sbatch --parsable "$@" --nodes=1 --ntasks=1 --dependency=afterany:"$job" --output={out}/slurm-tables.log \\
+    --wrap {gather}
+"""
+
+_STAGE = """job=$(sbatch --parsable "$@" "${{after[@]}}" --array={first}-{last}%{at_once} {script})
+job=${{job%%;*}}
+after=(--dependency=afterany:"$job")"""
+
+
+def write_job(plan: Plan, arguments: list[str], out: Path, at_once: int) -> Path:
+    """Writes the array job and the script that submits it, to be run with bash; returns the script.
+
+    A task's number is the index of its run. ``arguments``: of ``megasdc sweep``, without ``--slurm``; ``out``: the
+    sweep's folder, shared by all hosts; ``at_once``: maximum of concurrent tasks.
+    """
+    command = shlex.join([sys.executable, "-m", "megasdc", "sweep", *arguments])
+    runs = list(plan.runs.values())
+    donors = sum(run.donor for run in runs)
+    folder, quoted = shlex.quote(str(Path.cwd())), shlex.quote(str(out))
+    script = _SCRIPT.format(name=plan.sweep.name, out=out, ranks=plan.sweep.ranks, folder=folder, command=command)
+    (out / SCRIPT).write_text(script, encoding="utf-8")
+    free = sum(run.condition is None for run in runs)
+    parts = ((0, donors - 1), (donors, free - 1), (free, len(runs) - 1))
+    ranges = [part for part in parts if part[0] <= part[1]]
+    at = shlex.quote(str(out / SCRIPT))
+    stages = "\n".join(_STAGE.format(first=first, last=last, at_once=at_once, script=at) for first, last in ranges)
+    submit = out / SUBMIT
+    text = _SUBMIT.format(
+        count=len(runs),
+        donors=donors,
+        submit=submit,
+        folder=folder,
+        stages=stages,
+        out=quoted,
+        gather=shlex.quote(f"cd {folder} && {command} --table"),
+    )
+    submit.write_text(text, encoding="utf-8")
+    return submit
+
 
 logger = logging.getLogger(__name__)
 

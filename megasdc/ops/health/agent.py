@@ -10,16 +10,26 @@ ranks for their stacks and tells what it knows: to the front of the launch, if t
 shows signs of life has done so, the front, or each agent for itself, comes to the same blame
 (``megasdc.ops.health.blame``), writes the incident, and the ranks are told to leave with exit code 75; those that do
 not are killed. Hosts without a front whose run folder is not shared know only of their own ranks, and say so.
+
+Work on a disk or a network that may not answer, in a thread: who asks for it never waits.
+
+What an agent writes for people and programs: ``health/NODE.jsonl``, and where its ranks are now.
+
+A line every ten seconds, and one for each note. The older half goes when the file is too long. ``NODE.now`` is
+replaced each second and goes with the agent.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,20 +37,142 @@ from typing import Any
 
 from megasdc.checkpoint.snapshots.held import linger, memory_folder
 from megasdc.common.alert import LIMIT_S, alert
-from megasdc.common.durable import replacing
+from megasdc.common.durable import append_bounded, replacing
 from megasdc.common.process_state import GONE, PAUSE_S, started_at
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.devices.telemetry import Telemetry
-from megasdc.ops.health.background import Background
 from megasdc.ops.health.board import FolderBoard, OwnState, node_name
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
 from megasdc.ops.health.front.link import FrontLink
 from megasdc.ops.health.incident import Conclusion, conclude
-from megasdc.ops.health.journal import Journal
 from megasdc.ops.health.limits import Limits, keep_durations, load_durations
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.watched import WatchedRanks
+
+Task = Callable[[], None]
+
+
+class Background:
+    """Calls tasks once a second, in order, and once more at the end.
+
+    A task that fails is tried again a second later; ``problem`` is what it raised last, empty: the last round was well.
+
+    Args:
+        name: of the thread.
+        tasks: what is done each time.
+    """
+
+    def __init__(self, name: str, tasks: Sequence[Task]) -> None:
+        self.name, self._tasks = name, tasks
+        self._once: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self.problem = ""
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def once(self, task: Task) -> None:
+        """Do something once, before the other tasks of the next round; again where it fails."""
+        self._once.put(task)
+
+    def close(self, timeout_s: float) -> bool:
+        """Do everything a last time; returns whether that ended in time."""
+        self._closed.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while not self._closed.wait(POLL_S):
+            self._round()
+        self._round()
+
+    def _round(self) -> None:
+        problems, failed = [], []
+        while not self._once.empty():
+            task = self._once.get()
+            if problem := self._problem_of(task):
+                problems.append(problem)
+                failed.append(task)
+        for task in failed:
+            self._once.put(task)
+        problems += [problem for task in self._tasks if (problem := self._problem_of(task))]
+        self.problem = "; ".join(dict.fromkeys(problems))
+
+    @staticmethod
+    def _problem_of(task: Task) -> str:
+        """Do it; returns what it raised, empty: nothing."""
+        try:
+            task()
+        except OSError as error:
+            return str(error)
+        except Exception as error:  # the thread goes on; whatever it was is reported
+            return repr(error)
+        return ""
+
+
+LINE_S = 10.0
+MAX_LINES_BYTES = 4 << 20
+MAX_WAITING = 100
+"""Lines that wait for a disk that does not answer; older ones are dropped and counted."""
+
+
+class Journal:
+    """The files of one host.
+
+    Args:
+        health: folder of the run, which exists.
+        name: with which the files of this host begin.
+        run: name of this start.
+        launch: id of the launch; None: without ``megasdc launch``.
+    """
+
+    def __init__(self, health: Path, name: str, run: str, launch: str | None) -> None:
+        self._path, self._now = health / f"{name}.jsonl", health / f"{name}.now"
+        self._start = {"run": run, "launch": launch}
+        self._line_at = 0.0
+        self._latest = ""
+        self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
+        self._dropped = 0
+        self._closed = False
+
+    def write(self, ranks: list[dict[str, Any]], note: str = "", **more: Any) -> None:
+        """Take down where the ranks are: as a line, too, if it is time for one or there is a note; does not wait.
+
+        Args:
+            ranks: their positions.
+            note: what has happened; empty: nothing.
+            **more: further values for the line.
+        """
+        line = {**self._start, "time": time.time(), "monotonic": time.monotonic(), "note": note, "ranks": ranks}
+        line.update(more)
+        if self._dropped:
+            line["dropped_lines"] = self._dropped
+        self._latest = json.dumps(line) + "\n"
+        if note or time.monotonic() >= self._line_at:
+            self._line_at = time.monotonic() + LINE_S
+            self._dropped += len(self._waiting) == MAX_WAITING
+            self._waiting.append(self._latest)
+
+    def flush(self) -> None:
+        """Write what was taken down; may wait for the disk.
+
+        Raises:
+            OSError: it cannot be written; lines are kept.
+        """
+        while self._waiting:
+            append_bounded(self._path, self._waiting[0], MAX_LINES_BYTES)
+            self._waiting.popleft()
+        if self._closed:
+            self._now.unlink(missing_ok=True)
+            return
+        part = self._now.with_name(f".{self._now.name}")
+        part.write_text(self._latest, encoding="utf-8")
+        os.replace(part, self._now)  # not worth waiting until it is on the disk
+
+    def close(self) -> None:
+        """From the next ``flush`` on, nothing tells where the ranks are now."""
+        self._closed = True
+
 
 POLL_S = 1.0
 KEEP_S = 300.0

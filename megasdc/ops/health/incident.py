@@ -38,7 +38,7 @@ def state_of(
     Args:
         process: see ``megasdc.common.process_state``.
         answer: that it has given, see ``megasdc.ops.health.rank_watch``; empty: none.
-        silent: see ``megasdc.ops.health.sockets.silent_peers``.
+        silent: see ``megasdc.ops.health.watched.silent_peers``.
     """
     return RankState(
         rank=identity.rank,

@@ -2,6 +2,9 @@
 
 A thin front for DeepSpeed's launcher: everything is checked before anything starts, arguments and environment reach
 ranks unchanged, and the exit code is 0 only if every rank has written a done record with 0.
+
+The front's side of health during a launch: agents of all hosts connect to it
+(``megasdc.ops.health.front.server``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,23 +25,80 @@ from pathlib import Path
 
 from megasdc.common import room, run_lock
 from megasdc.common.errors import HangError, LaunchError, StorageError
+from megasdc.common.own_address import own_address_towards
 from megasdc.common.shared_memory import NAME_VARIABLE
 from megasdc.common.wire import raise_descriptor_limit
-from megasdc.ops.health.front.server import Standstill
+from megasdc.ops.health.front.address import front_path
+from megasdc.ops.health.front.server import FrontServer, Standstill
 from megasdc.ops.launch import environment, host_failed, own_lines
 from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
-from megasdc.ops.launch.health import listening_for_agents
 from megasdc.ops.launch.hosts import Placement
-from megasdc.ops.launch.on_host import private
+from megasdc.ops.launch.on_host import files, private
 from megasdc.ops.launch.plan import LaunchPlan, make_plan
 from megasdc.ops.launch.process import LauncherProcess
 from megasdc.ops.launch.records import records_dir
-from megasdc.ops.launch.remote import Watch
+from megasdc.ops.launch.remote import MAX_PARALLEL, Watch
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
 from megasdc.ops.launch.verdict import Met, Verdict, after_suspension, judge, launcher_killed, lines_of, read_met
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
 from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
+
+LOCAL_ADDRESS = "127.0.0.1"
+"""Where all ranks are on this host."""
+WRITE_TIMEOUT_S = 30.0
+
+
+@contextmanager
+def listening_for_agents(plan: LaunchPlan) -> Iterator[Standstill | None]:
+    """Listen for the agents of this launch while it runs, if the run's health is watched.
+
+    Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
+    Where nothing can listen, or the file cannot be left, that is told, and agents judge by the run folder. Yields what
+    is known of the hosts; None: nothing listens.
+    """
+    server = _open(plan) if plan.program.watched else None
+    try:
+        yield None if server is None else server.standstill
+    finally:
+        if server is not None:
+            server.close()
+            if not server.standstill.has_met_agents:  # else ranks have removed it
+                _leave_for_hosts(plan, None)
+
+
+def _open(plan: LaunchPlan) -> FrontServer | None:
+    health = plan.run_dir / "health"
+    try:
+        address = LOCAL_ADDRESS if plan.master_addr is None else own_address_towards(plan.master_addr)
+        server = FrontServer(plan.launch_id, address, health, say, plan.program.alert_command)
+    except OSError as error:
+        say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
+        return None
+    if problems := _leave_for_hosts(plan, json.dumps(asdict(server.front))):
+        say(f"health: hosts cannot be told where to connect: {problems[0]}; their agents judge by the run folder")
+        server.close()
+        return None
+    return server
+
+
+def _leave_for_hosts(plan: LaunchPlan, text: str | None) -> list[str]:
+    """Write the file of this front where agents look for it, or remove it; returns what went wrong.
+
+    That is on rank 0's host; of programs whose ranks tell each other nothing, on each host, with a name of its own.
+    """
+    names = {plan.placement.hosts[0]: plan.launch_id}
+    if plan.program.is_users:
+        names = {host: f"{plan.launch_id}.{node}" for node, host in enumerate(plan.placement.hosts)}
+
+    def leave(host: str) -> str:
+        request = {"path": str(front_path(plan.run_dir / "health", names[host])), "text": text}
+        (answer,) = plan.transport.run([host], Path(files.__file__), request, timeout_s=WRITE_TIMEOUT_S)
+        return answer.problem or ""
+
+    with ThreadPoolExecutor(min(MAX_PARALLEL, len(names))) as pool:
+        return [problem for problem in pool.map(leave, names) if problem]
+
 
 PRIVATE_TIMEOUT_S, REMOVAL_TIMEOUT_S = 60.0, 10.0
 """For a host to take what is secret of a launch, longer where it is only busy; to remove it, once all has ended."""

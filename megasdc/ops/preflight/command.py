@@ -12,12 +12,19 @@ from typing import NoReturn
 
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.progress import OnProgress
-from megasdc.ops.preflight.hardware import check_golden, check_spares
-from megasdc.ops.preflight.inputs import check_configuration, check_data, check_hosts
+from megasdc.ops.preflight.inputs import (
+    check_configuration,
+    check_cost,
+    check_data,
+    check_golden,
+    check_hosts,
+    check_resume,
+    check_spares,
+    check_steps,
+)
 from megasdc.ops.preflight.job import Job, prepared
 from megasdc.ops.preflight.request import PreflightRequest
 from megasdc.ops.preflight.result import CheckResult, Finding, PreflightResult, Status, failed, not_done
-from megasdc.ops.preflight.short_runs import check_cost, check_resume, check_steps
 from megasdc.ops.preflight.storage import check_storage
 
 SIGNAL_CODES = 128

@@ -1,4 +1,9 @@
-"""Contents of a run folder: metrics by name, events, incidents, ends of launches; also of a run in progress."""
+"""Contents of a run folder: metrics by name, events, incidents, ends of launches; also of a run in progress.
+
+Times of ranks over those of their peers, as rank 0 of a run wrote them.
+
+Reader of JSON lines that may be damaged or still be written: every complete line; the others are counted.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,106 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megasdc.common.durable import parse_json
-from megasdc.common.errors import PeerError, StorageError
+from megasdc.common.errors import DataError, PeerError, StorageError
 from megasdc.common.moment import first_of
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
 from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
+from megasdc.ops.health.slow.report import HEALTH_FOLDER, SLOWNESS_FILE
 from megasdc.ops.launch.records import collect
-from megasdc.ops.run_folder.lines import read_lines
-from megasdc.ops.run_folder.slowness import load_slowness
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.output.figure import Series
 from megasdc.sdc.incidents.incident import Incident, load_incidents
+
+T = TypeVar("T")
+
+
+@dataclass
+class Lines(Generic[T]):
+    """Contents of one file: the rows of its valid lines, and numbers of complete and of damaged lines, the first is 1.
+
+    ``torn``: whether the last line is incomplete; it is not in ``total``.
+    """
+
+    name: str
+    rows: list[T] = field(default_factory=list)
+    total: int = 0
+    damaged: list[int] = field(default_factory=list)
+    torn: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What was ignored, a sentence each."""
+        found = []
+        if self.damaged:
+            more = f", the first is line {self.damaged[0]}" if len(self.damaged) > 1 else f": line {self.damaged[0]}"
+            found.append(
+                f"{self.name}: {len(self.damaged)} of {self.total} lines cannot be read and are left out{more}"
+            )
+        if self.torn:
+            found.append(
+                f"{self.name}: the last line has no end and is left out; it is being written, or its writer was killed"
+            )
+        return found
+
+
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
+    """Reads a file of JSON objects, one per line; ``parse`` converts an object to a row.
+
+    A line is damaged where ``parse`` raises ``ValueError``, ``TypeError`` or ``KeyError``. Raises ``DataError`` where
+    the file cannot be read at all.
+    """
+    try:
+        pieces = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; look at its permissions, or copy it again"
+        ) from error
+    found: Lines[T] = Lines(path.name, total=len(pieces) - 1, torn=bool(pieces[-1]))
+    for number, line in enumerate(pieces[:-1], 1):
+        try:
+            value = parse_json(line)
+            if not isinstance(value, dict):
+                raise TypeError("no object")
+            found.rows.append(parse(value))
+        except (ValueError, TypeError, KeyError):
+            found.damaged.append(number)
+    return found
+
+
+def load_slowness(run: Path, notes: list[str]) -> dict[int, Series]:
+    """Ratio to the peers by rank, the first tensor rank of a stage; empty where nothing was compared.
+
+    A resumed run goes on in the same file: its lines replace those of the same and later steps.
+    """
+    path = run / HEALTH_FOLDER / SLOWNESS_FILE
+    if not path.exists():
+        return {}
+    lines = read_lines(path, _row)
+    notes += lines.notes
+    kept: list[tuple[int, dict[int, float]]] = []
+    for step, ratios in lines.rows:
+        while kept and kept[-1][0] >= step:
+            kept.pop()
+        kept.append((step, ratios))
+    found = {}
+    for rank in sorted({rank for _, ratios in kept for rank in ratios}):
+        points = [(step, ratios[rank]) for step, ratios in kept if rank in ratios]
+        steps, values = zip(*points, strict=True)
+        found[rank] = Series(np.array(steps), np.array(values))
+    return found
+
+
+def _row(line: dict[str, Any]) -> tuple[int, dict[int, float]]:
+    return int(line["step"]), {int(rank): float(ratio) for rank, ratio in line.get("ratios", {}).items()}
+
 
 OnProgress = Callable[[str, int, int], None]
 CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"

@@ -18,8 +18,7 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config import FaultSpec, expand_faults
-from megasdc.config.problems.fault_specs import place_problems, spec_problems
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS, place_problems, spec_problems
 from megasdc.faults.injector import Injector, Tally
 from megasdc.faults.schedule import in_steps
 from megasdc.faults.unfired import why_unfired

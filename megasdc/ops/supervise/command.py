@@ -1,4 +1,9 @@
-"""``megasdc supervise``: reads what is asked for, opens the journal, and supervises."""
+"""``megasdc supervise``: reads what is asked for, opens the journal, and supervises.
+
+Standard error of a supervisor, which outlives the terminal: where that has gone, what is said goes on to a file.
+
+With how many hosts a run can go on, and the settings that follow: whole replicas, and the same samples each step.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,19 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
 from types import FrameType
+from typing import TextIO
 
 from megasdc.common import room
-from megasdc.common.errors import LaunchError
-from megasdc.config import load_config
+from megasdc.common.errors import ConfigError, LaunchError
+from megasdc.common.room import lacks_room
+from megasdc.config import check_layout, load_config, settings_for
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
@@ -29,12 +37,145 @@ from megasdc.ops.supervise.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.ops.supervise.host_tests import StressTests
 from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.ops.supervise.ledger import Ledger, judge
-from megasdc.ops.supervise.output import LOG_FILE, lasting_output
 from megasdc.ops.supervise.policy import Limits
 from megasdc.ops.supervise.salvage import complete
-from megasdc.ops.supervise.sizes import find_sizes
 from megasdc.ops.supervise.slurm import JOB_VARIABLE, SlurmJob
 from megasdc.ops.supervise.supervise import Supervisor
+
+_OTHER_LAYOUT = "megasdc.checkpoint.other_layout=convert"
+"""Each attempt goes on from whatever layout the one before had."""
+
+
+def find_sizes(
+    config_path: Path,
+    overrides: Sequence[str],
+    slots: Mapping[str, int],
+    num_hosts: int,
+    min_hosts: int | None,
+) -> tuple[dict[int, tuple[str, ...]], dict[int, str]]:
+    """Find the numbers of hosts that a run can have.
+
+    Args:
+        overrides: of the configuration.
+        slots: ranks of each host.
+        num_hosts: that it should have.
+        min_hosts: least number; None: it needs all of them.
+
+    Returns:
+        Settings of an attempt by number of hosts, ascending, as of ``--set``; and why others are not possible.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the run needs all its hosts although fewer are asked for.
+    """
+    if min_hosts is None:
+        return {num_hosts: ()}, {}
+    if min_hosts > num_hosts:
+        raise ConfigError(f"megasdc.supervise.min_hosts: got {min_hosts}, but the run has {num_hosts} hosts; set null.")
+    if len(set(slots.values())) > 1:
+        counts = ", ".join(f"{host} has {count}" for host, count in slots.items())
+        raise ConfigError(f"megasdc.supervise.min_hosts: got {min_hosts}, which needs hosts of equal slots; {counts}.")
+    ranks = next(iter(slots.values()))
+    config = load_config(config_path, overrides)
+    whole = check_layout(config, num_hosts * ranks)
+    sizes, problems = dict[int, tuple[str, ...]](), dict[int, str]()
+    for hosts in range(min_hosts, num_hosts + 1):
+        replicas = max(1, hosts * ranks // (whole.tensor * whole.pipeline))
+        settings = [_OTHER_LAYOUT, *settings_for(config, whole, replicas)]
+        try:
+            layout = check_layout(load_config(config_path, [*overrides, *settings]), hosts * ranks)
+        except ConfigError as error:
+            problems[hosts] = error.problems[0]
+            continue
+        if (layout.train_batch_size, layout.micro_batch_size) == (whole.train_batch_size, whole.micro_batch_size):
+            sizes[hosts] = tuple(settings)
+        else:
+            problems[hosts] = f"its {whole.train_batch_size} samples of a step cannot be divided among them"
+    if len(sizes) < 2 and min_hosts < num_hosts:
+        reasons = "; ".join(f"with {hosts}: {problem}" for hosts, problem in problems.items())
+        raise ConfigError(f"megasdc.supervise.min_hosts: got {min_hosts}, but the run needs all {num_hosts}: {reasons}")
+    return sizes, problems
+
+
+LOG_FILE = "supervisor.log"
+"""In the folder of the supervisor."""
+
+
+class LastingStream:
+    """A text stream for ``print``, on to a file from its first error; SIGHUP says the same of a terminal.
+
+    Args:
+        stream: of this process, whose descriptor the file takes: programs that are started write there too.
+        path: of the file, to which is appended.
+    """
+
+    def __init__(self, stream: TextIO, path: Path) -> None:
+        self._stream, self._path, self._lasts, self._lost = stream, path, False, 0
+
+    def write(self, text: str) -> int:
+        """Write, where it can be written."""
+        try:
+            done = self._stream.write(text)
+        except OSError as error:
+            if lacks_room(error):
+                self._lost += 1
+                return len(text)
+            self.go_on_in_file("it cannot be written to any more")
+            return self._stream.write(text)
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self.write(f"megasdc supervise: {lost} texts may be missing here: there was no room for them\n")
+        return done
+
+    def flush(self) -> None:
+        """Write what is buffered; what the stream did not take goes to the file."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            if lacks_room(error):
+                self._lost += 1
+                return
+            self.go_on_in_file("it cannot be written to any more")
+            self._stream.flush()
+
+    def go_on_in_file(self, why: str) -> None:
+        """Append to the file from now on; a signal handler may call it within a write.
+
+        Raises:
+            OSError: that cannot be written either.
+        """
+        if self._lasts:
+            return
+        self._lasts = True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for descriptor in {self._stream.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1}:
+            os.dup2(file, descriptor)
+        # Not by the stream, whose buffer may be half written when a signal comes.
+        os.write(file, f"megasdc supervise: what was said before went to standard error: {why}\n".encode())
+        os.close(file)
+
+
+@contextmanager
+def lasting_output(path: Path) -> Iterator[None]:
+    """Let this process outlive its terminal: SIGHUP does not end it, and standard error goes on to a file.
+
+    An ignored SIGHUP stays ignored, as ``nohup`` requires.
+    """
+    before, stream = sys.stderr, LastingStream(sys.stderr, path)
+
+    def on_hangup(_number: int, _frame: FrameType | None) -> None:
+        stream.go_on_in_file("its terminal has gone (SIGHUP)")
+
+    handler = signal.getsignal(signal.SIGHUP)
+    if handler != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, on_hangup)
+    sys.stderr = stream  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        if handler is not None:
+            signal.signal(signal.SIGHUP, handler)
 
 
 def say(line: str) -> None:

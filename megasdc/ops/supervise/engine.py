@@ -1,9 +1,22 @@
-"""How attempts are started: one small interface, and the front of ``megasdc launch`` behind it."""
+"""How attempts are started: one small interface, and the front of ``megasdc launch`` behind it.
+
+Going back to an earlier checkpoint: where to, and the settings of an attempt that does.
+
+torch is imported where checkpoints are looked at after NaN and Inf.
+
+The log of an attempt: a process that takes what the front and all that it starts say, and writes it to a file.
+
+    python -m megasdc.ops.supervise.engine FILE LIMIT_S < pipe
+
+A file system without room is an error to who writes to it, and to a pipe it is none: what is said is kept here, and
+written once there is room. It ends when nobody has the other end of the pipe any more.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +29,9 @@ from typing import Protocol
 
 from megasdc.common import room, run_lock
 from megasdc.common.alert import alert
+from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, PeerError, StorageError
+from megasdc.common.origin import Launch
 from megasdc.common.process_state import DISK_S, Waker
 from megasdc.common.run_identity import read_identity
 from megasdc.events import Event, read_events
@@ -27,10 +42,9 @@ from megasdc.ops.launch.records import collect
 from megasdc.ops.launch.remote import Watch
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.launch.verdict import RUN_MEMORY, Met
-from megasdc.ops.supervise import attempt_log, front
+from megasdc.ops.supervise import front
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.back import find_back, overrides_of
-from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, Back, Checked, Evidence
 from megasdc.ops.supervise.fitness import HostChecks, tell_every
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import ENDED, Attempt, Process
@@ -38,6 +52,92 @@ from megasdc.ops.supervise.journal import FOLDER
 from megasdc.ops.supervise.trained import Trained, trained_in
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.train.process.signals import STOPPED_START
+
+_END = "data/stream_end"
+_RESOLVED = "resolved.json"
+_RESUMED = ("checkpoint", "memory", "other_layout")
+"""Events of a run that has gone on from a save of its own."""
+
+
+def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
+    """Where a run can go back to: before a checkpoint that could not be loaded, before NaN and Inf, to its beginning.
+
+    To the beginning where none of its checkpoints can be used, damaged or not verified, and the first that it saved is
+    still there: early in a run. A run that has more to lose is not begun anew without a person.
+
+    Without ``rewind_steps`` to the checkpoint of ``find_way_back``, and no data are skipped: newer ones hold NaN or
+    Inf, or lead to them. An attempt that went on from there itself has tried that.
+
+    Args:
+        launch: of the attempt that failed.
+        rewind_steps: least number of steps before the first of the last skipped steps; 0: no data are skipped.
+
+    Returns:
+        None: the attempt had no such checkpoints, and no skipped step or one that is not to be gone back before.
+    """
+    if not run_dir.is_dir():
+        return None
+    resumes = list(read_events(run_dir, kind="resume", rank=0, launch=launch, broken=[]))
+    failed = [one.step for one in resumes if one.name == "not_loaded"]
+    if failed and failed[-1] is not None:
+        return Back(failed[-1] - 1)
+    if unusable := [one for one in resumes if one.name == "none_usable"]:
+        saves = read_events(run_dir, kind="save", name="checkpoint", rank=0, broken=[])
+        oldest = min(unusable[-1].fields["steps"])
+        return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
+    skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0, broken=[]))
+    if not rewind_steps:
+        return _to_finite(run_dir, [one.step for one in resumes if one.name in _RESUMED])
+    if not skipped or skipped[-1].step is None:
+        return None
+    if not launch.wrote(skipped[-1].launch, skipped[-1].time):
+        return None
+    first, steps = skipped[-1].step, {one.step for one in skipped}
+    while first - 1 in steps:  # an earlier attempt may have skipped the first of them
+        first -= 1
+    rows = [row for row in read_metrics(run_dir) if _END in row and row["step"] <= first - rewind_steps]
+    step, start = (rows[-1]["step"], rows[-1][_END]) if rows else (0, 0)
+    return Back(step, (int(start), skipped[-1].fields["stream_end"]))
+
+
+def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> Back | None:
+    """To the checkpoint of ``find_way_back``, if the attempt has gone on from a newer one; ``resumed``: its steps."""
+    if not resumed or resumed[-1] is None:
+        return None
+    from megasdc.checkpoint.marks import find_way_back
+
+    try:
+        section = parse_json((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
+        way = find_way_back(Path(section.get("folder") or run_dir / "checkpoints"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing is known of where they lie
+        return None
+    return None if way is None or way.step >= resumed[-1] else Back(way.step)
+
+
+def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
+    """Settings of an attempt beside the configuration, as of ``--set``.
+
+    Args:
+        skip: ranges of samples that the configuration skips.
+    """
+    overrides = [] if attempt.at_most is None else [f"megasdc.checkpoint.resume_at_most={attempt.at_most}"]
+    if attempt.skips_snapshots:
+        overrides.append("megasdc.checkpoint.memory.without_room=go_on")
+    if attempt.skip:
+        overrides.append(f"megasdc.data.skip={json.dumps(union([*skip, *attempt.skip]))}")
+    return overrides
+
+
+def union(ranges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ranges of the same numbers that ascend and do not touch."""
+    found: list[list[int]] = []
+    for first, end in sorted(map(tuple, ranges)):
+        if found and first <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([first, end])
+    return found
+
 
 FIND_S = 2.0
 LOG_S = 2.0
@@ -108,7 +208,7 @@ class FrontEngine:
         run_dir: of the run; in its folder ``supervise`` are hostfiles and what fronts say.
         steps: of the run; 0: not known, it is done when it ends well.
         skip: samples that the configuration skips, ranges [first, end).
-        rewind_steps: see ``megasdc.ops.supervise.back.find_back``.
+        rewind_steps: see ``megasdc.ops.supervise.engine.find_back``.
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
         sizes: settings of an attempt by its number of hosts, as of ``--set``.
@@ -187,7 +287,7 @@ class FrontEngine:
         self._shown[path] = path.stat().st_size if path.exists() else 0
         room.need_room(claim, path)
         self._room.seen = False
-        writer = [sys.executable, "-m", attempt_log.MODULE, str(path), str(room.limit_s())]
+        writer = [sys.executable, "-m", MODULE, str(path), str(room.limit_s())]
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
         assert self._log.stdin is not None, "it is a pipe"
         # Blocked for the front too, so that it lives to tell of a signal that it gets while it is loaded.
@@ -433,3 +533,26 @@ def _say(text: str) -> None:
 def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:
     """Hosts by rank, as an attempt begins."""
     return tuple(host for host, slots in attempt.slots.items() for _ in range(slots))
+
+
+MODULE = "megasdc.ops.supervise.engine"
+_BLOCK_BYTES = 1 << 16
+
+
+def main() -> None:
+    """Copy standard input to the file that the first argument names, until its end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # it ends after those that are asked
+        signal.signal(number, signal.SIG_IGN)
+    room.set_limit(float(sys.argv[2]))
+    file = room.LineFile(Path(sys.argv[1]))
+    while True:
+        if select.select([0], [], [], room.RETRY_S)[0]:
+            if not (said := os.read(0, _BLOCK_BYTES)):
+                break
+            file.add(said)
+        file.flush()
+    file.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,7 @@
-"""Which results can be computed again, and by what."""
+"""Which results can be computed again, and by what.
+
+The loss, and the gradient of the logits, where one rank has the whole vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
@@ -34,17 +38,42 @@ from megasdc.sdc.exhibits.block import (
     sum_input,
     sum_output,
 )
-from megasdc.sdc.exhibits.calls import Call, Exhibit
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
-from megasdc.sdc.exhibits.losses import logits_gradient, loss_output
 from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
-from megasdc.sdc.exhibits.words import (
-    position_input,
-    position_output,
-    position_weight,
-    word_output,
-    word_weight,
-)
+from megasdc.sdc.exhibits.words import position_input, position_output, position_weight, word_output, word_weight
+from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses
+
+
+def loss_output(call: Call, result: Tensor) -> Exhibit | None:
+    """Losses [b, s] of logits [s, b, v]."""
+    logits, labels = call.args[:2]
+    if call.module.tensor > 1:
+        return None
+    real = logits[..., : call.module.real_columns]
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        return token_losses(real[columns, rows].cpu(), labels[rows, columns].cpu())
+
+    return Exhibit(rows_of(result), (logits, labels), compute)
+
+
+def logits_gradient(call: Call, result: Tensor) -> Exhibit | None:
+    """Gradients [s, b, v] of the logits."""
+    logits, labels = call.args[:2]
+    if call.module.tensor > 1:
+        return None
+    real, slopes, samples = logits[..., : call.module.real_columns], call.gradients[-1], logits.shape[1]
+
+    def compute(rows: Tensor, columns: Tensor) -> Exact:
+        which, places = torch.unique(rows, return_inverse=True)
+        token, sample = which // samples, which % samples
+        found = real[token, sample].cpu(), labels[sample, token].cpu(), slopes[sample, token].cpu()
+        return logit_gradients(*found, places, columns, result.dtype)
+
+    return Exhibit(rows_of(result), (logits, labels, slopes), compute)
+
 
 LINEAR, SUMS, NORMS = (QKV, PROJECTION, FC1, FC2, HEAD), (RESIDUAL, BLOCK), (NORM, FINAL_NORM)
 

@@ -1,17 +1,22 @@
-"""Coverage of a run's checks: what they cover, read and are expected to cost; reported at the start of a run."""
+"""Coverage of a run's checks: what they cover, read and are expected to cost; reported at the start of a run.
+
+Measurement of a rank's speed at the operations of checks, apart from any step.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD
-from megasdc.config import AlwaysOnSection, RunConfig
+from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.config import AlwaysOnSection, RunConfig, TraceSection
 from megasdc.config.sections.detection import EXTRA
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
@@ -19,15 +24,104 @@ from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.state_blocks import BLOCK
 from megasdc.optim.step_control import norms_have_equal_bits
 from megasdc.optim.zero1 import owned_fragments
+from megasdc.parallel.agreement import compare_replicas
 from megasdc.sdc.budget import Cadence, Shares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
 from megasdc.sdc.covered import Shape, render_coverage
 from megasdc.sdc.exhibits.make import LINEAR
+from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.trace import digest
+from megasdc.sdc.tracer import Tracer
+from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import DTYPES
-from megasdc.train.detection.check_rates import measure_products, measure_rates
 from megasdc.train.detection.rows import PRODUCTS
+from megasdc.train.detection.slices.exchange import Exchange, ring_of
 from megasdc.train.detection.slices.squares import sets_of
+
+RATE_BYTES = 256 << 20
+"""Size of the measured tensor, larger than a processor's caches."""
+MOST_TOKENS = 4096
+"""Largest number of rows of the matrix product that represents a step's arithmetic."""
+CALLS, EXCHANGES, READS = 20, 20, 3
+
+
+def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
+    """This rank's rates at the operations of checks, while the others measure too.
+
+    Args:
+        num_bytes: of the large tensor.
+
+    Collective: all ranks of the world.
+    """
+    device, dims = engine.device, engine.dims
+    algorithm = default_algorithm(device)
+    large, small = torch.ones(num_bytes // 4, device=device), torch.zeros(1, device=device)
+    tracer, finite = Tracer(algorithm, TraceSection()), FiniteRecorder()
+    address = Address(1, 0, FORWARD, "loss", "output")
+
+    group, place, size = ring_of(engine)
+    message, before, after = large.view(torch.int32)[:BLOCK], (place - 1) % size, (place + 1) % size
+
+    def send() -> None:
+        sent, sizes = [message[:0]] * size, [0] * size
+        sent[after], sizes[before] = message, message.numel()
+        int(Exchange(sent, sizes, group).finish()[before][-1])  # waits for the device
+
+    def look() -> None:
+        finite(address, large)
+        finite.take(dims)
+
+    return Rates(
+        checksum_bytes_per_s=num_bytes / _median_s(lambda: read_back([algorithm.start(large)]), READS),
+        extremes_bytes_per_s=num_bytes / _median_s(look, READS),
+        checksum_s=_recording_s(lambda: tracer(address, small), lambda: digest(tracer.take()), large),
+        extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.take(dims), large),
+        exchange_s=_median_s(
+            lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
+        ),
+        sent_bytes_per_s=FP32_BYTES * message.numel() / _median_s(send, READS),
+    )
+
+
+def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidden: int) -> float:
+    """FLOP/s of the matrix product of an MLP, for a micro-batch of ``tokens``; a whole step reaches less.
+
+    Sync: waits for the device.
+    """
+    rows = min(tokens, MOST_TOKENS)
+    left = torch.ones(rows, hidden, dtype=dtype, device=device)  # not random, which would advance the run's generators
+    right = torch.ones(hidden, 4 * hidden, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        float((left @ right)[0, 0])
+
+    multiply()
+    return 8 * rows * hidden * hidden / _median_s(multiply, READS)
+
+
+def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torch.Tensor) -> float:
+    """Seconds of one record, and its share of taking all.
+
+    In a step, arithmetic uses the caches between records. Without the sum that imitates it here, a call would seem to
+    take a twentieth of its time.
+    """
+    times = []
+    for _ in range(CALLS):
+        large.sum()
+        times.append(_seconds(record))
+    return statistics.median(times) + _seconds(take) / CALLS
+
+
+def _median_s(call: Callable[[], Any], count: int) -> float:
+    return statistics.median(_seconds(call) for _ in range(count))
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
 
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""

@@ -1,37 +1,263 @@
-"""Resuming a run: from memory, from a checkpoint on the disk, or from a universal one."""
+"""Resuming a run: from memory, from a checkpoint on the disk, or from a universal one.
+
+Going on from a checkpoint of another layout: a universal one that the configuration names, or the run's own.
+
+What every resume carries over besides the engine, whatever it goes on from.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.aside import leave_behind
-from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
+from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state, uncounted_samples
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
-from megasdc.checkpoint.manifest import Layout
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
+from megasdc.checkpoint.manifest import Layout, installed_versions
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
 from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
+from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.config import RunConfig, StudySection
-from megasdc.determinism import restore_rng
+from megasdc.config import RunConfig, StudySection, precision_of
+from megasdc.data.manifest import Manifest
+from megasdc.data.position import stream_end
+from megasdc.determinism import restore_rng, seed_generators
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import cut_back, set_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.changed_settings import ChangedSettings
-from megasdc.train.saving.carried import (
-    check_skipped_samples,
-    prolong_stream,
-    restore_counters,
-    tell_other_versions,
-    tell_quantized,
-)
 from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
-from megasdc.train.saving.other_layout import load_other_layout, start_from_universal
 from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
+
+
+def restore_counters(run: Run, state: dict[str, Any]) -> None:
+    """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
+    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
+    run.uncounted_samples = _uncounted(run, state)
+    run.skipped_steps = state["skipped_steps"]
+    run.finite_step = state.get("finite_step", run.step)  # a checkpoint of an earlier version has none
+
+
+def _uncounted(run: Run, state: dict[str, Any]) -> int:
+    """Samples that were given up; where an earlier version saved, which does not say it, the places are believed."""
+    known = state.get("uncounted_samples")
+    if known is None:
+        known = uncounted_samples(state)
+        if run.dims.rank == 0:
+            run.events.emit("resume", "place_not_known", step=state["step"], samples=state["samples"], uncounted=known)
+            logger.info("an earlier version saved step %d: its place in the data cannot be compared", state["step"])
+    return int(known)
+
+
+def prolong_stream(run: Run) -> None:
+    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
+    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
+    run.loader.prolong(own)
+
+
+def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
+    """Refuse ranges of samples to skip that have changed before the position of a checkpoint.
+
+    Args:
+        saved: shared state of the checkpoint.
+
+    Raises:
+        CheckpointError: some have.
+    """
+    then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
+    end = stream_end(saved["loader"])
+    before = [[[first, min(last, end)] for first, last in ranges if first < end] for ranges in (then, now)]
+    if before[0] != before[1]:
+        raise CheckpointError(
+            f"megasdc.data.skip is {now}, and was {then} when the checkpoint of step {saved['step']} was saved, which "
+            f"is past all samples before {end}: set what was before {end} again, or resume from an earlier checkpoint "
+            "with megasdc.checkpoint.resume_at_most"
+        )
+
+
+def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
+    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
+    here = installed_versions()
+    other = {
+        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
+    }
+    if other:
+        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
+        run.events.emit("resume", "other_versions", step=run.step, versions=other)
+        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
+
+
+def tell_quantized(run: Run, bits: int | None) -> None:
+    """Warn that the optimizer's moments are not those that were saved; None: they are."""
+    if bits is not None:
+        run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
+        logger.warning(
+            "the optimizer's moments were quantized to %d bits in the archive: the run does not continue bit for bit",
+            bits,
+        )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run goes on from.
+
+    Args:
+        state: shared state of the checkpoint.
+        load: loads weights, moments, learning rate schedule and counters into the engine.
+    """
+
+    path: Path
+    layout: Layout
+    state: dict[str, Any]
+    place: Place
+    load: Callable[[], None]
+
+
+def load_other_layout(run: Run, config: RunConfig, found: Chosen, leave: Callable[[], object]) -> dict[str, Any]:
+    """Go on from a checkpoint of another layout; returns states of the hooks by class name.
+
+    Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
+
+    Args:
+        found: the files that this rank needs are on its host.
+        leave: called once it is loaded.
+
+    Raises:
+        CheckpointError: it is of another model, or cannot be read; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    place, started = find_place(Ranks("shared", run.host_group)), time.monotonic()
+    state: dict[str, Any] = {}
+    problem: Problem | None = None
+    try:
+        state = read_shared_state(found.path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problem = describe_error(error, f"read {found.path}")
+    raise_together(problem, place, f"{found.path} has another layout, and cannot be used")
+    precision = precision_of(state["config"])
+
+    def load() -> None:
+        load_states(run.engine, found.path, found.manifest, precision, place)
+
+    hooks = _go_on(run, config, _Source(found.path, found.manifest.layout, state, place, load))
+    leave()
+    if place.rank == 0:
+        seconds = time.monotonic() - started
+        logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
+        tell_quantized(run, found.manifest.quantized_moments_bits)
+        run.events.emit(
+            "resume",
+            "other_layout",
+            step=run.step,
+            path=str(found.path),
+            saved_layout=str(found.manifest.layout),
+            layout=str(run.dims),
+            seconds=seconds,
+        )
+    return hooks
+
+
+def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
+    """Continue a run that was saved at any layout; returns states of the hooks by class name.
+
+    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
+    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
+    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
+
+    Raises:
+        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
+            in ``checkpoint.universal_without``; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    section = config.megasdc.checkpoint
+    found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
+
+    def load() -> None:
+        load_universal(run.engine, found)
+
+    source = _Source(found.path, found.manifest.source_layout, found.shared_state, found.place, load)
+    hooks = _go_on(run, config, source, section.universal_without)
+    if run.dims.rank == 0:
+        _tell_universal(run, config, found)
+    return {} if "hooks" in section.universal_without else hooks
+
+
+def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
+    """Carry over everything, except what is named in ``without``; returns states of the hooks by class name."""
+    dims, state = run.dims, source.state
+    changed = ChangedSettings(run.engine, config, None)
+    problem = changed.problem_of(state, source.layout.data)
+    raise_together(problem, source.place, f"{source.path} cannot be used, nothing was changed")
+    try:
+        if "loader" not in without:
+            if wrong := find_wrong_place(state):
+                raise CheckpointError(wrong)
+            run.loader.move_to(state["loader"])
+            check_skipped_samples(state, config)
+    except CheckpointError as error:
+        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
+        problem = Problem(f"{error}; {hint}", storage=False)
+    data = config.megasdc.data.path
+    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
+    if saved not in (None, now):
+        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
+        problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
+    what = f"{source.path} cannot continue with this data, nothing was changed"
+    raise_together(problem, source.place, what)
+    source.load()
+    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
+    restore_counters(run, {**state, **begun_again})
+    prolong_stream(run)
+    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    changed.apply(run)
+    return changed.hook_states(state["hooks"])
+
+
+def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
+    """Event and log lines of rank 0."""
+    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
+    batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
+    run.events.emit(
+        "resume",
+        "universal",
+        step=run.step,
+        path=str(found.path),
+        source=manifest.source,
+        saved_layout=str(manifest.source_layout),
+        layout=str(run.dims),
+        without=list(without),
+        precision=manifest.precision,
+        global_batch=batch,
+        saved_global_batch=saved_batch,
+    )
+    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
+    tell_quantized(run, manifest.quantized_moments_bits)
+    if run.step >= run.steps:
+        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
+        logger.warning(
+            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
+            "is written at this layout; raise megasdc.training.steps to continue",
+            found.path,
+            run.step,
+            run.steps,
+        )
+    if "loader" in without:
+        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
+    if "hooks" in without:
+        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
+    if saved_batch not in (None, "auto", batch):
+        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.kept import MicroBatches
-from megasdc.attached.nonfinite import CHOSEN, EMPTY, GIVEN, HIDDEN, LOSS, NO_LABEL, SEEN, Meanings, Warnings
+from megasdc.attached.nonfinite import (
+    CHOSEN,
+    EMPTY,
+    GIVEN,
+    HIDDEN,
+    LOSS,
+    NO_LABEL,
+    SEEN,
+    Meanings,
+    MicroBatches,
+    Warnings,
+)
 from megasdc.attached.probe import Probe
 from megasdc.attached.record import ROOT, Recorder
 from megasdc.common.addresses import BACKWARD, FORWARD, Address

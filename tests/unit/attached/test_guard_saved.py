@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.attached.saved import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
+from megasdc.attached.saves import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.places import Place
 from megasdc.common.errors import CheckpointError

@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import nn
 
-from megasdc.attached import seeded
-from megasdc.attached.seeded import seed_problems, seeded_parameters
+from megasdc.attached import golden as seeded
+from megasdc.attached.golden import seed_problems, seeded_parameters
 
 
 def _wanted(name: str, seed: int, shape: tuple[int, ...], *, around: float) -> torch.Tensor:

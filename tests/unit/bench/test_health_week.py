@@ -30,7 +30,7 @@ def test_nothing_grows(grow: Callable[[Path, int], Growth], count: int, tmp_path
 
 def test_the_journal_and_the_speeds_stay_below_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that would be several times as large as their limits are cut."""
-    monkeypatch.setattr("megasdc.ops.health.journal.MAX_LINES_BYTES", 20_000)
+    monkeypatch.setattr("megasdc.ops.health.agent.MAX_LINES_BYTES", 20_000)
     monkeypatch.setattr("megasdc.ops.health.slow.report.LARGEST_BYTES", 2_000)
     assert 20_000 < week.journal_growth(tmp_path, 1200).file_bytes < 22_000
     assert 2_000 < week.straggler_growth(tmp_path, 1200).file_bytes < 2_400

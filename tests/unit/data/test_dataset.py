@@ -88,7 +88,7 @@ def test_the_kept_index_is_used(tmp_path, prepared, monkeypatch):
     """The second build reads it and builds none."""
     first, _ = build(prepared, tmp_path)
     (tmp_path / "partial-left-by-a-kill").mkdir()
-    monkeypatch.setattr("megasdc.data.epoch.EpochDataset._build_in_memory", None)
+    monkeypatch.setattr("megasdc.data.dataset.EpochDataset._build_in_memory", None)
     second, _ = build(prepared, tmp_path)
     assert torch.equal(everything(first, 20), everything(second, 20))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megasdc.config import FaultSpec
-from megasdc.faults.alter import UnfitError, alter_elements, bit_masks
+from megasdc.faults.injector import UnfitError, alter_elements, bit_masks
 
 LAYOUTS = {torch.float32: (8, 23), torch.bfloat16: (8, 7), torch.float16: (5, 10)}
 UNSIGNED = {2: np.uint16, 4: np.uint32}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megasdc.config import FaultSpec
-from megasdc.faults.pick import pick_elements
+from megasdc.faults.injector import pick_elements
 
 
 def pick(result, seed=0, **fields):

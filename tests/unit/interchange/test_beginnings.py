@@ -15,8 +15,14 @@ from megasdc.data.dataset import build_split
 from megasdc.data.prepare import prepare
 from megasdc.data.shards import shard_path
 from megasdc.data.tokenizer import load_tokenizer
-from megasdc.interchange.export_hf import _special_ids, _write_configs, beginning_of_document, export_hf
-from megasdc.interchange.export_tokenizer import describe_encoding, export_tokenizer
+from megasdc.interchange.export_hf import (
+    _special_ids,
+    _write_configs,
+    beginning_of_document,
+    describe_encoding,
+    export_hf,
+    export_tokenizer,
+)
 from megasdc.interchange.import_hf import import_hf
 
 

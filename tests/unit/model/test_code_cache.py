@@ -14,7 +14,7 @@ import torch
 
 from megasdc.common.errors import LaunchError
 from megasdc.model import compiled, fused
-from megasdc.model.code_cache import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
+from megasdc.model.compiled import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.model import compiled, fused, fused_loss
-from megasdc.model.code_cache import CACHE_VARIABLE
+from megasdc.model import compiled, fused
+from megasdc.model import loss as fused_loss
+from megasdc.model.compiled import CACHE_VARIABLE
 from megasdc.model.loss import TokenLoss, VocabParallelCrossEntropy
 from megasdc.model.modules import residual_sum, rotate
 

@@ -26,8 +26,7 @@ from megasdc.optim.zero1 import accumulated_gradient, grouped_parameters, owned_
 from megasdc.sdc.fp64.adam import AdamSlice, adam_step
 from megasdc.sdc.fp64.linear import PERIOD, draw_signs
 from megasdc.sdc.outliers import Outliers
-from megasdc.train.detection.gradient_checks import FeatureReader, is_finite
-from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, TolerancedChecks
+from megasdc.train.detection.toleranced import PAST, REDUCTION, REPLICAS, FeatureReader, TolerancedChecks, is_finite
 from megasdc.train.detection.toleranced import UPDATE as CHECK_OF_UPDATE
 from megasdc.train.detection.update_check import settings_of, slice_of
 

@@ -36,9 +36,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.detection.check_rates import measure_rates
 from megasdc.train.detection.checks import Detection
-from megasdc.train.detection.coverage import measure_speed, plan_checks
+from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import Observation
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megasdc.attached.bounds import GuardBounds
-from megasdc.attached.kept import MicroBatches
-from megasdc.attached.nonfinite import GuardNonFinite
+from megasdc.attached.nonfinite import GuardNonFinite, MicroBatches
 from megasdc.ops.health.attached import GuardStragglers
 from tools.bench.clocks import Clock
 from tools.bench.guard.options import GuardCostOptions

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megasdc.attached.audit import build_referee
 from megasdc.attached.probe import Batch, Probe, Sent
 from megasdc.attached.record import Recorder, choose_watched
-from megasdc.attached.referee import build_referee
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard

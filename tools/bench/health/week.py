@@ -21,8 +21,8 @@ import numpy as np
 from megasdc.common.origin import Origin
 from megasdc.ops.devices.readings import COUNTERS, History, Reading
 from megasdc.ops.devices.rules import judge
-from megasdc.ops.health import journal
-from megasdc.ops.health.journal import MAX_LINES_BYTES, Journal
+from megasdc.ops.health import agent as journal
+from megasdc.ops.health.agent import MAX_LINES_BYTES, Journal
 from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.health.links.watch import LinkWatch

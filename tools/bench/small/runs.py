@@ -32,11 +32,11 @@ from megasdc.train.build import prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
-from megasdc.train.evaluate import Evaluator
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.loop import take_step
 from megasdc.train.process.startup import StartClock
+from megasdc.train.report import Evaluator
 from megasdc.train.stop import SkipWatch
 from tools.bench.training.loops import DISTINCT_STEPS
 

@@ -55,7 +55,7 @@ class Loop(Protocol):
 
 
 class MegasdcLoop:
-    """Our engine in ``megasdc.train.loop.train``, with what a default run has around it except saving.
+    """Our engine in ``megasdc.train.main.train``, with what a default run has around it except saving.
 
     Each call of ``run`` is a short run of its own, so the hooks are made anew and rank 0 reports at its end; a block of
     ten steps therefore bears exactly the default's one report in ten steps, and the making of the hooks on top.

@@ -1,4 +1,9 @@
-"""Page of one run: progress, metrics, events, configuration."""
+"""Page of one run: progress, metrics, events, configuration.
+
+Goodput in the page of a supervised run: where its time went, attempt by attempt.
+
+Standstills of a run in its page: a table of all, and of the last ones each rank's state, its wait and the stacks.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ from typing import Any
 from urllib.parse import quote
 
 from megasdc.common.errors import StorageError
+from megasdc.common.process_state import RUNNING
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
 from megasdc.lab.report.run_pages.facts import highlights, places, versions
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
+from megasdc.lab.report.run_pages.figures.goodput import goodput_figures
 from megasdc.lab.report.run_pages.figures.run import run_figures
-from megasdc.lab.report.run_pages.goodput import goodput_section
-from megasdc.lab.report.run_pages.hangs import hang_sections
+from megasdc.ops.health.incident_file import HangIncident, SharedStack
 from megasdc.ops.launch.verdict import read_met
 from megasdc.ops.run_folder.marks import (
     FAULT,
@@ -31,12 +37,110 @@ from megasdc.ops.run_folder.marks import (
     rows_of,
 )
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.ops.run_folder.status import Status, status_of
-from megasdc.ops.supervise.goodput import Goodput, goodput_of
+from megasdc.ops.run_folder.status import Status, clock, status_of
+from megasdc.ops.supervise.diagnosis import KINDS
+from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
-from megasdc.output.page import Page, Section, State, plain_values
-from megasdc.output.table import Cell, Table, number, table_of
+from megasdc.output.page import Fold, Page, Section, State, plain_values
+from megasdc.output.table import Cell, Table, few, number, table_of
 from megasdc.sdc.incidents.page import headline
+
+_WELL = ("done", "stopped")
+
+
+def goodput_section(goodput: Goodput) -> Section:
+    """The section of a run that was supervised."""
+    count = len(goodput.attempts)
+    sentences = [
+        f"Effective training time ratio {goodput.effective_ratio:.1%}: {goodput.parts['productive']:,.0f} s of "
+        f"{goodput.wall_s:,.0f} s, in {count:,} attempt{'s' if count > 1 else ''}, went into steps that were not taken "
+        "again."
+    ]
+    if goodput.unreported_s:
+        sentences.append(f"Of these, {goodput.unreported_s:,.0f} s are since the last line: no step is reported yet.")
+    figures = goodput_figures(goodput) if goodput.wall_s else []
+    return Section("Where the time went", sentences, tables=[_attempts(goodput)], figures=figures)
+
+
+def _attempts(goodput: Goodput) -> Table:
+    headings = ("attempt", "began", "hosts", "steps", "seconds", "productive", "ended", "why", "then")
+    return Table("attempts", headings, [_row(one) for one in goodput.attempts], ("ended", "then"))
+
+
+def _row(one: AttemptTime) -> tuple[object, ...]:
+    steps = Cell("none") if one.last is None or one.resumed is None else Cell(f"{one.resumed + 1:,} to {one.last:,}")
+    ended = Cell("it runs")
+    if one.ended is not None:
+        ended = Cell(KINDS[one.ended].title, look="good" if one.ended in _WELL else "bad")
+    return (
+        one.number,
+        clock(one.planned_at),
+        few(one.hosts, 8),
+        steps,
+        number(one.seconds, ",.1f"),
+        number(one.parts["productive"], ",.1f"),
+        ended,
+        one.text,
+        one.decided,
+    )
+
+
+DETAILED = 3
+"""Maximum of standstills that are shown with states and stacks; a file holds the others."""
+
+
+def hang_sections(run: RunRecord) -> list[Section]:
+    """Sections on the standstills of a run; empty: there was none."""
+    if not run.hangs:
+        return []
+    return [Section("Hangs", tables=[_hangs(run.hangs)]), *map(_details, run.hangs[: -DETAILED - 1 : -1])]
+
+
+def _hangs(hangs: Sequence[HangIncident]) -> Table:
+    rows = [
+        (clock(one.time), one.step, one.kind, one.who, one.message, str(one.path)) for one in reversed(hangs)
+    ]  # newest first
+    older = len(hangs) - DETAILED
+    note = f"States and stacks of the last {DETAILED} follow; the files hold those of all." if older > 0 else ""
+    return Table("hangs", ("time", "step", "kind", "who", "what", "file"), rows, ("kind", "who"), note=note)
+
+
+def _details(hang: HangIncident) -> Section:
+    rows = [
+        (
+            Cell(str(one.rank), one.rank, look="bad" if one.rank in hang.ranks else ""),
+            one.host,
+            one.step,
+            "-" if one.micro_batch < 0 else str(one.micro_batch),
+            one.phase.label,
+            one.stuck_s,
+            Cell(one.process, look="" if one.process == RUNNING else "bad"),
+            hang.waits.get(one.rank, "-"),
+            one.where or "-",
+        )
+        for one in hang.states
+    ]
+    headings = ("rank", "host", "step", "micro-batch", "phase", "seconds in it", "process", "waits", "at")
+    table = Table(f"states_{hang.run}", headings, rows, ("host", "phase", "process"))
+    when = f"{clock(hang.time)}, by the clock of the host that wrote it"
+    return Section(
+        f"Hang in step {hang.step}: {hang.who}",
+        sentences=[f"{hang.message[:1].upper()}{hang.message[1:]}.", f"Kind {hang.kind}, {when}. {_of_stacks(hang)}"],
+        tables=[table],
+        folds=[_fold(one) for one in hang.stacks],
+    )
+
+
+def _of_stacks(hang: HangIncident) -> str:
+    if not hang.stacks:
+        return "No rank told its stacks."
+    return "Ranks with the same stack are shown together, below the table."
+
+
+def _fold(stack: SharedStack) -> Fold:
+    inner = stack.lines[-1].strip() if stack.lines else "empty"
+    return Fold(f"{few(stack.threads, 6)}: {inner}", "\n".join(stack.lines))
+
 
 _COUNTED = (INCIDENT, HANG, FINDING, NOT_FINITE, SKIP, FAULT, SAVE)
 """Marks that are counted at the top of the page where there are any; incidents and findings always."""

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.views.dcp_metadata import Chunk, _check_cover, read_dcp_metadata
+from megasdc.lab.checkpoints.views.dcp import Chunk, _check_cover, read_dcp_metadata
 
 Block = tuple[tuple[int, int], tuple[int, int]]
 LEFT: list[Block] = [((0, 0), (2, 4)), ((2, 0), (2, 4))]

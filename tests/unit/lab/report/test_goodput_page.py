@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.lab.report.run_pages.command import write_report
 from megasdc.lab.report.run_pages.figures import goodput as figures
-from megasdc.lab.report.run_pages.goodput import goodput_section
+from megasdc.lab.report.run_pages.run_page import goodput_section
 from megasdc.ops.run_folder.summary import render, summarize
 from megasdc.ops.supervise.goodput import PARTS, goodput_of
 from megasdc.ops.supervise.journal import FOLDER, Journal

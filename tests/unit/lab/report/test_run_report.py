@@ -28,9 +28,8 @@ from megasdc.lab.report.run_pages.run_page import run_page
 from megasdc.ops.run_folder.marks import counts_of, lane_of, marks_of
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import SILENT_S, status_of
-from megasdc.output.figure import Figure
+from megasdc.output.figure import Figure, thin
 from megasdc.output.files import write_tables
-from megasdc.output.thin import thin
 
 STEPS = 100
 DOCS = Path(__file__).parents[4] / "docs"

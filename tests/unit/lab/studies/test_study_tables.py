@@ -13,8 +13,15 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import DataError
 from megasdc.lab.report.study_tables import summary_page
-from megasdc.lab.studies.losses import loss_rows, loss_spikes
-from megasdc.lab.studies.tables import burst_rows, describe, distance_rows, mismatch_rows, summarize_study
+from megasdc.lab.studies.tables import (
+    burst_rows,
+    describe,
+    distance_rows,
+    loss_rows,
+    loss_spikes,
+    mismatch_rows,
+    summarize_study,
+)
 from megasdc.ops.run_folder.study_log import StudyLog, read_study
 from megasdc.output.terminal import print_page
 

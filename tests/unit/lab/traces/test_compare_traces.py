@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
-from megasdc.lab.traces.trace_page import SHADES, shade
+from megasdc.lab.traces.trace_command import SHADES, shade
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megasdc.lab.triage.device_reports import DeviceReport, devices_at
+from megasdc.lab.triage.triage import DeviceReport, devices_at
 
 
 def line(step: int, *devices: dict[str, Any]) -> str:

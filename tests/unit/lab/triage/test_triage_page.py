@@ -6,9 +6,8 @@ import io
 
 from rich.console import Console
 
-from megasdc.lab.triage.device_reports import DeviceReport
 from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
-from megasdc.lab.triage.triage import Triage
+from megasdc.lab.triage.triage import DeviceReport, Triage
 from megasdc.lab.triage.triage_page import triage_page
 from megasdc.lab.triage.verdict import Difference, Evidence, FarSample, LargeUpdate, decide
 from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.ops.devices.host import Host, write_latency_s
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.readings import HOST, History, Reading
 from megasdc.ops.devices.rules import judge
-from megasdc.ops.devices.telemetry import Telemetry
+from megasdc.ops.devices.telemetry import Host, Telemetry, write_latency_s
 from megasdc.ops.devices.verdict import worst
 
 BOOT = "6,0,0,-;Linux version 6.8.0\n6,1,1000000,-;mce: CPU0: Thermal monitoring enabled (TM1)\n"

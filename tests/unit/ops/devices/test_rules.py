@@ -6,9 +6,8 @@ import pytest
 from nvml_states import VALUES
 
 from megasdc.ops.devices.readings import COUNTERS, FROM_ZERO
-from megasdc.ops.devices.rules import DEVICE_RULES, HOST_RULES, Over
+from megasdc.ops.devices.rules import DEVICE_RULES, HOST_RULES, XIDS, Over, xid_reasons
 from megasdc.ops.devices.verdict import Verdict
-from megasdc.ops.devices.xid import XIDS, xid_reasons
 
 HOST_VALUES = {
     *("edac_corrected", "edac_uncorrected", "load_1min", "load_per_cpu", "memory_available_bytes", "mce_lines"),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from megasdc.ops.health import background, board, journal
-from megasdc.ops.health.background import Background
+from megasdc.ops.health import agent as background
+from megasdc.ops.health import agent as journal
+from megasdc.ops.health import board
+from megasdc.ops.health.agent import Background, Journal
 from megasdc.ops.health.board import FolderBoard, OwnState
-from megasdc.ops.health.journal import Journal
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.ops.health import sockets
-from megasdc.ops.health.sockets import Connection, connections, silent_peers
+from megasdc.ops.health import watched as sockets
+from megasdc.ops.health.watched import Connection, connections, silent_peers
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
 LINES = (

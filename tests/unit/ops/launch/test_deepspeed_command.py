@@ -15,7 +15,7 @@ from megasdc.config.sections.guard import GuardLoggingSection, GuardSettings
 from megasdc.ops.launch import deepspeed_command, user_program
 from megasdc.ops.launch.deepspeed_command import read_command
 from megasdc.ops.launch.hosts import place_program_here
-from megasdc.ops.launch.rank_program import program_of
+from megasdc.ops.launch.plan import program_of
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
 
 SETTINGS = GuardSettings(logging=GuardLoggingSection(run_dir="runs/of the settings", wait_for_room_s=7.0))

@@ -20,11 +20,10 @@ from megasdc.ops.launch.checks import HostProblem, HostReport
 from megasdc.ops.preflight import remove_on_host
 from megasdc.ops.preflight.command import CHECKS, Check, run_preflight
 from megasdc.ops.preflight.commands import Commands, Done
-from megasdc.ops.preflight.hardware import judged
-from megasdc.ops.preflight.job import divided
+from megasdc.ops.preflight.inputs import judged
+from megasdc.ops.preflight.job import divided, scratch_folder
 from megasdc.ops.preflight.request import PreflightRequest
 from megasdc.ops.preflight.result import CheckResult, Finding, PreflightResult, Status
-from megasdc.ops.preflight.scratch import scratch_folder
 from megasdc.ops.preflight.storage import PIECE, measure
 
 OK, WARNING, FAILED, NOT_DONE = Status.OK, Status.WARNING, Status.FAILED, Status.NOT_DONE

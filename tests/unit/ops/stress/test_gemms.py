@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.ops.stress.gemms import DTYPES, SLOTS, Linear, case_name, deviation, factors, linears, make_inputs
+from megasdc.ops.stress.products import DTYPES, SLOTS, Linear, case_name, deviation, factors, linears, make_inputs
 from megasdc.tensors.bits import as_bits, bit_layout
 
 LAYER = Linear("odd.33x1025x17", 33, 1025, 17)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.ops.stress.sums import DTYPES, LARGEST_SUM, MOVED, Exchange, contribution, known_result
+from megasdc.ops.stress.collectives import DTYPES, LARGEST_SUM, MOVED, Exchange, contribution, known_result
 
 RANKS = range(2, 9)
 

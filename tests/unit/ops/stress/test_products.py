@@ -10,8 +10,7 @@ from megasdc.config import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress import products
 from megasdc.ops.stress.drill import ALONE
-from megasdc.ops.stress.gemms import DTYPES, SLOTS, Linear
-from megasdc.ops.stress.products import PASSES, Products
+from megasdc.ops.stress.products import DTYPES, PASSES, SLOTS, Linear, Products
 from megasdc.tensors.checksum import checksum
 
 SMALL = [Linear("h64.mlp.linear_fc1", 8, 64, 256), Linear("odd.7x13x5", 7, 13, 5)]

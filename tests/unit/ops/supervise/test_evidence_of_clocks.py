@@ -18,7 +18,8 @@ from megasdc.common.addresses import Address
 from megasdc.common.origin import LAUNCH_ID_VARIABLE, Launch, Origin
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.ops.health import agent, background
+from megasdc.ops.health import agent
+from megasdc.ops.health import agent as background
 from megasdc.ops.health.agent import Agent, AgentOptions
 from megasdc.ops.health.incident import INCIDENT_FOLDER
 from megasdc.ops.health.phases import Phase

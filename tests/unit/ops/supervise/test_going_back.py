@@ -15,8 +15,8 @@ from megasdc.checkpoint.marks import mark_verified
 from megasdc.checkpoint.places import Place
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
-from megasdc.ops.supervise.back import find_back, overrides_of
 from megasdc.ops.supervise.diagnosis import Back, Evidence, diagnose
+from megasdc.ops.supervise.engine import find_back, overrides_of
 from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import Entry
 

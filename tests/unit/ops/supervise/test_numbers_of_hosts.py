@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.ops.supervise.sizes import find_sizes
+from megasdc.ops.supervise.command import find_sizes
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OTHER = "megasdc.checkpoint.other_layout=convert"

@@ -25,8 +25,8 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.launch.verdict import Met
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.back import overrides_of
 from megasdc.ops.supervise.diagnosis import Evidence
+from megasdc.ops.supervise.engine import overrides_of
 from megasdc.ops.supervise.front import file_of
 from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
 from megasdc.ops.supervise.host_tests import HostTest

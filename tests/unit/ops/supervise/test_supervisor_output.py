@@ -16,7 +16,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from megasdc.ops.supervise.command import say
-from megasdc.ops.supervise.output import lasting_output
+from megasdc.ops.supervise.command import lasting_output
 with lasting_output(Path(sys.argv[1])):
     say("begins")
     while not Path(sys.argv[2]).exists():
@@ -70,7 +70,7 @@ def test_a_hangup_within_a_write_ends_nothing(tmp_path: Path) -> None:
     program = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from megasdc.ops.supervise.output import lasting_output
+from megasdc.ops.supervise.command import lasting_output
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what starts the tests may ignore it
 with lasting_output(Path(sys.argv[1])):
     hang_up = lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGHUP))

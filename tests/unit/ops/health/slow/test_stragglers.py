@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from megasdc.ops.health.slow.slowness import compare_with_peers
-from megasdc.ops.health.slow.stragglers import LONG, SHORT, Stragglers
+from megasdc.ops.health.slow.stragglers import LONG, SHORT, Stragglers, compare_with_peers
 
 TRIALS = 100
 
