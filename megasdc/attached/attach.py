@@ -29,7 +29,7 @@ from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
-from megasdc.attached.settings import Trial, golden_problems, load_settings
+from megasdc.attached.settings import ReproRun, golden_problems, load_settings
 from megasdc.attached.trace import GuardTrace
 from megasdc.attached.training import Part, Training
 from megasdc.checkpoint.manifest import installed_versions
@@ -291,13 +291,13 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     return _guard(engine, found, trial)
 
 
-def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, Trial | None]:
+def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, ReproRun | None]:
     """The settings with what a trial has otherwise, and the trial."""
-    found, trial = given if isinstance(given, GuardSettings) else load_settings(given), Trial.of(os.environ)
+    found, trial = given if isinstance(given, GuardSettings) else load_settings(given), ReproRun.of(os.environ)
     return (found if trial is None else trial.applied(found)), trial
 
 
-def _guard(engine: Any, settings: GuardSettings, trial: Trial | None, *, hides_losses: bool = False) -> Guard:
+def _guard(engine: Any, settings: GuardSettings, trial: ReproRun | None, *, hides_losses: bool = False) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
     _check_environment(engine.device.type, settings)
@@ -321,7 +321,7 @@ class Guard:
     """
 
     def __init__(
-        self, engine: Any, settings: GuardSettings, trial: Trial | None = None, *, hides_losses: bool = False
+        self, engine: Any, settings: GuardSettings, trial: ReproRun | None = None, *, hides_losses: bool = False
     ) -> None:
         self.dims = dims_of(engine)
         self._undo = ExitStack()

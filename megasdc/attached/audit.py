@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from megasdc.attached.buffers import StillBuffers
 from megasdc.attached.copies import judge_copies, read_copies
-from megasdc.attached.probe import Batch, Probe
+from megasdc.attached.probe import Batch, BatchReplayer
 from megasdc.attached.record import ROOT, Recorder
 from megasdc.attached.training import Part, Training
 from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditFindings, Moved, Work
-from megasdc.sdc.audits.places import Places
+from megasdc.sdc.audits.findings import AuditFindings, PermutedResult, Work
+from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.audits.referee import Make, Referee, Subject
 from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.exhibits.calls import Call, Exhibit
@@ -38,7 +38,7 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict
 """Which compute nothing."""
 
 
-def build_referee(model: Any, probe: Probe, rank: int, group: dist.ProcessGroup | None) -> Referee:
+def build_referee(model: Any, probe: BatchReplayer, rank: int, group: dist.ProcessGroup | None) -> Referee:
     """The referee of a model that a probe computes.
 
     Args:
@@ -128,7 +128,7 @@ class Audited:
     batch: Batch
     results: Trace
     copies: Trace
-    moved: Moved | None
+    moved: PermutedResult | None
     agreed: Agreed
 
 
@@ -152,12 +152,12 @@ class GuardAudit(Part):
         self._algorithm = training.algorithm
         self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
         recorder = Recorder(engine.module, training.watched, self._algorithm)
-        self._probe = Probe(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
+        self._probe = BatchReplayer(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
         referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
         recorder.listener = referee.listen
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
-        self._places = Places(dims, world, tell) if settings.audit.permuted else None
+        self._places = PermutableOps(dims, world, tell) if settings.audit.permuted else None
 
     def close(self) -> None:
         """Look at no further forward pass."""
@@ -255,7 +255,7 @@ class GuardAudit(Part):
         if agreed.differing[RESULTS]:
             yield self._findings.of_replicas(work)
 
-    def _move(self, batch: Batch, step: int) -> Moved | None:
+    def _move(self, batch: Batch, step: int) -> PermutedResult | None:
         """The batch with elements in other places, where that is asked for."""
         if (places := self._places) is None:
             return None
@@ -266,7 +266,7 @@ class GuardAudit(Part):
         def again() -> Trace:
             return places.compute(step, compute)
 
-        return Moved(again(), again, lambda: places.learn(step, compute))
+        return PermutedResult(again(), again, lambda: places.learn(step, compute))
 
     def _settle_buffers(self, step: int) -> Iterator[Settled]:
         """Buffers that differ though nothing has written to them; the results of the audit are of one replica's."""

@@ -12,7 +12,7 @@ from megasdc.attached.record import ROOT
 from megasdc.common.addresses import PARAMETER, UPDATE, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.together import merged
-from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
@@ -38,7 +38,9 @@ def read_copies(engine: Any, algorithm: ChecksumAlgorithm, step: int) -> Trace:
     return Trace([address for address, _ in found], read_back([algorithm.start(value) for _, value in found]))
 
 
-def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout: ParallelDims) -> tuple[Ruling, ...]:
+def judge_copies(
+    copies: Mapping[int, Trace], again: Mapping[int, Trace], layout: ParallelDims
+) -> tuple[RankVerdict, ...]:
     """Rule on copies that differ between replicas, relative to a strict majority of them.
 
     Args:
@@ -48,7 +50,7 @@ def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout
         A ruling for each rank that differs, at its first such copy, or where there is no majority one without a rank.
         Of ranks of one replica that differ none is named: the norm of the gradients is a sum over them.
     """
-    rulings: dict[int, Ruling] = {}
+    rulings: dict[int, RankVerdict] = {}
     for first in range(layout.world_size):
         if layout.at(first).first_replica_rank != first:
             continue
@@ -59,21 +61,23 @@ def judge_copies(copies: Mapping[int, Trace], again: Mapping[int, Trace], layout
             wrong = [rank for rank in ranks if values[rank] != right]
             if wrong and 2 * most <= len(ranks):
                 got = {rank: values[rank] for rank in ranks}
-                rulings.setdefault(first, Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(ranks), got=got))
+                rulings.setdefault(
+                    first, RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(ranks), got=got)
+                )
                 break
             for rank in wrong:
                 stays = again[rank].checksums[place] == values[rank]
                 verdict = PERSISTENT if stays else NOT_REPRODUCED
-                ruling = Ruling(
+                ruling = RankVerdict(
                     rank, verdict, MAJORITY, address, int(stays), 1, expected=right, got={rank: values[rank]}
                 )
                 rulings.setdefault(rank, ruling)
-    by_replica: dict[tuple[int, ...], list[Ruling]] = {}
+    by_replica: dict[tuple[int, ...], list[RankVerdict]] = {}
     for one in rulings.values():
         replicas = {layout.at(rank).dp_rank for rank in ((one.rank,) if one.rank is not None else one.suspects)}
         by_replica.setdefault(tuple(sorted(replicas)), []).append(one)
     return tuple(some[0] if len(some) == 1 else _together(some) for some in by_replica.values())
 
 
-def _together(rulings: list[Ruling]) -> Ruling:
+def _together(rulings: list[RankVerdict]) -> RankVerdict:
     return merged(rulings, tuple(sorted({rank for one in rulings for rank in one.got})))

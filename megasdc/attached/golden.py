@@ -35,7 +35,7 @@ import xxhash
 from torch import Tensor, nn
 
 from megasdc.attached.engine import precision_of
-from megasdc.attached.probe import Batch, Probe, Sent
+from megasdc.attached.probe import Batch, BatchReplayer, Sent
 from megasdc.attached.record import ROOT, Recorder, Watched
 from megasdc.attached.settings import existing, recording_problems
 from megasdc.attached.training import Part as Protection
@@ -338,7 +338,7 @@ class GuardGolden(Protection):
         recorder = Recorder(engine.module, training.watched, training.algorithm)
         recorder.listener = self._finite if settings.golden.record else None
         off = f'golden.path: got "{self._path}"', "null"
-        self._probe = Probe(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
+        self._probe = BatchReplayer(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
         self._key: dict[str, Any] = {}
         self._part: Part | None = None
         try:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.attached.probe import FP16_SCALE, Batch, Probe, Sent
+from megasdc.attached.probe import FP16_SCALE, Batch, BatchReplayer, Sent
 from megasdc.attached.record import ROOT, Recorder, slot_of
 from megasdc.attached.training import Part, Training
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
@@ -69,7 +69,7 @@ class MicroBatches:
     Attributes:
         kept: by micro-batch.
         finite: has looked at numbers that the model returned, such as the loss, and at gradients that it was given.
-        losses: slots of the last results of one number from which gradients come, as a ``Probe`` numbers them.
+        losses: slots of the last results of one number from which gradients come, as a ``BatchReplayer`` numbers them.
         seen_losses: the same, numbered as ``finite`` numbers all results.
     """
 
@@ -180,7 +180,7 @@ class GuardNonFinite(Part):
         recorder = Recorder(engine.module, watched, training.algorithm)
         recorder.listener = self._finite
         off = "nonfinite.enabled: got true", "false"
-        self._probe = Probe(engine.module, engine.device, recorder, 0, lambda: None, off)
+        self._probe = BatchReplayer(engine.module, engine.device, recorder, 0, lambda: None, off)
         self._batches = MicroBatches(engine.module, engine.device, lambda: training.step, settings.keep_mib * MIB)
         chosen = training.settings.audit.submodules is not None
         self._meanings = Meanings(self._batches, chosen=chosen, hides=training.hides_losses)

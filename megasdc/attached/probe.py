@@ -87,7 +87,7 @@ class Batch:
     buffers: Mapping[str, Tensor]
 
 
-class Probe:
+class BatchReplayer:
     """Keeps batches of one replica, sends them to the others, and computes them.
 
     Args:

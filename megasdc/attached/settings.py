@@ -31,14 +31,14 @@ FOLDER = "trace"
 
 
 @dataclass(frozen=True)
-class Trial:
+class ReproRun:
     """A short run that is compared with another one."""
 
     folder: str
     steps: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Trial | None:
+    def of(cls, environ: Mapping[str, str]) -> ReproRun | None:
         """That of this process; None: it is an ordinary training."""
         text = environ.get(TRIAL_VARIABLE)
         return cls(**json.loads(text)) if text else None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import LATEST_FILE, step_folder
 from megasdc.checkpoint.marks import clear_corruption
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen, NoneUsableError
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint
 from megasdc.common.durable import rename_durably, write_durably
 
 ASIDE_FOLDER = "unverified"
@@ -22,7 +22,7 @@ ASIDE_FOLDER = "unverified"
 logger = logging.getLogger(__name__)
 
 
-def leave_behind(folder: Path | str, chosen: Chosen | NoneUsableError | None, ranks: Ranks) -> list[int]:
+def quarantine(folder: Path | str, chosen: SelectedCheckpoint | NoneUsableError | None, ranks: Ranks) -> list[int]:
     """Move the candidates that a resume passed over aside, then clear the corruption mark.
 
     If the process dies in between, the mark is still there and the next resume finishes.
@@ -45,20 +45,20 @@ def leave_behind(folder: Path | str, chosen: Chosen | NoneUsableError | None, ra
     if place.leader and chosen is not None and chosen.candidates:
         try:
             moved = move_aside(path, chosen.candidates)
-            if isinstance(chosen, Chosen):
+            if isinstance(chosen, SelectedCheckpoint):
                 write_durably(path / LATEST_FILE, chosen.path.name + "\n")
             else:
                 (path / LATEST_FILE).unlink(missing_ok=True)
         except OSError as error:
             problem = describe_error(error, f"move candidates in {path} aside")
-    raise_together(problem, place, "skipped candidates stay in the folder")
+    raise_on_all_ranks(problem, place, "skipped candidates stay in the folder")
     cleared = False
     if place.leader and (chosen is None or chosen.verified_only):
         try:
             cleared = clear_corruption(path)
         except OSError as error:
             problem = describe_error(error, f"remove the corruption mark in {path}")
-    raise_together(problem, place, "the corruption mark stays")
+    raise_on_all_ranks(problem, place, "the corruption mark stays")
     answers = place.gather((moved, cleared))
     where = dict(chain.from_iterable(names for names, _ in answers))
     if place.rank == 0:

@@ -18,8 +18,8 @@ from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.manifest import Layout
-from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen
+from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.resume import SelectedCheckpoint
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.common.errors import CheckpointError
@@ -39,7 +39,7 @@ class LoadedState(SavedState):
 
 def load_checkpoint(
     engine: Any,
-    chosen: Chosen,
+    chosen: SelectedCheckpoint,
     dims: ParallelDims,
     ranks: Ranks,
     *,
@@ -78,10 +78,10 @@ def load_checkpoint(
     except OSError as error:
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
-    raise_together(problem, place, what)
+    raise_on_all_ranks(problem, place, what)
     problem, client_state = load_engine(engine, chosen.path, chosen.manifest.engine.get("global_steps"))
     try:
-        raise_together(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
+        raise_on_all_ranks(problem, place, f"{chosen.path} was loaded in part, the engine must not be used")
     except CheckpointError as error:
         raise LoadedInPartError(str(error)) from error
     place.emit("resume", "checkpoint", step=chosen.step, path=str(chosen.path), skipped=sorted(chosen.skipped))
@@ -102,7 +102,9 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
     return files
 
 
-def _compare(engine: Any, chosen: Chosen, dims: ParallelDims, expected: dict[str, dict[str, str] | None]) -> None:
+def _compare(
+    engine: Any, chosen: SelectedCheckpoint, dims: ParallelDims, expected: dict[str, dict[str, str] | None]
+) -> None:
     """Compare the engine with the manifest; CheckpointError with both values if they differ."""
     manifest = chosen.manifest
     if manifest.layout != Layout.of(dims):

@@ -18,7 +18,7 @@ import torch
 from megasdc.checkpoint.checks import check_share
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import compare_engine, load_engine
-from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_on_all_ranks
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.common.errors import CheckpointError
 
@@ -92,10 +92,10 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
         _compare(engine, found)
     except CheckpointError as error:
         problem = Problem(str(error), storage=False)
-    raise_together(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
+    raise_on_all_ranks(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
     with _universal_load(engine) as finish:
         problem, _ = load_engine(engine, found.path, found.manifest.engine.get("global_steps"))
-        raise_together(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
+        raise_on_all_ranks(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
         place_steps(engine.optimizer.optimizer)
         finish()  # a collective; all ranks reach it, since all agreed above
 

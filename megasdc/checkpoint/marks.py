@@ -123,7 +123,7 @@ def mark_verified(
     audit_step: int,
     place: Place,
     *,
-    passed_over: Collection[int] = (),
+    skipped_checkpoint_steps: Collection[int] = (),
     events: EventLog | None = None,
     told: dict[int, str] | None = None,
 ) -> list[int]:
@@ -153,7 +153,7 @@ def mark_verified(
         logger.warning("the checkpoints in %s stay candidates, they cannot be listed: %s", folder, error)
         return []
     for step in steps:
-        if step > up_to_step or step in passed_over:
+        if step > up_to_step or step in skipped_checkpoint_steps:
             continue
         path = Path(folder) / step_folder(step)
         try:

@@ -139,7 +139,7 @@ def describe_error(error: BaseException, doing: str) -> Problem:
     return Problem(said, is_storage, no_room=lacks_room(error) or failed_write)
 
 
-def raise_together(problem: Problem | None, place: Place, what: str) -> None:
+def raise_on_all_ranks(problem: Problem | None, place: Place, what: str) -> None:
     """Raise on every rank if any rank has a problem.
 
     Args:

@@ -28,7 +28,7 @@ from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file,
 from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
 from megasdc.checkpoint.marks import find_corruption, list_verified
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.common.errors import CheckpointError
 from megasdc.common.progress import tell_bytes
 from megasdc.parallel.dims import ParallelDims
@@ -41,7 +41,7 @@ _CANDIDATE = "it is a candidate: no audit has agreed after it"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedCheckpoint:
     """The checkpoint to resume from, as this rank sees it.
 
     ``skipped``: newer checkpoints by step, each with the reasons; ``candidates``: those of them that no later resume
@@ -57,7 +57,7 @@ class Chosen:
 
 
 class NoneUsableError(CheckpointError):
-    """There are checkpoints, and none of them can be used; attributes as of ``Chosen``.
+    """There are checkpoints, and none of them can be used; attributes as of ``SelectedCheckpoint``.
 
     ``too_new``: all of them are newer than asked for.
     """
@@ -84,7 +84,7 @@ def find_checkpoint(
     require_verified: RequireVerified = "auto",
     at_most: int | None = None,
     newest: int | None = None,
-) -> Chosen | None:
+) -> SelectedCheckpoint | None:
     """Choose the newest checkpoint that is complete and unchanged on every node, a finite one if there is one.
 
     Leftovers of killed saves are removed first, unless ``resume`` is ``never`` and checkpoints exist. Rank 0 emits an
@@ -120,7 +120,7 @@ def find_checkpoint(
         _tell_corruption(found, require_verified, place)
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
-    non_finite: Chosen | None = None
+    non_finite: SelectedCheckpoint | None = None
     for step in found.steps:
         if newest is not None and step > newest:
             manifest, problems = None, [too_new(newest)]
@@ -134,7 +134,9 @@ def find_checkpoint(
             manifest, problems = _examine(path / step_folder(step), place, dims, verify)
         if not problems:
             assert manifest is not None, "a checkpoint without problems has a manifest"
-            chosen = Chosen(path / step_folder(step), step, manifest, dict(skipped), list(candidates), verified_only)
+            chosen = SelectedCheckpoint(
+                path / step_folder(step), step, manifest, dict(skipped), list(candidates), verified_only
+            )
             if manifest.non_finite is None:
                 return chosen
             non_finite = non_finite or chosen
@@ -174,7 +176,7 @@ def _tell_skipped(path: Path, step: int, problems: list[str], place: Place) -> N
     place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path))
 
 
-def _tell_non_finite(chosen: Chosen, place: Place) -> None:
+def _tell_non_finite(chosen: SelectedCheckpoint, place: Place) -> None:
     """Log and emit that no finite checkpoint can be used."""
     if place.rank == 0:
         logger.warning(
@@ -230,7 +232,7 @@ def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
             mine = _Found(steps, set(list_verified(path)), find_corruption(path))
         except OSError as error:
             problem = describe_error(error, f"look into {path}")
-    raise_together(problem, place, "checkpoints cannot be listed")
+    raise_on_all_ranks(problem, place, "checkpoints cannot be listed")
     answers = place.gather((place.node, cleaned, mine))
     for name, lines, _ in answers:
         for line in lines:

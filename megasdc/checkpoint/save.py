@@ -41,7 +41,7 @@ from megasdc.checkpoint.manifest import (
     write_marker,
 )
 from megasdc.checkpoint.marks import list_verified
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, write_durably
@@ -311,7 +311,7 @@ class SaveJob:
         Collective: all ranks.
         """
         try:
-            raise_together(problem, self.place, self.failure(saved=saved))
+            raise_on_all_ranks(problem, self.place, self.failure(saved=saved))
         except MegasdcError:
             if self.place.leader:
                 self.clean_up()

@@ -189,7 +189,7 @@ class RunLock:
         _write(self.folder, self._holder)
 
 
-class HeldFolders:
+class LockedFolders:
     """The locks that a rank holds for its launch, from the start until its end is recorded.
 
     Attributes:

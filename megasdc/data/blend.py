@@ -45,7 +45,7 @@ class Part(Protocol):
         """Number of samples from the beginning until the first repeats."""
         ...
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Extend the stream to at least ``num_samples``."""
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -100,11 +100,11 @@ class BlendedTokens(torch.utils.data.Dataset):
             self._on_damage,
         )
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Extend the stream to at least ``num_samples``; existing positions keep their samples."""
         if num_samples > self.num_samples:
             for part in self.parts:
-                part.prolong(num_samples)
+                part.extend(num_samples)
             self.num_samples = num_samples
             self._load_order()
 

@@ -345,7 +345,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self._epochs: dict[int, EpochDataset] = {}
         self.samples_per_epoch = len(self._epoch(0))
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Extend the stream to at least ``num_samples``; existing positions keep their samples."""
         self.num_samples = max(self.num_samples, num_samples)
 

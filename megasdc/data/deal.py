@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Deal:
+class UnevenSplit:
     """Who takes which micro-batches of a step.
 
     Args:

@@ -27,7 +27,7 @@ class SampleStream(Protocol):
 
     def __len__(self) -> int: ...
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Extend the stream to at least ``num_samples``."""
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
@@ -67,7 +67,7 @@ class MicroBatchLoader:
         self.samples_per_epoch = samples_per_epoch
         self.skip = skip
         if skip:
-            self.prolong(len(dataset) // dp_size)
+            self.extend(len(dataset) // dp_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -115,7 +115,7 @@ class MicroBatchLoader:
         """
         return _stack([self.dataset.read_again(position) for position in positions])
 
-    def pass_over(self, micro_batches: int, *, again: bool) -> None:
+    def skip_next(self, micro_batches: int, *, again: bool) -> None:
         """Skip the next micro-batches.
 
         Args:
@@ -127,14 +127,14 @@ class MicroBatchLoader:
         if again and self.samples_per_epoch is None:
             raise ValueError("samples_per_epoch is None, needed to take samples again before their epoch ends")
         epoch = self.samples_per_epoch if again else None
-        self.position = self.position.pass_over(
+        self.position = self.position.skip_next(
             micro_batches * self.micro_batch_size, self.dp_rank, self.dp_size, epoch, self.skip
         )
 
-    def prolong(self, samples: int) -> None:
+    def extend(self, samples: int) -> None:
         """Extend the stream so that every replica at this position can take so many more samples."""
         count = samples + sum(len(one) for one in self.skip)
-        self.dataset.prolong(self.position.end_after(count, self.dp_size))
+        self.dataset.extend(self.position.end_after(count, self.dp_size))
 
     @property
     def stream_end(self) -> int:

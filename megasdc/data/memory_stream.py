@@ -27,7 +27,7 @@ class MemoryStream:
     def __len__(self) -> int:
         return self._length
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Make the stream at least so long."""
         self._length = max(self._length, num_samples)
 

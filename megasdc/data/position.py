@@ -107,7 +107,7 @@ class Position:
             return Position(self.consumed + count, self.order)
         return self.take(count, dp_rank, dp_size, epoch, skip)[1]
 
-    def pass_over(
+    def skip_next(
         self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
     ) -> Position:
         """The position after skipping the next samples.

@@ -43,7 +43,7 @@ def advance(before: Sequence[Position], work: StepWork, epoch: int | None) -> li
         taken = position.after(work.own(replica, completed), replica, num_replicas, epoch, work.skip)
         if work.given_up and completed < work.planned:
             dropped = (work.planned - completed) * work.size
-            taken = taken.pass_over(dropped, replica, num_replicas, epoch if work.again else None, work.skip)
+            taken = taken.skip_next(dropped, replica, num_replicas, epoch if work.again else None, work.skip)
         after.append(taken)
     return after
 

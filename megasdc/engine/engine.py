@@ -20,7 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megasdc.data.deal import Deal
+from megasdc.data.deal import UnevenSplit
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
 from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime, StageReplay
 from megasdc.model.randomness import DropoutStreams
@@ -98,7 +98,7 @@ class TrainingEngine(PipelineEngine):
         self.is_replaying = False
         self.divides_by_used = False
         """Whether gradients are averaged over completed instead of planned micro-batches."""
-        self.deal: Deal | None = None
+        self.deal: UnevenSplit | None = None
         """Which micro-batches of a step this replica takes; None: as many as every other."""
         self._partial_sums = [
             parameter
@@ -116,7 +116,7 @@ class TrainingEngine(PipelineEngine):
         self._tokens: list[torch.Tensor] = []
         self._totals = torch.zeros(3, dtype=torch.float64)
 
-    def deal_out(self, deal: Deal) -> None:
+    def set_uneven_split(self, deal: UnevenSplit) -> None:
         """Take another number of micro-batches in each step; gradients are averaged over those that all have taken."""
         self.deal, self.divides_by_used = deal, True
 
@@ -219,7 +219,7 @@ class TrainingEngine(PipelineEngine):
 
     # --- micro-batches once more --------------------------------------------------------------------------------
 
-    def compute_again(self) -> None:
+    def recompute_step(self) -> None:
         """Discard the gradients of this step and rerun the micro-batches that this replica completed.
 
         The data iterator must yield the step's micro-batches again.
@@ -231,7 +231,7 @@ class TrainingEngine(PipelineEngine):
         self.total_loss = None
         self._run_micro_batches(self._completed)
 
-    def rehearse(self, micro_batch: int) -> None:
+    def recompute_micro_batch(self, micro_batch: int) -> None:
         """Recompute one micro-batch of this step for the hooks; gradients and losses are restored.
 
         The data iterator must yield this micro-batch, numbered in the step, next.

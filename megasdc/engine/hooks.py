@@ -85,7 +85,7 @@ class Hook:
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """All micro-batches have run; no gradient has been mixed with that of another stage or replica yet.
 
-        A hook may call ``engine.compute_again`` only here; it may call ``engine.rehearse`` here and in
+        A hook may call ``engine.recompute_step`` only here; it may call ``engine.recompute_micro_batch`` here and in
         ``after_optimizer_step`` of a skipped step.
         """
 

@@ -63,12 +63,12 @@ class Run:
     skip_place: str | None = None
     stop_reason: str | None = None
     stop_error: Exception | None = None
-    is_hurried: bool = False
+    must_stop_soon: bool = False
     paused_s: float = 0.0
     results: dict[str, Any] = field(default_factory=dict)
     enter: Callable[[str], None] = _nothing
-    passed_over: set[int] = field(default_factory=set)
-    began_as: ParallelDims | None = None
+    skipped_checkpoint_steps: set[int] = field(default_factory=set)
+    initial_dims: ParallelDims | None = None
 
     def __post_init__(self) -> None:
         self.engine.agreement = StepAgreement(self.host_group)
@@ -85,7 +85,7 @@ class Run:
     @property
     def launch_dims(self) -> ParallelDims:
         """Place of this rank when the launch began."""
-        return self.began_as or self.dims
+        return self.initial_dims or self.dims
 
     @property
     def stream_end(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 from megasdc.sdc.trace import Trace
 
 OWN_RECOMPUTATION = "own recomputation"
@@ -86,7 +86,9 @@ def _both(trace: Trace) -> tuple[dict[Address, int], dict[Address, int]]:
     return forward, again
 
 
-def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, int] | None], earlier: bool) -> Ruling:
+def judge_recomputed(
+    rank: int, found: Unrepeated, again: Sequence[tuple[int, int] | None], earlier: bool
+) -> RankVerdict:
     """The ruling on a rank that differs from its own recomputation, from repeats of the micro-batch.
 
     Not reproduced: in all repeats, every forward result and every recomputation is equal, and equal to one of the two
@@ -111,4 +113,6 @@ def judge_recomputed(rank: int, found: Unrepeated, again: Sequence[tuple[int, in
     else:
         verdict = INTERMITTENT
     expected, got = found.recompute, {rank: found.forward}
-    return Ruling(rank, verdict, OWN_RECOMPUTATION, found.address, wrong, len(known), bound, expected=expected, got=got)
+    return RankVerdict(
+        rank, verdict, OWN_RECOMPUTATION, found.address, wrong, len(known), bound, expected=expected, got=got
+    )

@@ -50,7 +50,7 @@ from which it follows."""
 
 
 @dataclass(frozen=True)
-class Ruling:
+class RankVerdict:
     """The verdict on one rank, or on several of which none can be named.
 
     Args:
@@ -156,7 +156,7 @@ def settle(
     earlier: Collection[int] = (),
     refereed: Mapping[tuple[int, int], bool] | None = None,
     bases: Mapping[int, str] | None = None,
-) -> tuple[Ruling, ...]:
+) -> tuple[RankVerdict, ...]:
     """Rulings on every flag and dispute of a ballot.
 
     Args:
@@ -179,15 +179,15 @@ def settle(
         judged = {rank: within for (rank, at), within in (refereed or {}).items() if at == place}
         return _Case(by_rank, golden or {}, frozenset(earlier), judged, (bases or {}).get(place, REFEREE))
 
-    rulings: list[Ruling] = []
+    rulings: list[RankVerdict] = []
     for flag in ballot.flagged:
         rulings += case(flag.place).of_flag(flag)
     if (dispute := ballot.dispute) is not None:
         for values in dispute.values:
             rulings += case(dispute.place).of_values(dispute.address, values, dispute.origin)
     if ballot.missing or not ballot.compared:
-        rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, None, suspects=ballot.missing))
-    first: dict[int | tuple[int, ...], Ruling] = {}
+        rulings.append(RankVerdict(None, INCONCLUSIVE, REPLAY, None, suspects=ballot.missing))
+    first: dict[int | tuple[int, ...], RankVerdict] = {}
     for ruling in rulings:
         first.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
     return tuple(first.values())
@@ -203,7 +203,7 @@ class _Case:
     refereed: Mapping[int, bool] = field(default_factory=dict)
     opinion: str = REFEREE
 
-    def of_flag(self, flag: Flag) -> list[Ruling]:
+    def of_flag(self, flag: Flag) -> list[RankVerdict]:
         """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
         values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
         standing = [rank for rank in flag.against if not self.is_proved(rank) and not self.varied(rank, values)]
@@ -226,7 +226,7 @@ class _Case:
             return GOLDEN
         return self.opinion if self.refereed.get(rank) is False else other
 
-    def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
+    def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
         """Rules on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""
         failed = [rank for rank in values if self.is_proved(rank)]
         rest = {rank: value for rank, value in values.items() if rank not in failed}
@@ -237,7 +237,7 @@ class _Case:
             return rulings
         return rulings + self.by_replay(address, rest, origin)
 
-    def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[Ruling]:
+    def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
         """Names ranks that vary while others do not."""
         witnesses = {value for rank, value in values.items() if self.repeated(rank, values)}
         varied = [rank for rank in values if self.varied(rank, values)] if witnesses and origin else []
@@ -245,7 +245,7 @@ class _Case:
         right = next(iter(witnesses)) if len(set(rest.values())) == 1 else None
         rulings = [self.rule(rank, address, values[rank], right, REPLAY) for rank in varied]
         if len(set(rest.values())) > 1 or not rulings:
-            rulings.append(Ruling(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest), got=rest))
+            rulings.append(RankVerdict(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest), got=rest))
         return rulings
 
     def varied(self, rank: int, values: Mapping[int, int]) -> bool:
@@ -257,7 +257,7 @@ class _Case:
         found = self.repeats.get(rank, ())
         return bool(found) and all(value == values[rank] for value in found)
 
-    def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> Ruling:
+    def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> RankVerdict:
         """The ruling on a wrong rank; ``original`` is its value in the audit, ``right`` the right one or None."""
         found = self.repeats.get(rank, ())
         known = [value for value in found if value is not None]
@@ -276,4 +276,4 @@ class _Case:
         else:
             verdict = PERSISTENT
         got = {rank: original}
-        return Ruling(rank, verdict, basis, address, wrong, len(known), bound, expected=right, got=got)
+        return RankVerdict(rank, verdict, basis, address, wrong, len(known), bound, expected=right, got=got)

@@ -15,9 +15,10 @@ from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMP
 from megasdc.config import TraceSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
+from megasdc.sdc.replay import INCONCLUSIVE
 from megasdc.sdc.trace import Trace
 
-HEALTHY, DIVERGENT, AFFECTED, INCONCLUSIVE = "healthy", "divergent", "affected", "inconclusive"
+HEALTHY, DIVERGENT, AFFECTED = "healthy", "divergent", "affected"
 NOT_COMPARABLE, DIED, HUNG, STOPPED, ABSENT = "not comparable", "died", "hung", "stopped", "no answer"
 """Verdicts. affected: received wrong values of a divergent rank; inconclusive: something is wrong, and this rank is one
 of several that may have caused it; stopped: ended because another rank died or hung."""
@@ -40,7 +41,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class RankVerdict:
+class GoldenVerdict:
     """The verdict on one rank.
 
     Args:
@@ -85,7 +86,7 @@ def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
 
 def judge(
     findings: Mapping[int, Iterable[Finding]], layout: ParallelDims, gaps: Sequence[str] = ()
-) -> dict[int, RankVerdict]:
+) -> dict[int, GoldenVerdict]:
     """Name the divergent ranks of one cell.
 
     Args:
@@ -104,19 +105,19 @@ def judge(
     return {rank: _of_all_runs(runs[rank], given[rank]) for rank in runs}
 
 
-def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> RankVerdict:
+def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> GoldenVerdict:
     compared = sum(finding.compared for finding in runs)
     for status in (DIVERGENT, INCONCLUSIVE):
         those = [(reason, finding) for one, reason, finding in given if one == status]
         if those:
             reason, first = those[0]
-            return RankVerdict(
+            return GoldenVerdict(
                 status, len(runs), len(those), first.divergences, first.first, detail=reason, compared=compared
             )
     if runs and not compared:
         nothing = "no result was compared: the golden trace holds none of this rank; record it again"
-        return RankVerdict(NOT_COMPARABLE, len(runs), detail=nothing)
-    return RankVerdict(AFFECTED if given else HEALTHY, len(runs), compared=compared)
+        return GoldenVerdict(NOT_COMPARABLE, len(runs), detail=nothing)
+    return GoldenVerdict(AFFECTED if given else HEALTHY, len(runs), compared=compared)
 
 
 def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequence[str]) -> dict[int, tuple[str, str]]:

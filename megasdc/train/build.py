@@ -21,7 +21,7 @@ from megasdc.common.durable import write_durably
 from megasdc.common.errors import StorageError
 from megasdc.common.origin import Origin
 from megasdc.common.run_identity import count_start
-from megasdc.common.run_lock import HeldFolders
+from megasdc.common.run_lock import LockedFolders
 from megasdc.common.versions.installed import component_versions, untested_versions
 from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
@@ -36,8 +36,8 @@ from megasdc.engine.hooks import is_stateful
 from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
-from megasdc.lab.studies.bridge import Bridge
-from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.bridge import ReplicaLink
+from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.lab.studies.hook import Study, StudyPart, agree_on_checkpoint, meet
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
@@ -51,7 +51,7 @@ from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
 from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.hold_folder import hold_folders
-from megasdc.train.process.isolation import Remaining
+from megasdc.train.process.isolation import SurvivingRanks
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from megasdc.train.saving.resume import resume
@@ -65,9 +65,9 @@ def build_run(
     config: RunConfig,
     clock: StartClock,
     signals: StopSignals,
-    held: HeldFolders,
-    cut: Cut | None = None,
-    remaining: Remaining | None = None,
+    held: LockedFolders,
+    cut: ReplicaWorld | None = None,
+    remaining: SurvivingRanks | None = None,
 ) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
 
@@ -113,7 +113,7 @@ def build_run(
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, engine, loader, events, split)
-    run.began_as = None if remaining is None else remaining.place_of(dims)
+    run.initial_dims = None if remaining is None else remaining.place_of(dims)
     drills = Drills(
         build_injector(sections, run),
         build_process_faults(sections, run),
@@ -150,7 +150,7 @@ class _Place:
     part: StudyPart | None
 
 
-def _place(whole: RunConfig, cut: Cut | None) -> _Place:
+def _place(whole: RunConfig, cut: ReplicaWorld | None) -> _Place:
     if whole.megasdc.model.fuse:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     if cut is None:
@@ -173,7 +173,7 @@ def _check_host(config: RunConfig, launch_size: int | None) -> tuple[Layout, lis
     return layout, manifests
 
 
-def _meet(place: _Place, signals: StopSignals) -> Bridge | None:
+def _meet(place: _Place, signals: StopSignals) -> ReplicaLink | None:
     """Join the process group of this run; returns the bridge to the other replicas of a study.
 
     Collective: all ranks of the launch.

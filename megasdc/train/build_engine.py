@@ -17,7 +17,7 @@ from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_toke
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.config.sections.deepspeed import Bf16
-from megasdc.data.deal import Deal
+from megasdc.data.deal import UnevenSplit
 from megasdc.data.manifest import Manifest
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
@@ -76,7 +76,7 @@ def build_training_engine(
         masks_tokens=sections.data.mask_end_of_document,
     )
     if layout.is_uneven:
-        engine.deal_out(Deal(layout.train_batch_size // layout.micro_batch_size, layout.data))
+        engine.set_uneven_split(UnevenSplit(layout.train_batch_size // layout.micro_batch_size, layout.data))
     clock.mark("engine")
     return engine
 

@@ -33,21 +33,21 @@ from megasdc.ops.health.hooks.progress import Health
 from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
-from megasdc.train.detection.observe import Observation, watch_for_faults, watch_for_trace
+from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
 from megasdc.train.process.hold_folder import FolderWatch
-from megasdc.train.process.isolation import IsolationLimit, Remaining
+from megasdc.train.process.isolation import IsolationLimit, SurvivingRanks
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport
 from megasdc.train.report import Evaluator, Reporter
 from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import CopiesFirst, OnceAStep, RunState, Saver, checkpoint_folder
+from megasdc.train.saving.saver import OncePerStep, RunState, Saver, WaitForSnapshots, checkpoint_folder
 from megasdc.train.sinks import build_writer
 from megasdc.train.step_details import DetailsRecorder
 from megasdc.train.stop import LastLines, RoomWatch, SkipWatch, StopWatch
@@ -74,8 +74,8 @@ class Drills:
 class Recording:
     """Hooks that observe the tensors of a step; each is None where nothing asks for it."""
 
-    observation: Observation | None
-    detection: Detection | None
+    observation: ObserverSwitch | None
+    detection: StepChecker | None
     toleranced: TolerancedChecks | None
     trace: TraceRecorder | None
     details: DetailsRecorder | None
@@ -101,7 +101,7 @@ class HookParts:
     drills: Drills
     locks: Sequence[RunLock]
     fence: Fence
-    remaining: Remaining | None
+    remaining: SurvivingRanks | None
 
 
 def build_hooks(parts: HookParts) -> list[Hook]:
@@ -135,7 +135,7 @@ def build_hooks(parts: HookParts) -> list[Hook]:
         drills.delays and drills.delays.delays,
         parts.split,
         drop,
-        CopiesFirst([one.wait_for_copy for one in (memory, saver) if one is not None]),
+        WaitForSnapshots([one.wait_for_copy for one in (memory, saver) if one is not None]),
         # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
         recording.detection,
         slices,
@@ -210,7 +210,7 @@ def _times_and_stragglers(
     return times, StragglerWatch(parts.config.megasdc.health.slow_ratio, parts.run, times, writer)
 
 
-def _build_detection(parts: HookParts, writer: MetricsWriter | None) -> Detection | None:
+def _build_detection(parts: HookParts, writer: MetricsWriter | None) -> StepChecker | None:
     config, run = parts.config, parts.run
     if parts.kept is None:
         if run.dims.rank == 0:
@@ -240,7 +240,7 @@ def _recording(parts: HookParts, writer: MetricsWriter | None) -> Recording:
     if (detection := _build_detection(parts, writer)) is not None:
         watches += watches_of(detection)
     clock = None if detection is None else detection.budget.looks
-    observation = Observation(run.engine, watches, clock) if watches else None
+    observation = ObserverSwitch(run.engine, watches, clock) if watches else None
     if detection is not None and observation is not None:
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
     return Recording(
@@ -284,11 +284,11 @@ def _run_state(parts: HookParts) -> RunState:
 
 
 def _savers(
-    parts: HookParts, writer: MetricsWriter | None, detection: Detection | None
+    parts: HookParts, writer: MetricsWriter | None, detection: StepChecker | None
 ) -> tuple[MemoryCheckpoints | None, Saver]:
     """What keeps checkpoints in memory, if anything does, and what writes them."""
     section, run, state = parts.config.megasdc.checkpoint.memory, parts.run, _run_state(parts)
-    before_save = OnceAStep(None if detection is None else detection.before_save)
+    before_save = OncePerStep(None if detection is None else detection.before_save)
     after_save = None if detection is None else detection.after_save
     memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None
     return memory, Saver(parts.config, run, writer, state, before_save, after_save, parts.fence)

@@ -370,7 +370,7 @@ class DropCompute(Hook):
         if self._log is not None:
             self._log.add(run.step, step)
         if section.samples == DISCARD and engine.completed < step.planned:
-            run.loader.pass_over(step.planned - engine.completed, again=section.compensation == RESAMPLE)
+            run.loader.skip_next(step.planned - engine.completed, again=section.compensation == RESAMPLE)
         if section.samples == DISCARD and section.compensation != RESAMPLE:
             run.uncounted_samples += step.dropped * engine.micro_batch_size
         self._count(run, step)
@@ -401,7 +401,7 @@ class DropCompute(Hook):
             planned = len(steps) * engine.micro_batches
         else:
             planned = sum(self._replayed[step].planned for step in steps if step in self._replayed)
-        run.loader.prolong(planned * engine.micro_batch_size)
+        run.loader.extend(planned * engine.micro_batch_size)
 
     def _watch(self, run: Run, step: StepDecisions) -> None:
         """Stop dropping while the drop rate is exceeded; report replicas that are always late."""

@@ -124,7 +124,7 @@ class FaultDrill(Hook):
             return
         for index, spec in enumerate(self._injector.specs if self._injector is not None else ()):
             of_spec = [met[index] for met in tallies]
-            left_out = run.began_as is not None and not any(met.here for met in of_spec)  # it may have fired before
+            left_out = run.initial_dims is not None and not any(met.here for met in of_spec)  # it may have fired before
             if not left_out and (reason := why_unfired(spec, of_spec)) is not None:
                 logger.warning(
                     "fault %d (%s, phase %s) never changed anything: %s", index, spec.kind, spec.phase, reason

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megasdc.common import room
 from megasdc.common.errors import LaunchError
 from megasdc.common.imports import imports_kept
-from megasdc.common.run_lock import HeldFolders, others_kept_out
+from megasdc.common.run_lock import LockedFolders, others_kept_out
 from megasdc.common.versions.installed import check_range, component_versions
 from megasdc.common.versions.private_names import names_checked
 from megasdc.config import (
@@ -29,7 +29,7 @@ from megasdc.config import (
 )
 from megasdc.config.environment import record_collectives, set_deterministic_environment
 from megasdc.events import EventLog
-from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines
@@ -38,7 +38,7 @@ from megasdc.train.process.signals import STOPPED_START, Leave, StopSignals
 
 if TYPE_CHECKING:
     from megasdc.engine.run import Run
-    from megasdc.train.process.isolation import Remaining
+    from megasdc.train.process.isolation import SurvivingRanks
     from megasdc.train.process.startup import StartClock
 
 logger = logging.getLogger("megasdc")
@@ -70,7 +70,7 @@ def pretrain(
     Collective: all ranks of the world.
     """
     started_at, process_started, folder = time.monotonic(), time.time(), None
-    held = HeldFolders()
+    held = LockedFolders()
 
     def leave_start(code: int, error: BaseException | None) -> None:
         held.release()  # else a start on another host would wait until the lock is stale
@@ -128,7 +128,7 @@ def pretrain(
 
 
 def tell_failure(
-    folder: Path | None, code: int, error: BaseException, process_started: float, held: HeldFolders
+    folder: Path | None, code: int, error: BaseException, process_started: float, held: LockedFolders
 ) -> None:
     """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
 
@@ -158,7 +158,7 @@ def tell_failure(
         logger.warning("the event of the end could not be written into %s: %s", folder, problem)
 
 
-def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut | None:
+def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> ReplicaWorld | None:
     """Reduce this rank's world to its replica, for everything that reads the launcher's variables later.
 
     RANK and WORLD_SIZE in ``environ`` become those of the replica; LOCAL_RANK, which names the device, stays. Returns
@@ -166,7 +166,7 @@ def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> Cut |
     """
     if section.replicas is None:
         return None
-    cut = Cut.from_environment(section.replicas, environ)
+    cut = ReplicaWorld.from_environment(section.replicas, environ)
     environ.update(cut.environment)
     set_up_logging(cut.rank, cut.replica)
     return cut
@@ -184,10 +184,12 @@ class _Start:
     config: RunConfig
     clock: StartClock
     began_at: float
-    remaining: Remaining | None = None
+    remaining: SurvivingRanks | None = None
 
 
-def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopSignals, held: HeldFolders) -> str:
+def _train(
+    config: RunConfig, cut: ReplicaWorld | None, started_at: float, signals: StopSignals, held: LockedFolders
+) -> str:
     """Train to the end; where replicas are left out, this rank starts once more or ends. Returns how it ended."""
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
@@ -206,8 +208,8 @@ def _train(config: RunConfig, cut: Cut | None, started_at: float, signals: StopS
 
 
 def _train_from(
-    start: _Start, cut: Cut | None, signals: StopSignals, held: HeldFolders, library: LibraryLines
-) -> Remaining | str:
+    start: _Start, cut: ReplicaWorld | None, signals: StopSignals, held: LockedFolders, library: LibraryLines
+) -> SurvivingRanks | str:
     """Train until the run ends: how; or until replicas are left out: the ranks that go on, this one among them."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run

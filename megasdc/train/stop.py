@@ -262,6 +262,6 @@ class StopWatch(Hook):
             run.stop_reason = "time limit"
         elif run.step == self.stop_step:
             run.stop_reason = f"training.stop_step {self.stop_step}"
-        run.is_hurried = bool(number) or time_is_up
+        run.must_stop_soon = bool(number) or time_is_up
         if run.stop_reason:
             run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)

@@ -271,15 +271,15 @@ def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path
 
 def _records_until_step_3(config: str) -> tuple[int, str | None]:
     """Body of a rank that records no result of later audits."""
-    from megasdc.train.detection.checks import Detection
+    from megasdc.train.detection.checks import StepChecker
 
-    record = Detection.record_audited
+    record = StepChecker.record_audited
 
     def record_some(self: Any, address: Any, result: Any) -> None:
         if address.step <= 3:
             record(self, address, result)
 
-    Detection.record_audited = record_some  # type: ignore[method-assign]
+    StepChecker.record_audited = record_some  # type: ignore[method-assign]
     return pretrain_rank(config, [])
 
 
@@ -390,7 +390,7 @@ def _dies_in_replay(config: str, overrides: list[str]) -> tuple[int, str | None]
     from megasdc.engine.engine import TrainingEngine
 
     if os.environ["RANK"] == "0":
-        TrainingEngine.rehearse = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        TrainingEngine.recompute_micro_batch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return pretrain_rank(config, overrides)
 
 

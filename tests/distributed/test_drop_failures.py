@@ -205,7 +205,7 @@ LOSING = {**NEVER, "samples": "discard", "compensation": "extra_steps"}
 
 def _train_on_a_short_stream(config: str) -> Any:
     """Body of a rank whose stream does not grow when more steps are needed."""
-    TokenDataset.prolong = lambda self, num_samples: None  # type: ignore[method-assign]
+    TokenDataset.extend = lambda self, num_samples: None  # type: ignore[method-assign]
     return pretrain_rank(config, [])
 
 

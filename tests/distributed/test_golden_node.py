@@ -13,7 +13,7 @@ from harness import StartedCommand, fork_fresh_ranks
 
 from megasdc.config import parse_config
 from megasdc.ops.golden.cells import RankReport
-from megasdc.ops.golden.node import Board, Collector
+from megasdc.ops.golden.node import Collector, StoreMailbox
 from megasdc.ops.golden.record import record
 from megasdc.parallel.local_ranks import free_port
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
@@ -134,7 +134,7 @@ def test_rank_0_sees_how_far_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     told: list[int] = []
-    board = Board(0, 3)
+    board = StoreMailbox(0, 3)
     collector = Collector(board, 1, told.append)
     board.tell("alive/1", [1.0, 4])
     collector.look()

@@ -19,7 +19,7 @@ from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import (
     HELD_FILE,
-    Line,
+    Lineage,
     find_held,
     forget,
     mark_verified_up_to,
@@ -77,7 +77,7 @@ def _harm(what: str, folder: Path, rank: int) -> None:
     if what == "verified":
         mark_verified_up_to(folder, 1)
     if what == "later" and rank == 1:  # rank 0's host was not used by start 2
-        write_line(folder, Line(start=2, from_start=1, from_step=1))
+        write_line(folder, Lineage(start=2, from_start=1, from_step=1))
 
 
 def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str, dict[int, str], bool]:

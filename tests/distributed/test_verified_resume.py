@@ -13,7 +13,7 @@ from harness import run_distributed
 from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.checkpoint import aside
-from megasdc.checkpoint.aside import leave_behind
+from megasdc.checkpoint.aside import quarantine
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corruption, mark_verified
@@ -53,7 +53,7 @@ def _resume(
         loaded = load_checkpoint(run.engine, chosen, run.dims, ranks)
         restore_rng(loaded.rank_state["rng"])
         run.consumed = loaded.rank_state["consumed"]
-    leave_behind(folder, chosen, ranks)
+    quarantine(folder, chosen, ranks)
     return None if chosen is None else chosen.step
 
 
@@ -282,7 +282,7 @@ def _watch_passed_over(config: str) -> list[tuple[int, list[int]]]:
 
     def watched(self: Any, run: Any, result: Any) -> None:
         original(self, run, result)
-        seen.append((run.step, sorted(run.passed_over)))
+        seen.append((run.step, sorted(run.skipped_checkpoint_steps)))
 
     Saver.after_step = watched  # type: ignore[method-assign]
     assert pretrain_rank(config, []) == (0, None)

@@ -24,7 +24,7 @@ from megasdc.common.run_lock import LOCK_FILE, Holder, open_lock_file, read_hold
 from megasdc.ops.launch.on_host import running
 from megasdc.ops.supervise import ledger
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import Ledger, Use
+from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 OTHER, THIRD, GROUP = 65_534, 65_533, 4_242
 """Ids of other users, and of a group."""
@@ -92,7 +92,7 @@ def test_no_reader_can_lock_what_guards_a_run(folder: Path) -> None:
         with Journal(folder, print):
             pass
         (folder / "ledger").touch(0o644)
-        Ledger(folder / "ledger").add(Use("key", 0.0, 1.0, ("a",)))
+        HostReliabilityLog(folder / "ledger").add(HostUsage("key", 0.0, 1.0, ("a",)))
     finally:
         os.umask(before)
     for name in (LOCK_FILE, ".lock", ".ledger.lock"):
@@ -201,16 +201,16 @@ def test_a_ledger_is_written_by_users_who_may_write_nothing_beside_it(
 
     def add() -> None:
         try:
-            Ledger(path).add(Use("theirs", 0.0, 1.0, ("a",)))
+            HostReliabilityLog(path).add(HostUsage("theirs", 0.0, 1.0, ("a",)))
         except StorageError as error:
             raise OSError(str(error)) from error
 
     with another_user(add, (GROUP,)) as could:
         assert could
     monkeypatch.setattr(ledger, "LOCK_S", 0.1)
-    own = Ledger(path)
+    own = HostReliabilityLog(path)
     with another_user(lambda: keep(path), (GROUP,)) as could:
-        assert could and own.add(Use("own", 0.0, 1.0, ("b",))) == 1
+        assert could and own.add(HostUsage("own", 0.0, 1.0, ("b",))) == 1
     own.close()
     assert [one.key for one in own.read()] == ["theirs", "own"]
 

@@ -58,7 +58,7 @@ class HeldFile(Record):
     tensors: dict[str, str] | None
 
 
-class HeldRecord(Record):
+class SlotManifest(Record):
     """Content of ``held.json``.
 
     Attributes:
@@ -88,7 +88,7 @@ class HeldRecord(Record):
     finite_step: Count | None = None
 
 
-class Line(Record):
+class Lineage(Record):
     """Content of ``line.json``: what counts of what hosts hold, as the newest start that used a host knows it.
 
     A host that a start did without may hold steps that it took again, or that were wrong: those do not count when the
@@ -109,17 +109,17 @@ class Line(Record):
     verified: Count = 0
     from_counts: bool = True
 
-    def has(self, record: HeldRecord) -> bool:
+    def has(self, record: SlotManifest) -> bool:
         """Whether a slot's step is of this line: made by its start, or what that went on from."""
         return record.start >= self.start or (record.start, record.step) == (self.from_start, self.from_step)
 
-    def verifies(self, record: HeldRecord) -> bool:
+    def verifies(self, record: SlotManifest) -> bool:
         """Whether an audit has agreed after a slot's step, on the hosts that made it."""
         return self.has(record) and record.step <= self.verified and (record.start >= self.start or self.from_counts)
 
 
 @dataclass(frozen=True)
-class Held:
+class MemorySlot:
     """A slot that holds a step.
 
     Attributes:
@@ -128,7 +128,7 @@ class Held:
     """
 
     folder: Path
-    record: HeldRecord
+    record: SlotManifest
     is_guest: bool
 
 
@@ -176,21 +176,21 @@ def make_within(folder: Path, inner: Path) -> None:
         folder.mkdir(exist_ok=True)
 
 
-def find_held(folder: Path, run: str | None) -> tuple[list[Held], list[str]]:
+def find_held(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str]]:
     """All slots of a run that hold a step, and what is wrong with others, a line each."""
     found, problems = [], []
     for path in sorted([*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]):
         try:
-            record = read_record(path, HeldRecord, FORMAT_VERSION)
+            record = read_record(path, SlotManifest, FORMAT_VERSION)
         except CheckpointError as error:
             problems.append(str(error))
             continue
         if record.run == run:
-            found.append(Held(path.parent, record, path.is_relative_to(folder / GUESTS)))
+            found.append(MemorySlot(path.parent, record, path.is_relative_to(folder / GUESTS)))
     return found, problems
 
 
-def forget(folder: Path, stays: Callable[[HeldRecord], bool] = lambda record: False) -> None:
+def forget(folder: Path, stays: Callable[[SlotManifest], bool] = lambda record: False) -> None:
     """Remove what is held of steps that do not stay; a slot that is being filled is not touched.
 
     Raises:
@@ -198,7 +198,7 @@ def forget(folder: Path, stays: Callable[[HeldRecord], bool] = lambda record: Fa
     """
     for path in [*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]:
         try:
-            if stays(read_record(path, HeldRecord, FORMAT_VERSION)):
+            if stays(read_record(path, SlotManifest, FORMAT_VERSION)):
                 continue
         except CheckpointError:
             if not path.exists():  # it is being filled again
@@ -293,7 +293,7 @@ def _lives(found: Owner | None) -> bool:
     return found is not None and Path(f"/proc/{found.pid}").exists()
 
 
-def write_line(folder: Path, line: Line) -> None:
+def write_line(folder: Path, line: Lineage) -> None:
     """Write what counts from now on.
 
     Raises:
@@ -302,14 +302,14 @@ def write_line(folder: Path, line: Line) -> None:
     write_record(folder / LINE_FILE, line)
 
 
-def read_line(folder: Path) -> Line:
+def read_line(folder: Path) -> Lineage:
     """What counts as this host knows it; where nothing is known, all does, and nothing is verified."""
     try:
-        return read_record(folder / LINE_FILE, Line, FORMAT_VERSION)
+        return read_record(folder / LINE_FILE, Lineage, FORMAT_VERSION)
     except CheckpointError as error:
         if (folder / LINE_FILE).exists():
             logger.warning("memory: %s", error)
-        return Line()
+        return Lineage()
 
 
 def mark_verified_up_to(folder: Path, step: int) -> None:

@@ -87,7 +87,7 @@ class Act:
 
 @dataclass(frozen=True)
 class Listen:
-    """Task: receive the slots of other hosts' ranks, as ``megasdc.checkpoint.snapshots.partner.Guests``."""
+    """Task: receive the slots of other hosts' ranks, as ``megasdc.checkpoint.snapshots.partner.PartnerReplicas``."""
 
     folder: Path
     address: str

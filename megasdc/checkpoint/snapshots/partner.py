@@ -25,7 +25,7 @@ from megasdc.checkpoint.snapshots.held import (
     GUESTS,
     HELD_FILE,
     HeldFile,
-    HeldRecord,
+    SlotManifest,
     make_within,
     rank_folder,
 )
@@ -77,7 +77,7 @@ def _replica(dims: ParallelDims, rank: int) -> int:
     return ParallelDims(dims.tensor, dims.pipeline, dims.data, rank).dp_rank
 
 
-class Guests:
+class PartnerReplicas:
     """Receives slots of other hosts' ranks, each sender in a thread of its own.
 
     Args:
@@ -116,7 +116,7 @@ class Guests:
         name, text = (_receive(connection, size).decode() for size in (name_bytes, record_bytes))
         if not name.isidentifier():
             raise ValueError(f"{name!r} is no slot")
-        record: HeldRecord = read_text(Path(HELD_FILE), text, HeldRecord, FORMAT_VERSION)
+        record: SlotManifest = read_text(Path(HELD_FILE), text, SlotManifest, FORMAT_VERSION)
         slot = rank_folder(self._folder / GUESTS, record.rank) / name
         make_within(self._folder, slot)
         (slot / HELD_FILE).unlink(missing_ok=True)
@@ -172,7 +172,7 @@ class Partner:
         self._connection = connect(address, port, token, {}, _CONNECT_S)
         self._connection.settimeout(_ANSWER_S)
 
-    def send(self, slot: Path, record: HeldRecord) -> None:
+    def send(self, slot: Path, record: SlotManifest) -> None:
         """Send a slot, and wait until the partner has compared it with its record.
 
         Raises:

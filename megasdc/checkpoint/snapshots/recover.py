@@ -32,14 +32,14 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen, too_new
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.resume import SelectedCheckpoint, too_new
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
-    Held,
     HeldFile,
-    HeldRecord,
-    Line,
+    Lineage,
+    MemorySlot,
+    SlotManifest,
     find_held,
     make_within,
     read_line,
@@ -57,7 +57,7 @@ class Source:
     """Where a rank's files of a step are: ``leader``: rank that reads for the host; ``is_guest``: kept for another."""
 
     leader: int
-    held: Held
+    held: MemorySlot
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Found:
         guests = [rank for rank, source in self.sources.items() if source.held.is_guest]
         return f"memory, ranks {', '.join(map(str, guests))} from their partners" if guests else "memory"
 
-    def line(self, start: int, place: Place) -> Line:
+    def line(self, start: int, place: Place) -> Lineage:
         """What counts from now on, where a start goes on from it.
 
         Args:
@@ -98,7 +98,7 @@ class Found:
         made_by: dict[str, list[int]] = {}
         for rank, source in self.sources.items():
             made_by.setdefault(source.held.record.host, []).append(rank)
-        return Line(
+        return Lineage(
             start=start,
             from_start=self.start,
             from_step=self.step,
@@ -130,7 +130,7 @@ def find_in_memory(
     """
     place = find_place(ranks)
     held, problems = find_held(folder, run) if place.leader else ([], [])
-    answers = place.gather((held, problems, read_line(folder) if place.leader else Line()))
+    answers = place.gather((held, problems, read_line(folder) if place.leader else Lineage()))
     for line in (line for _, lines, _ in answers for line in lines):
         logger.warning("memory: %s", line)
     line = max((one for _, _, one in answers), key=lambda one: (one.start, one.verified))
@@ -223,7 +223,7 @@ class _Plan:
     sent: dict[str, Source] = field(default_factory=dict)
 
 
-def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals: Sequence[int]) -> Chosen:
+def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals: Sequence[int]) -> SelectedCheckpoint:
     """Put together on every host what its ranks need of a step, as a checkpoint to load.
 
     Args:
@@ -245,7 +245,7 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals
         except OSError as error:
             problem = describe_error(error, f"create {target}")
     what = f"step {found.step} cannot be restored from memory"
-    raise_together(problem, place, what)
+    raise_on_all_ranks(problem, place, what)
     is_other = found.layout != Layout.of(dims)
     everyone = place.gather(tuple(totals))
     plans = {}
@@ -261,8 +261,8 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals
             write_marker(target, manifest)
     except OSError as error:
         problem = describe_error(error, f"write {target}")
-    raise_together(problem, place, what)
-    return Chosen(target, found.step, manifest, {}, [], False)
+    raise_on_all_ranks(problem, place, what)
+    return SelectedCheckpoint(target, found.step, manifest, {}, [], False)
 
 
 def _plan(leader: int, needed: Iterable[tuple[Source, list[str]]]) -> _Plan:
@@ -389,7 +389,7 @@ def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup |
 
 def _manifest(found: Found, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
     """``node``: whose files these are; None: they are those of all ranks."""
-    record: HeldRecord = found.sources[0].held.record
+    record: SlotManifest = found.sources[0].held.record
     names = {**plan.links, **plan.sent}
     files = [
         FileRecord(
@@ -423,5 +423,5 @@ def _manifest(found: Found, plan: _Plan, nodes: dict[str, list[int]], node: str 
     )
 
 
-def _layout(record: HeldRecord) -> Layout:
+def _layout(record: SlotManifest) -> Layout:
     return Layout(**dict(zip(("tensor", "pipeline", "data"), record.layout, strict=True)))

@@ -24,9 +24,9 @@ import xxhash
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.holds import delete_unheld
-from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, HeldRecord
+from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, SlotManifest
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
-from megasdc.checkpoint.snapshots.partner import Guests, Partner
+from megasdc.checkpoint.snapshots.partner import Partner, PartnerReplicas
 from megasdc.checkpoint.snapshots.torch_file import seal
 from megasdc.common.durable import commit_folder, sync_path, write_durably
 
@@ -100,11 +100,11 @@ class _Exchange:
 
     def __init__(self) -> None:
         self._partner: Partner | None = None
-        self._guests: Guests | None = None
+        self._guests: PartnerReplicas | None = None
 
     def listen(self, task: Listen) -> Answer:
         """Receive from others."""
-        self._guests = Guests(task.folder, task.address)
+        self._guests = PartnerReplicas(task.folder, task.address)
         return Answer(port=self._guests.port, token=self._guests.token)
 
     def join(self, task: Join) -> Answer:
@@ -155,13 +155,13 @@ def store(task: Store) -> Answer:
     return Answer(stored=stored)
 
 
-def held_record(task: Store, stored: list[StoredFile]) -> HeldRecord:
+def held_record(task: Store, stored: list[StoredFile]) -> SlotManifest:
     """What the folder of a snapshot holds."""
     files = [
         HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
         for one in sorted(stored, key=lambda one: one.name)
     ]
-    return HeldRecord(**(task.held or {}), files=files)
+    return SlotManifest(**(task.held or {}), files=files)
 
 
 @contextlib.contextmanager

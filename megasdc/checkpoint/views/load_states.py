@@ -22,7 +22,7 @@ from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.load import LoadedInPartError, compare_engine
 from megasdc.checkpoint.load_universal import full_shapes, place_steps
 from megasdc.checkpoint.manifest import Manifest
-from megasdc.checkpoint.places import Place, Problem, describe_error, raise_together
+from megasdc.checkpoint.places import Place, Problem, describe_error, raise_on_all_ranks
 from megasdc.checkpoint.views.deepspeed import States, locate_states
 from megasdc.checkpoint.views.view import Slot
 from megasdc.common.errors import CheckpointError
@@ -56,7 +56,7 @@ def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, pla
         _compare(engine, manifest, states, here, precision)
     except (CheckpointError, OSError) as error:
         problem = replace(describe_error(error, f"read {path}"), storage=False)
-    raise_together(problem, place, f"{path} cannot be loaded, nothing was changed")
+    raise_on_all_ranks(problem, place, f"{path} cannot be loaded, nothing was changed")
     assert states is not None, "all ranks have located theirs"
     try:
         with torch.no_grad(), Reader() as reader:
@@ -66,7 +66,7 @@ def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, pla
     except (CheckpointError, PieceError, OSError, KeyError) as error:
         problem = replace(describe_error(error, f"read {path}"), storage=False)
     try:
-        raise_together(problem, place, f"{path} was loaded in part, the engine must not be used")
+        raise_on_all_ranks(problem, place, f"{path} was loaded in part, the engine must not be used")
     except CheckpointError as error:
         raise LoadedInPartError(str(error)) from error
     engine.optimizer.update_lp_params()  # a collective, which all ranks reach

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.parallel.stores import check_size, launch_secret, sign, verify
 
 T = TypeVar("T")
 _HEADER_BYTES = 8
 
 
-class Bridge:
+class ReplicaLink:
     """A group of the ranks of equal rank in all replicas; broadcasts one replica's values to the others.
 
     Args:
@@ -34,7 +34,7 @@ class Bridge:
     Collective: the ranks of equal rank in all replicas.
     """
 
-    def __init__(self, cut: Cut, trusted: int, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, cut: ReplicaWorld, trusted: int, store: dist.Store, timeout_s: float) -> None:
         self.cut = cut
         self.trusted = trusted
         self.store = store

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cut:
+class ReplicaWorld:
     """A launch cut into runs of equally many consecutive ranks, and the position of one rank.
 
     Args:
@@ -26,7 +26,7 @@ class Cut:
             )
 
     @classmethod
-    def from_environment(cls, replicas: int, environ: Mapping[str, str]) -> Cut:
+    def from_environment(cls, replicas: int, environ: Mapping[str, str]) -> ReplicaWorld:
         """The position given by the launcher's variables.
 
         Args:

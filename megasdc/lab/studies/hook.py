@@ -32,8 +32,8 @@ from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.lab.studies.bridge import Bridge
-from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.bridge import ReplicaLink
+from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.lab.studies.results import ResultSync
 from megasdc.lab.studies.tables import describe, summarize_study
 from megasdc.model.loss import TokenLoss
@@ -82,7 +82,7 @@ class ShardNorms:
     """
 
     def __init__(
-        self, optimizer: Any, submodules: Sequence[Submodule], tp_rank: int, bridge: Bridge, host_group: Any
+        self, optimizer: Any, submodules: Sequence[Submodule], tp_rank: int, bridge: ReplicaLink, host_group: Any
     ) -> None:
         self._optimizer = optimizer
         self._tp_rank = tp_rank
@@ -186,7 +186,7 @@ def top_tokens(logits: Tensor, loss: TokenLoss) -> Tensor:
 
 
 @torch.no_grad()
-def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
+def overwrite_training_state(engine: TrainingEngine, bridge: ReplicaLink) -> None:
     """Replaces this replica's state after an optimizer step by the trusted replica's.
 
     That is: parameters, fp32 masters, optimizer states and parameter groups, learning rate schedule, loss scale, and
@@ -203,7 +203,7 @@ def overwrite_training_state(engine: TrainingEngine, bridge: Bridge) -> None:
     _take_plain(engine, bridge.share_object(_plain(engine)))
 
 
-def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: Bridge) -> None:
+def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: ReplicaLink) -> None:
     """Overwrites the inner optimizer's state of one partition; missing entries are created, additional ones removed."""
     own = states.get(flat, {})
     trusted = bridge.share_object(
@@ -259,11 +259,11 @@ class StudyPart:
     """Place of a rank in its study; ``folder`` is the launch's run folder."""
 
     section: StudySection
-    cut: Cut
+    cut: ReplicaWorld
     folder: Path
 
 
-def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> Bridge:
+def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> ReplicaLink:
     """Join the replica's own process group, and connect to the ranks at the same place in the other replicas.
 
     ``on_met`` is called when all ranks of the replica have met.
@@ -274,7 +274,7 @@ def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) 
     store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
     own = prefix_store(f"replica/{cut.replica}", store)
     groups.init_process_group(section.timeout_s, own, on_met=on_met, share_devices=section.share_devices)
-    return Bridge(cut, part.section.trusted, store, section.timeout_s)
+    return ReplicaLink(cut, part.section.trusted, store, section.timeout_s)
 
 
 class Study(Hook):
@@ -293,7 +293,7 @@ class Study(Hook):
     """
 
     def __init__(
-        self, part: StudyPart, bridge: Bridge, run: Run, eval_loader: EvalLoader | None, save_interval: int
+        self, part: StudyPart, bridge: ReplicaLink, run: Run, eval_loader: EvalLoader | None, save_interval: int
     ) -> None:
         self._part = part
         self.section = part.section
@@ -432,7 +432,7 @@ class ParameterSync(Hook):
     ``tell`` is called with (kind, step, distances).
     """
 
-    def __init__(self, bridge: Bridge, distances: ShardNorms, tell: Any) -> None:
+    def __init__(self, bridge: ReplicaLink, distances: ShardNorms, tell: Any) -> None:
         self._bridge = bridge
         self._distances = distances
         self._tell = tell
@@ -447,7 +447,7 @@ class ParameterSync(Hook):
         overwrite_training_state(engine, self._bridge)
 
 
-def agree_on_checkpoint(bridge: Bridge, step: int) -> int | None:
+def agree_on_checkpoint(bridge: ReplicaLink, step: int) -> int | None:
     """None if all replicas have found a checkpoint of the same step (0: none); else the earliest, to search again from.
 
     Collective: the ranks of equal place in all replicas.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config.sections.study import PAPER_BACKWARD, PAPER_FORWARD, StudySection
-from megasdc.lab.studies.bridge import Bridge
+from megasdc.lab.studies.bridge import ReplicaLink
 from megasdc.tensors.bits import as_bits, count_flips
 
 
@@ -114,7 +114,7 @@ class ResultSync:
         tell: receives every mismatch and, by ``flush``, the numbers compared; not called on the trusted replica.
     """
 
-    def __init__(self, section: StudySection, bridge: Bridge, tell: Tell) -> None:
+    def __init__(self, section: StudySection, bridge: ReplicaLink, tell: Tell) -> None:
         self._bridge = bridge
         self._tell = tell
         self._num_samples = section.sampled_elements

@@ -238,7 +238,7 @@ def _data_of(config: RunConfig, past: RunPast, wanted: Wanted, notes: list[str])
     work = past.work(step)
     planned = planned_positions(positions.before, work, epoch)
     _check_wanted(wanted, work, past.name)
-    stream.prolong(1 + max(position for replica in planned for batch in replica for position in batch))
+    stream.extend(1 + max(position for replica in planned for batch in replica for position in batch))
     reader = _Reader(stream, section, manifests, wanted.text)
     return StepData(
         run=past.name,

@@ -101,7 +101,7 @@ class Archiver(Hook):
         self._go_on(run)
         if self._going is None:
             return
-        if run.is_hurried:
+        if run.must_stop_soon:
             logger.info("not archived yet: %s; the next start does it", self._steps_left())
             self.close()
             return
@@ -130,7 +130,7 @@ class Archiver(Hook):
     def _look(self, run: Run) -> None:
         """Queue the checkpoints that were not there before."""
         for step in list_steps(self._folder):
-            if step in self._seen or step in run.passed_over or step > run.step:
+            if step in self._seen or step in run.skipped_checkpoint_steps or step > run.step:
                 continue
             path = self._folder / step_folder(step)
             try:

@@ -40,7 +40,7 @@ GRACE_S = 30.0
 POLL_S = 0.2
 
 
-class Board:
+class StoreMailbox:
     """Messages between the watchers of a launch, as JSON, each written once under a name.
 
     Raises:
@@ -146,7 +146,7 @@ def verify_as_launched(
     """
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        board = Board(rank, world)
+        board = StoreMailbox(rank, world)
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"the launcher's environment lacks {error}; start this with the deepspeed launcher"
@@ -170,7 +170,7 @@ def verify_as_launched(
     return result.exit_code
 
 
-def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any]:
+def _make_plan(board: StoreMailbox, golden: Path, faults: Path | None) -> dict[str, Any]:
     """Rank 0's message to all: layout of a cell, workload, cases, drill. Hosts' files may differ, but not in layout."""
     try:
         header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
@@ -189,7 +189,7 @@ def _make_plan(board: Board, golden: Path, faults: Path | None) -> dict[str, Any
     return plan
 
 
-def _take_plan(board: Board) -> dict[str, Any]:
+def _take_plan(board: StoreMailbox) -> dict[str, Any]:
     plan: dict[str, Any] = board.wait("plan", "rank 0 did not report what is verified")
     if "failed" not in plan:
         return plan
@@ -200,7 +200,7 @@ def _take_plan(board: Board) -> dict[str, Any]:
 
 
 def _watch_rank(
-    board: Board,
+    board: StoreMailbox,
     report: RankReport,
     golden: Path,
     plan: dict[str, Any],
@@ -224,7 +224,11 @@ def _watch_rank(
 
 
 def _join_cell(
-    board: Board, report: RankReport, golden: Path, plan: dict[str, Any], meeting: LocalMeeting | HostsMeeting | None
+    board: StoreMailbox,
+    report: RankReport,
+    golden: Path,
+    plan: dict[str, Any],
+    meeting: LocalMeeting | HostsMeeting | None,
 ) -> tuple[Path, dict[str, str]]:
     """This host's golden file, and the environment of a rank, whose cell meets on the host of its first rank.
 
@@ -273,7 +277,7 @@ class Collector:
     ``size``: ranks of a cell; ``on_runs`` is called with the number of runs done by all ranks.
     """
 
-    def __init__(self, board: Board, size: int, on_runs: Callable[[int], None]) -> None:
+    def __init__(self, board: StoreMailbox, size: int, on_runs: Callable[[int], None]) -> None:
         self._board = board
         self._size = size
         self._on_runs = on_runs
@@ -311,7 +315,7 @@ class Collector:
         return [self._reports[rank] for rank in range(self._board.world)]
 
 
-def _take_verdict(board: Board) -> int:
+def _take_verdict(board: StoreMailbox) -> int:
     """The exit code that rank 0 decided."""
     while (verdict := board.read("verdict")) is None:
         time.sleep(REPORT_S)

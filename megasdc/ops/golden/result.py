@@ -15,6 +15,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
 from megasdc.ops.golden.cells import RankReport
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.replay import INCONCLUSIVE
 from megasdc.sdc.verdict import (
     ABSENT,
     AFFECTED,
@@ -22,11 +23,10 @@ from megasdc.sdc.verdict import (
     DIVERGENT,
     HEALTHY,
     HUNG,
-    INCONCLUSIVE,
     NOT_COMPARABLE,
     STOPPED,
     Finding,
-    RankVerdict,
+    GoldenVerdict,
     judge,
     trace_gaps,
 )
@@ -70,7 +70,7 @@ class VerifyResult:
 
     layout: ParallelDims
     reports: Sequence[RankReport]
-    verdicts: Sequence[RankVerdict]
+    verdicts: Sequence[GoldenVerdict]
 
     @property
     def unfired(self) -> list[int]:
@@ -129,7 +129,7 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
     cells: defaultdict[int, list[RankReport]] = defaultdict(list)
     for report in reports:
         cells[report.cell].append(report)
-    verdicts: dict[tuple[int, int], RankVerdict] = {}
+    verdicts: dict[tuple[int, int], GoldenVerdict] = {}
     for cell, members in cells.items():
         findings = {report.cell_rank: [_finding(run) for run in report.runs] for report in members}
         compared = judge(findings, layout, gaps)
@@ -151,7 +151,7 @@ def _gaps_of(header: dict[str, Any]) -> tuple[str, ...]:
     return trace_gaps(config.megasdc.trace, recomputes)
 
 
-def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> RankVerdict:
+def _verdict(report: RankReport, compared: GoldenVerdict, behind: set[int]) -> GoldenVerdict:
     if compared.status == DIVERGENT:  # whatever happened after
         return replace(compared, detail=report.detail)
     if compared.status == INCONCLUSIVE:
@@ -169,9 +169,9 @@ def _verdict(report: RankReport, compared: RankVerdict, behind: set[int]) -> Ran
         return replace(compared, status=_FAILED.get(report.code, DIED), detail=report.detail)
     if report.differences:
         parts = (f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in report.differences.items())
-        return RankVerdict(NOT_COMPARABLE, detail="; ".join(parts))
+        return GoldenVerdict(NOT_COMPARABLE, detail="; ".join(parts))
     if not report.runs:
-        return RankVerdict(NOT_COMPARABLE, detail="another rank of its cell is not comparable")
+        return GoldenVerdict(NOT_COMPARABLE, detail="another rank of its cell is not comparable")
     return compared
 
 

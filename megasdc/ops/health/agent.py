@@ -41,10 +41,10 @@ from megasdc.common.durable import append_bounded, replacing
 from megasdc.common.process_state import GONE, PAUSE_S, started_at
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.devices.telemetry import Telemetry
-from megasdc.ops.health.board import FolderBoard, OwnState, node_name
+from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat, node_name
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
-from megasdc.ops.health.front.link import FrontLink
+from megasdc.ops.health.front.link import CoordinatorClient
 from megasdc.ops.health.incident import Conclusion, conclude
 from megasdc.ops.health.limits import Limits, keep_durations, load_durations
 from megasdc.ops.health.phases import Phase
@@ -53,7 +53,7 @@ from megasdc.ops.health.watched import WatchedRanks
 Task = Callable[[], None]
 
 
-class Background:
+class RetryingWorker:
     """Calls tasks once a second, in order, and once more at the end.
 
     A task that fails is tried again a second later; ``problem`` is what it raised last, empty: the last round was well.
@@ -116,7 +116,7 @@ MAX_WAITING = 100
 """Lines that wait for a disk that does not answer; older ones are dropped and counted."""
 
 
-class Journal:
+class AgentLog:
     """The files of one host.
 
     Args:
@@ -233,11 +233,11 @@ class Agent:
         self._options = options
         self._health = options.run_folder / "health"
         self._ranks = ranks = WatchedRanks(options.folder, options.ranks, _first_steps(options.folder))
-        self._board = FolderBoard(self._health, ranks.run, options.node, len(options.nodes))
+        self._board = SharedFolderHeartbeat(self._health, ranks.run, options.node, len(options.nodes))
         self._kept = load_durations(self._health / DURATIONS_FILE)
-        self._journal = Journal(self._health, node_name(options.node), ranks.run, options.launch)
+        self._journal = AgentLog(self._health, node_name(options.node), ranks.run, options.launch)
         hello = Hello(ranks.run, options.node, options.nodes[options.node], len(options.nodes))
-        self._link = None if front is None else FrontLink(front, hello)
+        self._link = None if front is None else CoordinatorClient(front, hello)
         self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
         self._own: Conclusion | None = None
@@ -251,8 +251,8 @@ class Agent:
     def run(self) -> None:
         """Watch until all ranks of this host have ended, and hold their memory after they have failed."""
         self._telemetry.start()  # threads do not survive the fork before
-        self._disk = disk = Background("disk", [self._board.exchange, self._journal.flush])
-        network = None if self._link is None else Background("network", [self._link.exchange])
+        self._disk = disk = RetryingWorker("disk", [self._board.exchange, self._journal.flush])
+        network = None if self._link is None else RetryingWorker("network", [self._link.exchange])
         self._threads = [disk, *([] if network is None else [network])]
         self._note("begins")
         looked_at = time.monotonic()

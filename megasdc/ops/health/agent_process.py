@@ -17,9 +17,9 @@ from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.common.process_state import GONE, Waker, process_state
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions, read_agent
-from megasdc.ops.health.board import FolderBoard, OwnState
+from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.front.address import FrontAddress, Hello
-from megasdc.ops.health.front.link import FrontLink
+from megasdc.ops.health.front.link import CoordinatorClient
 
 START_S = 60.0
 LOOK_S = 2.0
@@ -110,13 +110,13 @@ class AgentProcess:
         """In the agent's stead: a host of which nothing is heard would be taken for lost."""
         options = self._options
         with contextlib.suppress(OSError):  # without the folder, or the front, nobody is there to be told
-            board = FolderBoard(options.run_folder / "health", self._run, options.node, len(options.nodes))
+            board = SharedFolderHeartbeat(options.run_folder / "health", self._run, options.node, len(options.nodes))
             board.own, board.is_read = own, False
             board.exchange()
         if self._front is None:
             return
         hello = Hello(self._run, options.node, options.nodes[options.node], len(options.nodes))
-        link = FrontLink(self._front, hello)
+        link = CoordinatorClient(self._front, hello)
         link.own = own
         with contextlib.suppress(OSError):
             link.exchange()

@@ -115,7 +115,7 @@ UNSEEN = -1
 
 
 @dataclass(frozen=True)
-class Blame:
+class HangCause:
     """Who is stuck.
 
     Args:
@@ -135,7 +135,7 @@ class Blame:
 
 def find_blame(
     states: Sequence[RankState], lost_hosts: Sequence[str] = (), names: Mapping[str, str] | None = None
-) -> Blame:
+) -> HangCause:
     """Name the cause of a standstill, if the evidence does.
 
     Args:
@@ -147,9 +147,9 @@ def find_blame(
     by_rank = {one.rank: one for one in states}
     waits = {one.rank: _wait_text(one, edges[one.rank]) for one in states}
 
-    def blame(kind: str, ranks: Sequence[int], why: str) -> Blame:
+    def blame(kind: str, ranks: Sequence[int], why: str) -> HangCause:
         named = "; ".join(f"{by_rank[rank].label} ({by_rank[rank].doing})" for rank in ranks)
-        return Blame(kind, tuple(ranks), f"{named}: {why}" if named else why, waits)
+        return HangCause(kind, tuple(ranks), f"{named}: {why}" if named else why, waits)
 
     if lost_hosts:
         return blame(GONE_KIND, [], f"no sign of life from {', '.join(lost_hosts)}")
@@ -169,7 +169,7 @@ def find_blame(
     if silent := _silent_pairs(states, names or {}):
         hosts = tuple(sorted({host for pair in silent for host in pair}))
         said = "; ".join(f"{other} acknowledges nothing that {host} sends" for host, other in silent)
-        return Blame("link", (), f"{said} ({max(silent.values())} repetitions)", waits, hosts)
+        return HangCause("link", (), f"{said} ({max(silent.values())} repetitions)", waits, hosts)
     if differing := _mismatch(states):
         ranks, why = differing
         return blame("mismatch", ranks, why)

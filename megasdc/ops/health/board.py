@@ -45,7 +45,7 @@ class OwnState:
     unwatched: bool = False
 
 
-class FolderBoard:
+class SharedFolderHeartbeat:
     """Signs and reports of all hosts in ``health/`` of the run folder.
 
     Args:

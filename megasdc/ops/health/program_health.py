@@ -23,7 +23,7 @@ from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front.address import take_front
 from megasdc.ops.health.phases import SLOW, Phase
 from megasdc.ops.health.rank_watch import Leave, RankWatch
-from megasdc.ops.health.record import Identity, RecordWriter, record_path
+from megasdc.ops.health.record import HeartbeatWriter, Identity, record_path
 from megasdc.ops.health.record_folder import record_folder, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class ProgramHealth:
         if identity.local_rank == 0:
             remove_leftovers()
         make_own_folder(self._folder)
-        self._record = RecordWriter(self._folder, identity)
+        self._record = HeartbeatWriter(self._folder, identity)
         self._record.enter(Phase.START, 0)
         self._joined, self._step = 0, 0
         self._counts_steps = False

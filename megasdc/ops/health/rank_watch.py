@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from megasdc.common.durable import replacing
-from megasdc.ops.health.record import RecordWriter, leave_message
+from megasdc.ops.health.record import HeartbeatWriter, leave_message
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RankWatch:
         look: called in the thread several times a second.
     """
 
-    def __init__(self, record: RecordWriter, leave: Leave, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, record: HeartbeatWriter, leave: Leave, look: Callable[[], None] = lambda: None) -> None:
         self._record, self._leave, self._look = record, leave, look
         self.also: dict[str, Any] = {}
         """What answers hold beside: pp_rank, tp_rank and dp_rank, where the identity did not know them yet."""

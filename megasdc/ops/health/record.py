@@ -120,7 +120,7 @@ def bucket_limit_s(index: int) -> float:
     return math.inf if index == BUCKETS - 1 else float(FIRST_BUCKET_S * 2 ** (index / 2))
 
 
-class RecordWriter:
+class HeartbeatWriter:
     """The record of this rank.
 
     Raises:

@@ -29,7 +29,7 @@ from megasdc.common.own_address import own_address_towards
 from megasdc.common.shared_memory import NAME_VARIABLE
 from megasdc.common.wire import raise_descriptor_limit
 from megasdc.ops.health.front.address import front_path
-from megasdc.ops.health.front.server import FrontServer, Standstill
+from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines
 from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
 from megasdc.ops.launch.hosts import Placement
@@ -50,7 +50,7 @@ WRITE_TIMEOUT_S = 30.0
 
 
 @contextmanager
-def listening_for_agents(plan: LaunchPlan) -> Iterator[Standstill | None]:
+def listening_for_agents(plan: LaunchPlan) -> Iterator[HangMonitor | None]:
     """Listen for the agents of this launch while it runs, if the run's health is watched.
 
     Where and with which secret is left in the run folder of rank 0's host, in a file that its user alone may read.
@@ -67,11 +67,11 @@ def listening_for_agents(plan: LaunchPlan) -> Iterator[Standstill | None]:
                 _leave_for_hosts(plan, None)
 
 
-def _open(plan: LaunchPlan) -> FrontServer | None:
+def _open(plan: LaunchPlan) -> Coordinator | None:
     health = plan.run_dir / "health"
     try:
         address = LOCAL_ADDRESS if plan.master_addr is None else own_address_towards(plan.master_addr)
-        server = FrontServer(plan.launch_id, address, health, say, plan.program.alert_command)
+        server = Coordinator(plan.launch_id, address, health, say, plan.program.alert_command)
     except OSError as error:
         say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
@@ -365,7 +365,7 @@ def _describe(placement: Placement) -> str:
 
 
 def _run(
-    plan: LaunchPlan, quiet: bool, agents: Standstill | None, on_verdict: Callable[[], None]
+    plan: LaunchPlan, quiet: bool, agents: HangMonitor | None, on_verdict: Callable[[], None]
 ) -> tuple[Verdict, int, dict[str, str]]:
     """Start the launcher, wait for it, and judge the records.
 

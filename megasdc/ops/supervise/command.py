@@ -32,11 +32,11 @@ from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.supervise.allocation import Allocation, ThisHost
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.history import HOSTS, SUSPECTED, TAKEN_OVER, History
 from megasdc.ops.supervise.host_tests import StressTests
 from megasdc.ops.supervise.journal import FOLDER, Journal
-from megasdc.ops.supervise.ledger import Ledger, judge
+from megasdc.ops.supervise.ledger import HostReliabilityLog, judge
 from megasdc.ops.supervise.policy import Limits
 from megasdc.ops.supervise.salvage import complete
 from megasdc.ops.supervise.slurm import JOB_VARIABLE, SlurmJob
@@ -219,7 +219,7 @@ def supervise_run(
     )
     steps, skip = config.megasdc.training.steps, config.megasdc.data.skip
     alert_command = config.megasdc.health.alert_command
-    engine = FrontEngine(run_dir, steps, skip, section.rewind_steps, request, allocation, sizes, alert_command)
+    engine = LaunchBackend(run_dir, steps, skip, section.rewind_steps, request, allocation, sizes, alert_command)
     return _supervise(str(request.config_path), engine, run_dir, section, num_hosts, list(sizes), allocation)
 
 
@@ -246,7 +246,7 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
     run_dir = Path.cwd() / settings.logging.run_dir
     request = replace(command, num_hosts=None).request(str(run_dir), settings)
     sizes: dict[int, tuple[str, ...]] = {num_hosts: ()}
-    engine = FrontEngine(run_dir, 0, [], 0, request, allocation, sizes, settings.health.alert_command)
+    engine = LaunchBackend(run_dir, 0, [], 0, request, allocation, sizes, settings.health.alert_command)
     name = shlex.join([command.script, *command.arguments])
     return _supervise(name, engine, run_dir, section, num_hosts, list(sizes), allocation)
 
@@ -262,7 +262,7 @@ def _num_hosts(wanted: int | None, allocation: Allocation, root: str) -> int:
 
 def _supervise(
     name: str,
-    engine: FrontEngine,
+    engine: LaunchBackend,
     run_dir: Path,
     section: SuperviseSection,
     num_hosts: int,
@@ -292,7 +292,7 @@ def _supervise(
         _open(journal, name, allocation.slots, num_hosts, sizes)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, on_signal)
-        ledger = None if section.ledger is None else Ledger(Path(section.ledger))
+        ledger = None if section.ledger is None else HostReliabilityLog(Path(section.ledger))
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
         tests = StressTests(folder, section.test_rounds, section.golden, engine.checks)
@@ -325,7 +325,7 @@ def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocati
     return SlurmJob(os.environ)
 
 
-def _suspect(journal: Journal, ledger: Ledger, days: float) -> None:
+def _suspect(journal: Journal, ledger: HostReliabilityLog, days: float) -> None:
     """Write which hosts are not used before they have passed a test, since they failed often in other runs.
 
     The worst first, and never more than the run has spares. Only at the beginning of a run: later its own journal says

@@ -23,7 +23,7 @@ from megasdc.common.errors import (
 )
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.verdict import HOST_MEMORY
-from megasdc.ops.supervise.trained import Trained
+from megasdc.ops.supervise.trained import AttemptProgress
 from megasdc.sdc.incidents.incident import Incident
 
 USAGE = 2
@@ -113,7 +113,7 @@ NO_MEMORY = "could not get the memory it asked for"
 
 
 @dataclass(frozen=True)
-class Back:
+class RewindTarget:
     """Where a run can go back to.
 
     Args:
@@ -205,8 +205,8 @@ class Evidence:
     corruption: Incident | None = None
     reached: int = 0
     steps: int = 0
-    trained: Trained | None = None
-    back: Back | None = None
+    trained: AttemptProgress | None = None
+    back: RewindTarget | None = None
     left_out: Sequence[str] = ()
     ended_by: int | None = None
     last: int | None = None
@@ -235,7 +235,7 @@ class Diagnosis:
     step: int
     text: str
     incident: str | None = None
-    back: Back | None = None
+    back: RewindTarget | None = None
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:

@@ -44,12 +44,12 @@ from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.launch.verdict import RUN_MEMORY, Met
 from megasdc.ops.supervise import front
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.diagnosis import OF_HOSTS, Back, Checked, Evidence
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence, RewindTarget
 from megasdc.ops.supervise.fitness import HostChecks, tell_every
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import ENDED, Attempt, Process
 from megasdc.ops.supervise.journal import FOLDER
-from megasdc.ops.supervise.trained import Trained, trained_in
+from megasdc.ops.supervise.trained import AttemptProgress, trained_in
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.train.process.signals import STOPPED_START
 
@@ -59,7 +59,7 @@ _RESUMED = ("checkpoint", "memory", "other_layout")
 """Events of a run that has gone on from a save of its own."""
 
 
-def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
+def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> RewindTarget | None:
     """Where a run can go back to: before a checkpoint that could not be loaded, before NaN and Inf, to its beginning.
 
     To the beginning where none of its checkpoints can be used, damaged or not verified, and the first that it saved is
@@ -80,11 +80,11 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
     resumes = list(read_events(run_dir, kind="resume", rank=0, launch=launch, broken=[]))
     failed = [one.step for one in resumes if one.name == "not_loaded"]
     if failed and failed[-1] is not None:
-        return Back(failed[-1] - 1)
+        return RewindTarget(failed[-1] - 1)
     if unusable := [one for one in resumes if one.name == "none_usable"]:
         saves = read_events(run_dir, kind="save", name="checkpoint", rank=0, broken=[])
         oldest = min(unusable[-1].fields["steps"])
-        return None if any(one.step < oldest for one in saves if one.step is not None) else Back(0)
+        return None if any(one.step < oldest for one in saves if one.step is not None) else RewindTarget(0)
     skipped = list(read_events(run_dir, kind="skip", name="optimizer_step", rank=0, broken=[]))
     if not rewind_steps:
         return _to_finite(run_dir, [one.step for one in resumes if one.name in _RESUMED])
@@ -97,10 +97,10 @@ def find_back(run_dir: Path, launch: Launch, rewind_steps: int) -> Back | None:
         first -= 1
     rows = [row for row in read_metrics(run_dir) if _END in row and row["step"] <= first - rewind_steps]
     step, start = (rows[-1]["step"], rows[-1][_END]) if rows else (0, 0)
-    return Back(step, (int(start), skipped[-1].fields["stream_end"]))
+    return RewindTarget(step, (int(start), skipped[-1].fields["stream_end"]))
 
 
-def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> Back | None:
+def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> RewindTarget | None:
     """To the checkpoint of ``find_way_back``, if the attempt has gone on from a newer one; ``resumed``: its steps."""
     if not resumed or resumed[-1] is None:
         return None
@@ -111,7 +111,7 @@ def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> Back | None:
         way = find_way_back(Path(section.get("folder") or run_dir / "checkpoints"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing is known of where they lie
         return None
-    return None if way is None or way.step >= resumed[-1] else Back(way.step)
+    return None if way is None or way.step >= resumed[-1] else RewindTarget(way.step)
 
 
 def overrides_of(attempt: Attempt, skip: Sequence[Sequence[int]]) -> list[str]:
@@ -201,7 +201,7 @@ class Engine(Protocol):
         """
 
 
-class FrontEngine:
+class LaunchBackend:
     """Attempts by ``megasdc launch``, a process of its own session, which outlives the supervisor.
 
     Args:
@@ -461,7 +461,7 @@ class FrontEngine:
             return max(steps, default=0)
         return last_step_seen(self._run_dir)
 
-    def _last(self, attempt: Attempt, trained: Trained | None, wait_s: float) -> int | None:
+    def _last(self, attempt: Attempt, trained: AttemptProgress | None, wait_s: float) -> int | None:
         """Last step that an attempt did; of programs None where nothing was seen of one, which they need not tell."""
         seen = last_step_seen(self._run_dir, attempt.launch_id, wait_s) if self._run_dir.is_dir() else 0
         if self._request.program is not None:

@@ -37,7 +37,7 @@ from megasdc.common.origin import Launch
 from megasdc.ops.supervise.front import file_of, load_result
 from megasdc.ops.supervise.history import TAKEN_OVER
 from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal, without_steps
-from megasdc.ops.supervise.trained import Trained, trained_in
+from megasdc.ops.supervise.trained import AttemptProgress, trained_in
 
 PARTS = (
     "productive",
@@ -163,7 +163,7 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
 def goodput(
     entries: Sequence[Entry],
     now: float,
-    running: Trained | None = None,
+    running: AttemptProgress | None = None,
     fronts: Mapping[int, float] | None = None,
 ) -> Goodput | None:
     """Divide the time of a run.
@@ -206,7 +206,7 @@ class _Turn:
 
     plan: Entry
     front_at: float | None
-    trained: Trained | None = None
+    trained: AttemptProgress | None = None
     ended: Entry | None = None
     decided: Entry | None = None
     finished_at: float | None = None
@@ -215,7 +215,7 @@ class _Turn:
     is_reopened: bool = False
     by_s: float = 0.0
 
-    def take(self, trained: Trained | None) -> None:
+    def take(self, trained: AttemptProgress | None) -> None:
         """Take what the attempt has reported, whose times are as the date of its plan was."""
         if trained is not None:
             began_at, last_at = trained.began_at + self.by_s, trained.last_at + self.by_s
@@ -226,7 +226,7 @@ class _Turn:
         match entry.kind:
             case "ended":
                 self.ended, said = entry, entry.fields["trained"]
-                self.take(None if said is None else Trained(**said))
+                self.take(None if said is None else AttemptProgress(**said))
             case "decided":
                 self.decided = entry
             case "left":
@@ -240,7 +240,7 @@ class _Turn:
                 self.idle.append((before.time, entry.time))
 
 
-def _turns(entries: Sequence[Entry], running: Trained | None, fronts: Mapping[int, float]) -> list[_Turn]:
+def _turns(entries: Sequence[Entry], running: AttemptProgress | None, fronts: Mapping[int, float]) -> list[_Turn]:
     """By the times of a clock that nobody sets; what the date of a plan was has to be known for what was reported."""
     found: list[_Turn] = []
     steady = without_steps(entries)
@@ -321,7 +321,7 @@ def _over_at(turn: _Turn, end: float) -> float:
     return turn.plan.time if turn.trained is None else min(turn.trained.last_at, end)
 
 
-def _divide_steps(clock: _Clock, trained: Trained, later: Sequence[int]) -> None:
+def _divide_steps(clock: _Clock, trained: AttemptProgress, later: Sequence[int]) -> None:
     """Divide the time from the first step to the last report."""
     clock.spend("productive", trained.last_at)
     clock.move("productive", "evaluating", trained.evaluating_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megasdc.common.moment import Moment
 from megasdc.common.origin import Launch
-from megasdc.ops.supervise.diagnosis import Back, Diagnosis
+from megasdc.ops.supervise.diagnosis import Diagnosis, RewindTarget
 from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import DAMAGED, Entry
 from megasdc.ops.supervise.policy import Action, Decision, Failure
@@ -263,9 +263,9 @@ def _decided(history: History, entry: Entry) -> None:
     history.replaced |= dict.fromkeys(hosts, Replaced(said["text"], kind))
 
 
-def _back(said: dict[str, Any]) -> Back | None:
+def _back(said: dict[str, Any]) -> RewindTarget | None:
     raw = said.get("back")
-    return None if raw is None else Back(raw["at_most"], None if raw["skip"] is None else tuple(raw["skip"]))
+    return None if raw is None else RewindTarget(raw["at_most"], None if raw["skip"] is None else tuple(raw["skip"]))
 
 
 def _tested(history: History, entry: Entry) -> None:

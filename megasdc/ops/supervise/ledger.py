@@ -33,7 +33,7 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 
 
 @dataclass(frozen=True)
-class Use:
+class HostUsage:
     """An attempt of a run on some hosts, or a test of one.
 
     Args:
@@ -82,7 +82,7 @@ class Judgement:
         )
 
 
-class Ledger:
+class HostReliabilityLog:
     """A ledger in a file, which is made by the first use that is added.
 
     A use that has no room (``megasdc.common.room``), or that another supervisor keeps out for too long, is kept and
@@ -94,9 +94,9 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._kept: list[Use] = []
+        self._kept: list[HostUsage] = []
 
-    def read(self) -> list[Use]:
+    def read(self) -> list[HostUsage]:
         """All uses, oldest first; a last line that is not whole is ignored.
 
         Raises:
@@ -112,7 +112,7 @@ class Ledger:
         for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
             try:
                 raw = parse_json(line)
-                uses.append(Use(**{**raw, "hosts": tuple(raw["hosts"])}))
+                uses.append(HostUsage(**{**raw, "hosts": tuple(raw["hosts"])}))
             except (ValueError, TypeError, KeyError) as error:
                 raise StorageError(
                     f"line {number} of the ledger {self.path} cannot be read: {error!r}; remove the line, or name "
@@ -120,7 +120,7 @@ class Ledger:
                 ) from error
         return uses
 
-    def add(self, use: Use) -> int:
+    def add(self, use: HostUsage) -> int:
         """Add a use, unless it is there already, and those that are kept; returns how many are kept then.
 
         Raises:
@@ -193,7 +193,7 @@ def _lock(descriptor: int) -> None:
             return
 
 
-def judge(uses: Sequence[Use], host: str, now: float, days: float) -> Judgement:
+def judge(uses: Sequence[HostUsage], host: str, now: float, days: float) -> Judgement:
     """Judge a host.
 
     Args:

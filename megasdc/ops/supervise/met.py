@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.ops.launch.verdict import REPLACED, RETURNED, REWOUND, Met, drain, in_order, read_met
-from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, Back
+from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, RewindTarget
 from megasdc.ops.supervise.history import SUSPECTED, TESTED
 from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal
@@ -79,7 +79,7 @@ def _of_decision(common: dict[str, Any], said: Mapping[str, Any], kind: str) -> 
         done = "the run goes on from an earlier save"
         yield Met(**common, kind=REWOUND, what=said["text"], hosts=(), done=done)
     if said.get("back") is not None:
-        back = Back(**said["back"])
+        back = RewindTarget(**said["back"])
         yield Met(**common, kind=REWOUND, what=said["text"], hosts=(), done=f"the run goes {back}")
 
 

@@ -61,7 +61,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.ops.supervise.diagnosis import BY_CODE, KINDS, LOST, Back, Diagnosis
+from megasdc.ops.supervise.diagnosis import BY_CODE, KINDS, LOST, Diagnosis, RewindTarget
 
 HOUR_S = 3600.0
 _NO_HOSTS = "ranks of other hosts had it before, so that it is no host's"
@@ -204,7 +204,7 @@ class Decision:
     replaced: tuple[str, ...] = ()
     pause_s: float = 0.0
     lacking: bool = False
-    back: Back | None = None
+    back: RewindTarget | None = None
     skips_snapshots: bool = False
 
 

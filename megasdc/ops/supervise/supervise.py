@@ -22,7 +22,7 @@ from megasdc.ops.supervise.engine import Engine
 from megasdc.ops.supervise.history import ENDED, GROWING, TESTED, Attempt, History
 from megasdc.ops.supervise.host_tests import HostTest, Tests
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import HOUR_S, Ledger, Use
+from megasdc.ops.supervise.ledger import HOUR_S, HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.met import by_entry, name_of, with_journal
 from megasdc.ops.supervise.policy import Action, Decision, Limits, decide, may_return
 
@@ -53,7 +53,7 @@ class Supervisor:
         allocation: Allocation,
         stop: Event,
         say: Say,
-        ledger: Ledger | None = None,
+        ledger: HostReliabilityLog | None = None,
     ) -> None:
         self._journal, self._engine, self._tests, self._limits = journal, engine, tests, limits
         self._allocation, self._stop, self._say, self._ledger = allocation, stop, say, ledger
@@ -180,7 +180,7 @@ class Supervisor:
         """Write down how the test of a host has ended."""
         again = "; it is a spare again" if test.passed and test.host in self._history.replaced else ""
         failed = None if test.passed or not test.is_conclusive else test.host
-        self._add_use(Use(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
+        self._add_use(HostUsage(f"test {new_launch_id()}", time.time(), 0.0, (test.host,), failed, test.text))
         self._write(TESTED, **asdict(test))
         self._say(f"{test.host} was tested: {test.text}{again}")
         self._alert()
@@ -235,7 +235,7 @@ class Supervisor:
         hours = (self._history.now - self._history.attempt_at) / HOUR_S
         is_mendable = diagnosis.kind in MENDABLE  # what a host lacks says nothing of its hardware
         failed = diagnosis.hosts[0] if len(diagnosis.hosts) == 1 and not is_mendable else None
-        self._add_use(Use(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
+        self._add_use(HostUsage(attempt.launch_id, time.time(), hours, attempt.hosts, failed, diagnosis.text))
         trained = None if evidence.trained is None else asdict(evidence.trained)
         said = asdict(diagnosis)
         self._write("ended", exit_code=evidence.exit_code, diagnosis=said, trained=trained, last=evidence.last)
@@ -364,7 +364,7 @@ class Supervisor:
                 self._tests.start(host, history.slots[host], run, overrides)
         return bool(ended) or to_come
 
-    def _add_use(self, use: Use) -> None:
+    def _add_use(self, use: HostUsage) -> None:
         """Add a use of hosts to the ledger; where that fails, or there is no room, the run goes on."""
         if self._ledger is None:
             return

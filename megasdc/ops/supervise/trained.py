@@ -27,7 +27,7 @@ _SIGNS = ("train/loss", "time/eval_s", "checkpoint/save_s", "memory/step")
 
 
 @dataclass(frozen=True)
-class Trained:
+class AttemptProgress:
     """What an attempt has reported.
 
     Args:
@@ -54,7 +54,7 @@ class Trained:
     line_s: float = 0.0
 
 
-def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
+def trained_in(run_dir: Path, launch: Launch) -> AttemptProgress | None:
     """What a launch has reported in a run's folder; None: no step.
 
     Where rank 0 left no event of its first step, that is taken to have begun at the first line, less its steps.
@@ -83,7 +83,7 @@ def trained_in(run_dir: Path, launch: Launch) -> Trained | None:
     last, last_at = (lines[-1]["step"], clock.of(lines[-1])) if lines else reported
     timed = [row for row in new if "speed/step_s" in row]
     between = [later - earlier for earlier, later in pairwise([resumed, *(row["step"] for row in timed)])]
-    return Trained(
+    return AttemptProgress(
         resumed,
         max(launch.planned_at, began_at),
         last,

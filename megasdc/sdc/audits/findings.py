@@ -32,14 +32,13 @@ from megasdc.sdc.replay import (
     OWN_CODE,
     REFEREE,
     REPLAY,
-    Ruling,
+    RankVerdict,
     differences,
     repeated_value,
     settle,
 )
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import DIVERGENT, find, judge
-from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.sdc.vote import vote
 from megasdc.tensors.bits import as_bits
 
@@ -64,7 +63,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Moved:
+class PermutedResult:
     """Results of the audited micro-batch with elements in other places.
 
     Args:
@@ -159,7 +158,7 @@ class AuditFindings:
 
     # --- one device ---------------------------------------------------------------------------------------------------
 
-    def of_permuted(self, work: Work, moved: Moved) -> Settled:
+    def of_permuted(self, work: Work, moved: PermutedResult) -> Settled:
         """Rule on results that changed when elements were in other places.
 
         Collective: all ranks of the world.
@@ -203,9 +202,9 @@ class AuditFindings:
         ]
         if self._sums:
             rulings = list(suspect_together(rulings, dims))
-        unclear = tuple(rank for rank, one in verdicts.items() if one.status == UNCLEAR)
+        unclear = tuple(rank for rank, one in verdicts.items() if one.status == INCONCLUSIVE)
         if unclear:
-            rulings.append(Ruling(None, INCONCLUSIVE, ELSEWHERE, verdicts[unclear[0]].first, suspects=unclear))
+            rulings.append(RankVerdict(None, INCONCLUSIVE, ELSEWHERE, verdicts[unclear[0]].first, suspects=unclear))
         counts: Counts = {}
         for rank in audit:
             for one in compare_rank(rank, audit[rank], elsewhere[rank]):
@@ -253,7 +252,7 @@ def differ_in_nan_alone(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(one.isnan().any()) and bool(alike.all())
 
 
-def _micro_batch(rulings: Sequence[Ruling]) -> int:
+def _micro_batch(rulings: Sequence[RankVerdict]) -> int:
     """The audited micro-batch: the first of the step, or an extra one."""
     numbers = (one.address.micro_batch for one in rulings if one.address is not None)
     return next((number for number in numbers if number is not None), 0)

@@ -33,7 +33,7 @@ ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Differences, as a share of the largest element, that another order of summation explains."""
 
 
-class Places:
+class PermutableOps:
     """Computes work with the elements of all operations in other places, but for those that are not moved.
 
     Args:

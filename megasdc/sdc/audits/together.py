@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, RankVerdict
 
 
 def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:
@@ -16,8 +16,8 @@ def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:
 
 
 def suspect_together(
-    rulings: Sequence[Ruling], layout: ParallelDims, alone: Collection[tuple[int, Address]] = ()
-) -> tuple[Ruling, ...]:
+    rulings: Sequence[RankVerdict], layout: ParallelDims, alone: Collection[tuple[int, Address]] = ()
+) -> tuple[RankVerdict, ...]:
     """Rulings on results that may be sums over tensor ranks: of these none is named, and all are suspects.
 
     Args:
@@ -26,8 +26,8 @@ def suspect_together(
     """
     if layout.tensor == 1:
         return tuple(rulings)
-    kept: list[Ruling] = []
-    wider: dict[tuple[int, ...], list[Ruling]] = {}
+    kept: list[RankVerdict] = []
+    wider: dict[tuple[int, ...], list[RankVerdict]] = {}
     for one in rulings:
         ranks = one.suspects if one.rank is None else (one.rank,)
         if one.address is None or all((rank, one.address) in alone for rank in ranks):
@@ -38,11 +38,11 @@ def suspect_together(
     return (*kept, *(merged(some, suspects) for suspects, some in wider.items()))
 
 
-def merged(rulings: Sequence[Ruling], suspects: tuple[int, ...]) -> Ruling:
+def merged(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) -> RankVerdict:
     """One ruling on ranks of which none can be named, in the place of several; what none repeated stays so."""
     first = rulings[0]
     harmless = all(one.verdict == NOT_REPRODUCED for one in rulings)
-    return Ruling(
+    return RankVerdict(
         *(None, NOT_REPRODUCED if harmless else INCONCLUSIVE, first.basis, first.address),
         wrong=max(one.wrong for one in rulings),
         repeats=min(one.repeats for one in rulings),

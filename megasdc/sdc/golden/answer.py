@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling, rate_bound
+from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, RankVerdict, judge
-from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
+from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, GoldenVerdict, judge
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class GoldenAnswer:
 
     runs: Sequence[Sequence[GoldenRun]]
     cases: int
-    judged: Sequence[Mapping[int, RankVerdict]]
+    judged: Sequence[Mapping[int, GoldenVerdict]]
     seconds: float
 
     @property
@@ -70,7 +69,7 @@ class GoldenAnswer:
                 counts.setdefault(phase, {}).setdefault(fqn, {})[rank] = count
         return counts
 
-    def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[Ruling, ...]:
+    def rulings(self, step: int, earlier: Collection[int] = ()) -> tuple[RankVerdict, ...]:
         """Rulings on the ranks that differ: one for each named rank, and one for all of which none can be named.
 
         Empty: all ranks agree with the trace. ``step``: of the run, under which results are reported; ``earlier``:
@@ -78,15 +77,15 @@ class GoldenAnswer:
         """
         found = [self._rule(rank, step, rank in earlier) for rank in self.ranks(DIVERGENT)]
         named = {ruling.rank for ruling in found}
-        unclear = tuple(rank for rank in self.ranks(UNCLEAR) if rank not in named)
+        unclear = tuple(rank for rank in self.ranks(INCONCLUSIVE) if rank not in named)
         if unclear:
             begun = [one for rank in unclear for one in self.runs[rank] if one.finding.first is not None]
             address = min(begun, key=lambda one: one.finding.key).finding.first
             assert address is not None, "only those that differ"
-            found.append(Ruling(None, INCONCLUSIVE, GOLDEN, replace(address, step=step), suspects=unclear))
+            found.append(RankVerdict(None, INCONCLUSIVE, GOLDEN, replace(address, step=step), suspects=unclear))
         return tuple(found)
 
-    def _rule(self, rank: int, step: int, earlier: bool) -> Ruling:
+    def _rule(self, rank: int, step: int, earlier: bool) -> RankVerdict:
         number = next(index for index, of_run in enumerate(self.judged) if of_run[rank].status == DIVERGENT)
         first = self.runs[rank][number]
         again = [one for one in range(number % self.cases, len(self.judged), self.cases) if one != number]
@@ -107,7 +106,7 @@ class GoldenAnswer:
         assert address is not None, "a divergent rank has a first difference"
         got = {} if first.got is None else {rank: first.got}
         address = replace(address, step=step)
-        return Ruling(rank, verdict, GOLDEN, address, wrong, len(again), bound, expected=first.expected, got=got)
+        return RankVerdict(rank, verdict, GOLDEN, address, wrong, len(again), bound, expected=first.expected, got=got)
 
 
 def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
@@ -121,7 +120,9 @@ def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
     return GoldenRun(Finding(compared, len(found), first.address, key), first.expected, first.got, differing)
 
 
-def judge_replicas(findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()) -> dict[int, RankVerdict]:
+def judge_replicas(
+    findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()
+) -> dict[int, GoldenVerdict]:
     """Name the divergent ranks of one run, for each replica separately, since replicas exchange nothing before.
 
     ``findings`` are by rank, ``gaps`` come from ``trace_gaps``.

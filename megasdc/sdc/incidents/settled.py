@@ -13,7 +13,7 @@ from megasdc.common.origin import this_launch
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe is the incident's."""
@@ -32,14 +32,14 @@ class Settled:
 
     tier: str
     micro_batch: int | None
-    rulings: tuple[Ruling, ...]
+    rulings: tuple[RankVerdict, ...]
     compared: int = 0
     differing: Counts = field(default_factory=dict)
     opinions: tuple[Opinion, ...] = ()
     unrepaired: str = ""
 
     @property
-    def worst(self) -> Ruling:
+    def worst(self) -> RankVerdict:
         """The ruling with the most severe verdict."""
         return min(self.rulings, key=lambda one: SEVEREST.index(one.verdict))
 
@@ -106,7 +106,7 @@ class Settled:
         )
 
 
-def describe(ruling: Ruling) -> dict[str, object]:
+def describe(ruling: RankVerdict) -> dict[str, object]:
     """A ruling in plain values, for events; checksums as in the incident report."""
     plain = {name: value for name, value in vars(ruling).items() if name != "address"}
     got = {rank: _hex(value) for rank, value in ruling.got.items()}
@@ -114,7 +114,7 @@ def describe(ruling: Ruling) -> dict[str, object]:
     return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
 
 
-def _say(ruling: Ruling) -> str:
+def _say(ruling: RankVerdict) -> str:
     who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
     where = "" if ruling.address is None else f" at {ruling.address}"
     often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)

@@ -27,13 +27,13 @@ from megasdc.sdc.exhibits.calls import Call, Exhibit
 from megasdc.sdc.exhibits.make import BETWEEN, make_exhibit
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.checks import CheckSettings, Detection
+from megasdc.train.detection.checks import CheckSettings, StepChecker
 from megasdc.train.detection.coverage import CheckPlan, coverage_table
-from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.disputes import FindingPolicy
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.nonfinite import NonFiniteSearch
-from megasdc.train.detection.observe import Observation, Watch
+from megasdc.train.detection.observe import ObserverSwitch, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.toleranced import TolerancedChecks
@@ -85,7 +85,7 @@ def build_detection(
     injector: Listener | None,
     plan: CheckPlan,
     writer: MetricsWriter | None = None,
-) -> Detection:
+) -> StepChecker:
     """Build the checks of each step of a run.
 
     Args:
@@ -99,7 +99,7 @@ def build_detection(
     parameters = ParameterReader(run.engine, algorithm)
     keys = golden_key(config, dims.at(0), algorithm.name)
     referee = build_referee(run)
-    disputes = Disputes(
+    disputes = FindingPolicy(
         sections.sdc,
         run,
         keys,
@@ -122,12 +122,12 @@ def build_detection(
         drops=sections.drop_compute,
     )
     budget = Budget(plan, run.engine, writer)
-    detection = Detection(settings, run, batches, disputes, parameters, signals, budget, referee)
+    detection = StepChecker(settings, run, batches, disputes, parameters, signals, budget, referee)
     detection.table = partial(coverage_table, config, run.engine, plan)
     return detection
 
 
-def watches_of(detection: Detection) -> list[Watch]:
+def watches_of(detection: StepChecker) -> list[Watch]:
     """The watches of the checks."""
     moved, audited = detection.permuted, (detection.record_audited, detection.referee.listen)
     return [
@@ -146,7 +146,7 @@ def _of_audit(listener: Listener, address: Address, result: Tensor) -> None:
 
 
 def build_search(
-    section: AlwaysOnSection, detection: Detection, run: Run, observation: Observation
+    section: AlwaysOnSection, detection: StepChecker, run: Run, observation: ObserverSwitch
 ) -> NonFiniteSearch | None:
     """Build the search for the first NaN or Inf; None where it is not enabled.
 
@@ -156,7 +156,7 @@ def build_search(
     """
     if not (section.enabled and section.finite):
         return None
-    return NonFiniteSearch(run, observation, detection.rehearse)
+    return NonFiniteSearch(run, observation, detection.recompute_micro_batch)
 
 
 def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -> TolerancedChecks | None:

@@ -37,7 +37,7 @@ from megasdc.optim.zero1 import (
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
@@ -343,11 +343,11 @@ class Chain(Hook):
             return Settled(NORM, None, rulings, len(every))
         return Settled(NORM, None, self._without_blocks(every, links.step, earlier), len(every))
 
-    def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[Ruling, ...]:
+    def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[RankVerdict, ...]:
         """Rulings on norms and parts alone."""
         address = Address(step, None, REDUCED_GRAD, GRADIENT, "norm")
         within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         for ranks in self._with_equal_norms():
             norms = {rank: _bits(every[rank].norm) for rank in ranks}
             if len(set(norms.values())) > 1:
@@ -363,11 +363,11 @@ class Chain(Hook):
             replicas.setdefault(self._dims.at(rank).dp_rank, []).append(rank)
         return list(replicas.values())
 
-    def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[Ruling, ...]:
+    def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[RankVerdict, ...]:
         """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""
         squares, rank = self._squares, self._dims.rank
         assert squares is not None, "blocks were added up"
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         for checker, claim in ((rank, one.block) for rank, one in enumerate(every) if one.block is not None):
             told: Any = None
             has: Any = None
@@ -387,11 +387,11 @@ class Chain(Hook):
             rulings.append(self._ruling(wrong, basis, address, earlier, suspects=suspects, got=got, **more))
         return tuple(rulings)
 
-    def _of_parts(self, every: Sequence[Links], address: Address, earlier: Collection[int]) -> tuple[Ruling, ...]:
+    def _of_parts(self, every: Sequence[Links], address: Address, earlier: Collection[int]) -> tuple[RankVerdict, ...]:
         """Ranks whose part of the norm is not what their blocks add up to, or not what other replicas have."""
         address = Address(address.step, None, address.phase, address.fqn, "part of the norm")
         parts = {rank: _bits(*one.parts) for rank, one in enumerate(every)}
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         for ranks in self._sharing(whole=is_bf16_optimizer(self._optimizer)):
             values = {rank: parts[rank] for rank in ranks}
             known = all(every[rank].sum is not None and every[rank].parts for rank in ranks)
@@ -463,12 +463,12 @@ class Chain(Hook):
         rulings = []
         for rank, address in wrong.items():
             verdict = PERSISTENT if again[rank] else INTERMITTENT if rank in earlier else NOT_REPRODUCED
-            rulings.append(Ruling(rank, verdict, MASTERS, address, int(again[rank]), 1))
+            rulings.append(RankVerdict(rank, verdict, MASTERS, address, int(again[rank]), 1))
         return Settled(COPY, None, tuple(rulings), self._dims.world_size)
 
     def _rule(
         self, values: dict[int, int], address: Address, earlier: Collection[int], right: Collection[int]
-    ) -> tuple[Ruling, ...]:
+    ) -> tuple[RankVerdict, ...]:
         """Rulings on ranks that must have equal values: by a strict majority, else by those known to be right."""
         usual, most = Counter(values.values()).most_common(1)[0]
         agreeing = {values[rank] for rank in right}
@@ -488,12 +488,12 @@ class Chain(Hook):
         address: Address,
         earlier: Collection[int],
         **more: Any,
-    ) -> Ruling:
+    ) -> RankVerdict:
         """A ruling on what cannot be repeated, since the step has used it."""
         if rank is not None and "got" in more:
             more["got"] = {rank: more["got"][rank]}
         verdict = INTERMITTENT if rank in earlier else INCONCLUSIVE
-        return Ruling(rank, verdict, basis, address, **more)
+        return RankVerdict(rank, verdict, basis, address, **more)
 
     def _address(self, step: int, phase: str, block: Block, name: str | None) -> Address:
         """Of the first parameter in a block of this rank's shard, or of one of its states."""

@@ -28,7 +28,7 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
-from megasdc.sdc.audits.findings import Moved
+from megasdc.sdc.audits.findings import PermutedResult
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
@@ -39,7 +39,7 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.chain import Chain, Links
-from megasdc.train.detection.disputes import Disputes, is_of_place
+from megasdc.train.detection.disputes import FindingPolicy, is_of_place
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -109,7 +109,7 @@ class CheckSettings:
         return self.sdc.always_on.enabled and self.sdc.always_on.finite
 
 
-class Detection(Hook):
+class StepChecker(Hook):
     """Checks each step as configured, and has findings settled before the step is committed.
 
     Args:
@@ -135,7 +135,7 @@ class Detection(Hook):
         settings: CheckSettings,
         run: Run,
         batches: StepBatches,
-        disputes: Disputes,
+        disputes: FindingPolicy,
         parameters: ParameterReader,
         signals: StopSignals,
         budget: Budget,
@@ -362,7 +362,7 @@ class Detection(Hook):
             if not (of_state or audit_differs or of_step):
                 return
             budget.ignore_step()
-            again = self._disputes.settle(engine, evidence, agreed, self.rehearse, repaired=repaired)
+            again = self._disputes.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired)
             if is_of_place(agreed) and self.place is not None and not again:
                 self.place.accept()
             if not again:
@@ -376,7 +376,7 @@ class Detection(Hook):
                 self._begin_batches(self._run, engine.step_number)
             elif engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind()
-            engine.compute_again()
+            engine.recompute_step()
             repaired = True
 
     def _links(self) -> tuple[Links, Callable[[Collection[int]], Settled] | None]:
@@ -420,7 +420,7 @@ class Detection(Hook):
             chain.settle(links, agreed)
         return agreed
 
-    def _move(self, engine: TrainingEngine) -> Moved | None:
+    def _move(self, engine: TrainingEngine) -> PermutedResult | None:
         """Compute the audited micro-batch with elements in other places, where that is asked for."""
         permuted = self.permuted
         if permuted is None or not self._auditing:
@@ -428,9 +428,9 @@ class Detection(Hook):
 
         def moved(compute: Callable[[TrainingEngine, Rehearse], T]) -> T:
             with nullcontext() if self.rows is None else self.rows.resting():
-                return compute(engine, self.rehearse)
+                return compute(engine, self.recompute_micro_batch)
 
-        return Moved(moved(permuted.take), lambda: moved(permuted.replay), lambda: moved(permuted.learn))
+        return PermutedResult(moved(permuted.take), lambda: moved(permuted.replay), lambda: moved(permuted.learn))
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
         rows = self.rows
@@ -439,7 +439,7 @@ class Detection(Hook):
         micro_batch = rows.micro_batch
 
         def again() -> WrongRow | None:
-            self.rehearse(engine, micro_batch)
+            self.recompute_micro_batch(engine, micro_batch)
             return rows.take()
 
         return Rows(rows.take(), micro_batch, again)
@@ -456,7 +456,7 @@ class Detection(Hook):
                     self._batches.renew()
             except (DataError, OSError) as error:  # others compute it too, and wait for this rank
                 failed = error
-            self.rehearse(engine, micro_batch)
+            self.recompute_micro_batch(engine, micro_batch)
             found = tokens.take(engine)
             return found if failed is None else unreadable(engine.step_number, micro_batch, failed)
 
@@ -468,7 +468,7 @@ class Detection(Hook):
             self._batches.rewind_to_extra()
         engine.compute_extra(extra.source)
 
-    def rehearse(self, engine: TrainingEngine, micro_batch: int | None) -> tuple[Trace, Trace]:
+    def recompute_micro_batch(self, engine: TrainingEngine, micro_batch: int | None) -> tuple[Trace, Trace]:
         """Recompute a micro-batch; returns the records of the audit and of the check of recomputations.
 
         They are empty on a replica that did not start it in this step.
@@ -483,7 +483,7 @@ class Detection(Hook):
         if micro_batch < engine.completed:
             if engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind(micro_batch)
-            engine.rehearse(micro_batch)
+            engine.recompute_micro_batch(micro_batch)
         self._finite.take(engine.dims)
         return self._audited.take(), self._checked.take()
 

@@ -25,10 +25,9 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.covered import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.incidents.settled import Settled, describe
-from megasdc.sdc.replay import NOT_REPRODUCED
+from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
-from megasdc.sdc.verdict import INCONCLUSIVE as UNCLEAR
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -59,7 +58,7 @@ SLICE_TIERS = ("reduction", "state", "update", "norm", "clipping")
 """Checks that end when the optimizer has stepped."""
 
 
-class Disputes:
+class FindingPolicy:
     """Settles findings: names ranks where that can be proved, and acts by policy.
 
     ``keys`` are properties of this rank that must be equal between replicas for their results to be comparable;
@@ -137,7 +136,13 @@ class Disputes:
     # --- one finding --------------------------------------------------------------------------------------------
 
     def settle(
-        self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, *, repaired: bool
+        self,
+        engine: TrainingEngine,
+        evidence: Evidence,
+        agreed: Agreed,
+        recompute_micro_batch: Rehearse,
+        *,
+        repaired: bool,
     ) -> bool:
         """Name wrong ranks and act by policy; call in ``after_micro_batches``. Returns whether the step is to be rerun.
 
@@ -149,7 +154,7 @@ class Disputes:
         Collective: all ranks of the world.
         """
         with self._marked_if_unsettled(engine.step_number):
-            again = self._settle(engine, evidence, agreed, rehearse, repaired)
+            again = self._settle(engine, evidence, agreed, recompute_micro_batch, repaired)
         return self._commit(engine.step_number, again)
 
     @contextmanager
@@ -165,7 +170,12 @@ class Disputes:
             raise
 
     def _settle(
-        self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, rehearse: Rehearse, repaired: bool
+        self,
+        engine: TrainingEngine,
+        evidence: Evidence,
+        agreed: Agreed,
+        recompute_micro_batch: Rehearse,
+        repaired: bool,
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed.differing[AUDITED])
@@ -188,16 +198,21 @@ class Disputes:
                 self._findings.tell("audit_void", step=step, reason="the micro-batch was not read alike")
                 audit_differs = False
         if agreed.raised[REPEATS] and not again:
-            found = self._findings.of_recompute(engine, evidence.repeats, rehearse, earlier)
+            found = self._findings.of_recompute(engine, evidence.repeats, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
         if agreed.raised[ROWS] and not again and evidence.rows is not None:
             again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
         if agreed.raised[ELSEWHERE] and not again and evidence.moved is not None:
-            found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, rehearse, earlier)
+            found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
         if audit_differs and not again:
             found = self._findings.of_audit(
-                engine, evidence.audited, rehearse, earlier, self._comparable, lambda: self._ask_verified(step)
+                engine,
+                evidence.audited,
+                recompute_micro_batch,
+                earlier,
+                self._comparable,
+                lambda: self._ask_verified(step),
             )
             again = self._act(step, found, repaired)
         return again
@@ -275,7 +290,7 @@ class Disputes:
 
     def _ask(self, golden: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
         answer = golden.ask(step, repeats)
-        wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, UNCLEAR))
+        wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, INCONCLUSIVE))
         self._findings.tell(
             "golden",
             step=step,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.sdc.audits.findings import Moved
+from megasdc.sdc.audits.findings import PermutedResult
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
@@ -55,7 +55,7 @@ class Evidence:
     parameters: Trace
     audited: Trace
     repeats: Repeats
-    moved: Moved | None = None
+    moved: PermutedResult | None = None
     rows: Rows | None = None
     given: Given | None = None
     settings: int = NONE

@@ -16,7 +16,7 @@ from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditFindings, Moved, Work
+from megasdc.sdc.audits.findings import AuditFindings, PermutedResult, Work
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.opinion import Opinion
@@ -30,7 +30,7 @@ from megasdc.sdc.replay import (
     MAJORITY,
     NOT_REPRODUCED,
     REFEREE,
-    Ruling,
+    RankVerdict,
 )
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
@@ -71,24 +71,29 @@ class Findings:
         self,
         engine: TrainingEngine,
         own: Trace,
-        rehearse: Rehearse,
+        recompute_micro_batch: Rehearse,
         earlier: Collection[int],
         comparable: Collection[tuple[int, int]] | None,
         ask_golden: Callable[[], Mapping[int, bool] | None],
     ) -> Settled:
         """Rule on results of the shared micro-batch that differ between replicas; see ``AuditFindings``."""
-        work = Work(engine.step_number, own, lambda: rehearse(engine, None)[0], earlier)
+        work = Work(engine.step_number, own, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_replicas(work, comparable, ask_golden)
 
     def of_permuted(
-        self, engine: TrainingEngine, audited: Trace, moved: Moved, rehearse: Rehearse, earlier: Collection[int]
+        self,
+        engine: TrainingEngine,
+        audited: Trace,
+        moved: PermutedResult,
+        recompute_micro_batch: Rehearse,
+        earlier: Collection[int],
     ) -> Settled:
         """Rule on results that changed when elements were in other places; see ``AuditFindings``."""
-        work = Work(engine.step_number, audited, lambda: rehearse(engine, None)[0], earlier)
+        work = Work(engine.step_number, audited, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_permuted(work, moved)
 
     def of_recompute(
-        self, engine: TrainingEngine, own: Repeats, rehearse: Rehearse, earlier: Collection[int]
+        self, engine: TrainingEngine, own: Repeats, recompute_micro_batch: Rehearse, earlier: Collection[int]
     ) -> Settled:
         """Rule on forward results that their recomputation did not repeat; call in ``after_micro_batches``.
 
@@ -103,7 +108,7 @@ class Findings:
         again: dict[int, list[Any]] = {rank: [] for rank in flagged}
         for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
             for _ in range(self._repeats):
-                trace = rehearse(engine, micro_batch)[1]
+                trace = recompute_micro_batch(engine, micro_batch)[1]
                 mine = None
                 if first is not None and first.address.micro_batch == micro_batch:
                     mine = pair_at(trace, first.address)
@@ -185,14 +190,16 @@ class Findings:
             places: digest of those that this rank has followed.
         """
         found = gather_objects((wrong, places), self._group)
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         for rank, (one, _) in enumerate(found):
             if one is not None:
                 said = {"rank": rank, "address": str(one.address), "reason": one.reason}
                 self.tell("finding", step=step, tier=PLACE, **said)
                 logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
-                rulings.append(Ruling(rank, verdict, FOLLOWS, one.address, expected=one.expected, got={rank: one.got}))
+                rulings.append(
+                    RankVerdict(rank, verdict, FOLLOWS, one.address, expected=one.expected, got={rank: one.got})
+                )
         if not rulings:
             digests = {rank: one for rank, (_, one) in enumerate(found)}
             usual, most = Counter(digests.values()).most_common(1)[0]
@@ -202,9 +209,9 @@ class Findings:
             if 2 * most > len(digests):
                 for rank in others:
                     got = {rank: digests[rank]}
-                    rulings.append(Ruling(rank, INCONCLUSIVE, MAJORITY, address, expected=usual, got=got))
+                    rulings.append(RankVerdict(rank, INCONCLUSIVE, MAJORITY, address, expected=usual, got=got))
             else:
-                rulings = [Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
+                rulings = [RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
         return Settled(PLACE, None, tuple(rulings), self._dims.world_size)
 
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
@@ -232,13 +239,13 @@ class Findings:
                 address, before, after = first
                 self.tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
-                rulings.append(Ruling(rank, verdict, "master shard", address, expected=after, got={rank: before}))
+                rulings.append(RankVerdict(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
         for rank, (_, values) in enumerate(every):
             by_position.setdefault(self._first(rank), set()).add(tuple(values))
         if any(len(values) > 1 for values in by_position.values()):
             suspects = tuple(range(self._dims.world_size))
-            rulings.append(Ruling(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
+            rulings.append(RankVerdict(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
         compared = self._dims.world_size * len(own)
         merged = merge_counts(of_rank for _, of_rank in found)
         return Settled("parameters", None, tuple(rulings), compared, merged)
@@ -268,7 +275,7 @@ class Findings:
                 suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
                 got = {rank: values[rank] for rank in suspects}
                 rulings.append(
-                    Ruling(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
+                    RankVerdict(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
                 )
                 break
         return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))

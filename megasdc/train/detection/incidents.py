@@ -83,7 +83,7 @@ class Incidents:
         if self._config.megasdc.checkpoint.require_verified == "never":
             return "The next start goes on from the newest save, since megasdc.checkpoint.require_verified is never"
         try:
-            saves = read_complete(self._checkpoints).keys() - self._run.passed_over
+            saves = read_complete(self._checkpoints).keys() - self._run.skipped_checkpoint_steps
             verified = saves & set(list_verified(self._checkpoints))
             in_memory = self._verified_in_memory()
         except OSError as error:
@@ -148,10 +148,10 @@ class Incidents:
         """Mark what is saved: a save beside training may be done after the audit that has agreed on it."""
         assert self._place is not None, "on_start comes first"
         if self._agreed is not None:
-            passed_over, events = self._run.passed_over, self._run.events
+            skipped_checkpoint_steps, events = self._run.skipped_checkpoint_steps, self._run.events
             mark_verified(
                 *(self._checkpoints, *self._agreed, self._place),
-                passed_over=passed_over,
+                skipped_checkpoint_steps=skipped_checkpoint_steps,
                 events=events,
                 told=self._unmarked,
             )

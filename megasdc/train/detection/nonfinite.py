@@ -12,7 +12,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
 from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, Origin, explain, origin_here
-from megasdc.train.detection.observe import Observation
+from megasdc.train.detection.observe import ObserverSwitch
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +20,14 @@ logger = logging.getLogger(__name__)
 class NonFiniteSearch:
     """Reruns a step's micro-batches with all checks when a result was not finite, and reports the first such result."""
 
-    def __init__(self, run: Run, observation: Observation, rehearse: Callable[[TrainingEngine, int], Any]) -> None:
+    def __init__(
+        self, run: Run, observation: ObserverSwitch, recompute_micro_batch: Callable[[TrainingEngine, int], Any]
+    ) -> None:
         self._dims = run.dims
         self._group = run.host_group
         self._events = run.events
         self._observation = observation
-        self._rehearse = rehearse
+        self._rehearse = recompute_micro_batch
         self._submodules = list_submodules(run.engine.module)
         self._order = [submodule.fqn for submodule in self._submodules]
         self.place: str | None = None

@@ -34,7 +34,7 @@ class Watch:
     replays: bool = False
 
 
-class Observation(Hook):
+class ObserverSwitch(Hook):
     """Attaches an observer in the steps in which a watch needs results, and removes its hooks in the others.
 
     The observer is called at this hook's place in the engine's order.

@@ -16,7 +16,7 @@ from megasdc.common.addresses import Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.engine.stage_replay import StageReplay
-from megasdc.sdc.audits.places import Places
+from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.permuted import Permuted
@@ -33,7 +33,7 @@ class PermutedReplay:
     """
 
     def __init__(self, run: Run, tracer: Tracer, clock: AbstractContextManager[None]) -> None:
-        self._places = Places(run.dims, run.host_group, run.events.emit)
+        self._places = PermutableOps(run.dims, run.host_group, run.events.emit)
         self._tracer, self._clock = tracer, clock
 
     def begin(self, engine: TrainingEngine) -> None:
@@ -54,7 +54,7 @@ class PermutedReplay:
         with self._clock:
             self._tracer(address, result)
 
-    def take(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
+    def take(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
         """The trace of the audited micro-batch with elements in other places; without a fault that of the audit.
 
         It was computed in the step, or is now.
@@ -62,20 +62,20 @@ class PermutedReplay:
         Collective: all ranks of the world.
         """
         if engine.replay is None:
-            return self.replay(engine, rehearse)
+            return self.replay(engine, recompute_micro_batch)
         engine.replay = None
         return self._tracer.take()
 
-    def replay(self, engine: TrainingEngine, rehearse: Rehearse) -> Trace:
+    def replay(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
         """Compute the micro-batch so once more, after all others.
 
         Collective: all ranks of the world.
         """
-        return self._places.compute(engine.step_number, lambda: rehearse(engine, None)[0])
+        return self._places.compute(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
 
-    def learn(self, engine: TrainingEngine, rehearse: Rehearse) -> bool:
+    def learn(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
         """Try the micro-batch's operations again, after all others; whether more of them are not moved from now on.
 
         Collective: all ranks of the world.
         """
-        return self._places.learn(engine.step_number, lambda: rehearse(engine, None)[0])
+        return self._places.learn(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])

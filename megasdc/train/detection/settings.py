@@ -23,7 +23,7 @@ from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, Ruling
+from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, RankVerdict
 
 SETTINGS = "settings"
 """Tier of findings."""
@@ -126,7 +126,7 @@ class UsedSettings:
         places: dict[int, dict[int, Own]] = {}
         for rank, one in enumerate(sent):
             places.setdefault(dims.at(rank).first_replica_rank, {})[rank] = one
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         for by_rank in places.values():
             found = judge(step, by_rank)
             rulings += found
@@ -206,7 +206,7 @@ class Own:
         return xxhash.xxh3_64_intdigest(repr(sorted(self.bits.items())).encode())
 
 
-def judge(step: int, by_rank: Mapping[int, Own]) -> list[Ruling]:
+def judge(step: int, by_rank: Mapping[int, Own]) -> list[RankVerdict]:
     """Which of the replicas at a position used wrong settings; how often cannot be told, since nothing is repeated.
 
     Args:
@@ -229,9 +229,11 @@ def judge(step: int, by_rank: Mapping[int, Own]) -> list[Ruling]:
         basis, wrong = HISTORY, [rank for rank, own in by_rank.items() if not set(names).isdisjoint(own.turned)]
     rest = {digests[rank] for rank in by_rank if rank not in wrong}
     if len(rest) != 1:
-        return [Ruling(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
+        return [RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
     (right,) = rest
-    return [Ruling(rank, INCONCLUSIVE, basis, address, expected=right, got={rank: digests[rank]}) for rank in wrong]
+    return [
+        RankVerdict(rank, INCONCLUSIVE, basis, address, expected=right, got={rank: digests[rank]}) for rank in wrong
+    ]
 
 
 def _bits(value: Any) -> bytes:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megasdc.common.errors import LaunchError, MegasdcError, StorageError, error_of_rank
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.common.room import wait_for_room
-from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE, STALE_S, HeldFolders, Holder, RunLock, join, take
+from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE, STALE_S, Holder, LockedFolders, RunLock, join, take
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def hold_folders(
-    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: HeldFolders
+    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: LockedFolders
 ) -> list[RunLock]:
     """Lock the folders of a launch and return this rank's locks, or end all ranks with one error that names the holder.
 
@@ -102,7 +102,7 @@ def _try_all(
     folders: Sequence[Path],
     holder: Holder,
     hold: Callable[[Path, Holder, Callable[[str], None], Collection[str]], RunLock | None],
-    held: HeldFolders,
+    held: LockedFolders,
 ) -> tuple[list[RunLock], str]:
     """Lock every folder; also the reason why not, as a text for all ranks, empty on success."""
     locks = []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megasdc.common.errors import CorruptionError, LaunchError
-from megasdc.common.run_lock import HeldFolders
+from megasdc.common.run_lock import LockedFolders
 from megasdc.config import Layout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
@@ -52,7 +52,7 @@ class IsolationError(CorruptionError):
 
 
 @dataclass(frozen=True)
-class Remaining:
+class SurvivingRanks:
     """The ranks of a launch that go on.
 
     Args:
@@ -98,7 +98,7 @@ class IsolationLimit(Hook):
         max_steps: without a replica.
     """
 
-    def __init__(self, remaining: Remaining, max_steps: int) -> None:
+    def __init__(self, remaining: SurvivingRanks, max_steps: int) -> None:
         self._last = remaining.since + max_steps - 1
         self._remaining = remaining
 
@@ -114,7 +114,9 @@ class IsolationLimit(Hook):
             )
 
 
-def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | None, held: HeldFolders) -> Remaining:
+def leave_out(
+    run: Run, step: int, wrong: Collection[int], before: SurvivingRanks | None, held: LockedFolders
+) -> SurvivingRanks:
     """End the process groups of a run whose hooks are closed, and let the ranks of other replicas meet anew.
 
     Args:
@@ -150,7 +152,7 @@ def leave_out(run: Run, step: int, wrong: Collection[int], before: Remaining | N
         os.environ.update({**place, MEETING_NAME_VARIABLE: f"/{name}"})
     found = (*(() if before is None else before.wrong), *(ranks[rank] for rank in sorted(wrong)))
     since = step if before is None else before.since
-    return Remaining(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)
+    return SurvivingRanks(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)
 
 
 def _take_apart(engine: TrainingEngine) -> None:

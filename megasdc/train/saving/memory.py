@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 from megasdc.checkpoint.marks import find_corruption
-from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_together
+from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
-    Line,
+    Lineage,
     claim,
     forget,
     mark_verified_up_to,
@@ -30,7 +30,7 @@ from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.process.own_address import own_address
-from megasdc.train.saving.saver import OnceAStep, RunState, checkpoint_folder, wanted_dims
+from megasdc.train.saving.saver import OncePerStep, RunState, checkpoint_folder, wanted_dims
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class MemoryCheckpoints(Hook):
     """
 
     def __init__(
-        self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None, before_save: OnceAStep
+        self, section: MemorySection, run: Run, state: RunState, writer: MetricsWriter | None, before_save: OncePerStep
     ) -> None:
         self._interval, self._state, self._writer, self._before_save = section.interval, state, writer, before_save
         self._may_go_on, self._is_off = section.without_room == "go_on", False
@@ -218,7 +218,7 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
             remove_forgotten(claim(folder, f"{origin.run}.{origin.attempt}", section.memory.linger_s))
         except OSError as error:
             problem = describe_error(error, f"write {folder}")
-    raise_together(problem, place, "nothing can be kept in memory")
+    raise_on_all_ranks(problem, place, "nothing can be kept in memory")
     corrupt = any(place.gather(find_corruption(checkpoint_folder(config)) if place.leader else None))
     verified_only = section.require_verified == "always" or (section.require_verified == "auto" and corrupt)
     if section.resume == "never":
@@ -241,7 +241,7 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
     shutil.rmtree(folder / RESTORE, ignore_errors=True)
     try:
         number = _number_of_start(run)
-        line = Line(start=number) if found is None else found.line(number, place)
+        line = Lineage(start=number) if found is None else found.line(number, place)
         write_line(folder, line)
         forget(folder, lambda record: (record.start, record.step) == (line.from_start, line.from_step))
     except OSError as error:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.aside import leave_behind
+from megasdc.checkpoint.aside import quarantine
 from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state, uncounted_samples
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import Layout, installed_versions
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_together
-from megasdc.checkpoint.resume import Chosen, NoneUsableError, find_checkpoint
+from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import Found, restore
 from megasdc.checkpoint.views.load_states import load_states
@@ -60,7 +60,7 @@ def _uncounted(run: Run, state: dict[str, Any]) -> int:
 def prolong_stream(run: Run) -> None:
     """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
     own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
-    run.loader.prolong(own)
+    run.loader.extend(own)
 
 
 def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
@@ -121,7 +121,9 @@ class _Source:
     load: Callable[[], None]
 
 
-def load_other_layout(run: Run, config: RunConfig, found: Chosen, leave: Callable[[], object]) -> dict[str, Any]:
+def load_other_layout(
+    run: Run, config: RunConfig, found: SelectedCheckpoint, leave: Callable[[], object]
+) -> dict[str, Any]:
     """Go on from a checkpoint of another layout; returns states of the hooks by class name.
 
     Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
@@ -142,7 +144,7 @@ def load_other_layout(run: Run, config: RunConfig, found: Chosen, leave: Callabl
         state = read_shared_state(found.path)
     except (CheckpointError, ValueError, OSError) as error:
         problem = describe_error(error, f"read {found.path}")
-    raise_together(problem, place, f"{found.path} has another layout, and cannot be used")
+    raise_on_all_ranks(problem, place, f"{found.path} has another layout, and cannot be used")
     precision = precision_of(state["config"])
 
     def load() -> None:
@@ -197,7 +199,7 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
     dims, state = run.dims, source.state
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, source.layout.data)
-    raise_together(problem, source.place, f"{source.path} cannot be used, nothing was changed")
+    raise_on_all_ranks(problem, source.place, f"{source.path} cannot be used, nothing was changed")
     try:
         if "loader" not in without:
             if wrong := find_wrong_place(state):
@@ -213,7 +215,7 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
         problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
     what = f"{source.path} cannot continue with this data, nothing was changed"
-    raise_together(problem, source.place, what)
+    raise_on_all_ranks(problem, source.place, what)
     source.load()
     begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
     restore_counters(run, {**state, **begun_again})
@@ -303,7 +305,7 @@ def resume(
     if section.memory.interval:
         keep_only(config, run, None)
     if found is None:
-        leave_behind(folder, unusable, ranks)
+        quarantine(folder, unusable, ranks)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
         if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
@@ -313,7 +315,7 @@ def resume(
         run.events.emit("resume", "not_verified", step=found.step, path=str(found.path))
         logger.warning("checkpoint.verify is false: nobody compares %s with its checksums", found.path)
     try:
-        return _load(run, config, found, ranks, study, lambda: leave_behind(folder, found, ranks))
+        return _load(run, config, found, ranks, study, lambda: quarantine(folder, found, ranks))
     except LoadedInPartError:
         if run.dims.rank == 0:
             run.events.emit("resume", "not_loaded", step=found.step, path=str(found.path))
@@ -322,7 +324,7 @@ def resume(
 
 def _find_on_disk(
     config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, has_other: bool, *, verify: bool
-) -> tuple[Chosen | None, NoneUsableError | None]:
+) -> tuple[SelectedCheckpoint | None, NoneUsableError | None]:
     """The newest usable checkpoint of the folder, or why those that are there cannot be used.
 
     Args:
@@ -358,7 +360,7 @@ def _find_on_disk(
             return found, None
 
 
-def _put_together(run: Run, held: Found) -> Chosen | None:
+def _put_together(run: Run, held: Found) -> SelectedCheckpoint | None:
     """What the hosts hold of a step, as a checkpoint; None: that is not possible, which is reported."""
     local = Ranks("node_local", run.host_group, run.events)
     try:
@@ -374,7 +376,7 @@ def _put_together(run: Run, held: Found) -> Chosen | None:
         return None
 
 
-def _refuse_wrong_place(run: Run, chosen: Chosen) -> None:
+def _refuse_wrong_place(run: Run, chosen: SelectedCheckpoint) -> None:
     """Raise a CheckpointError on all ranks where some host holds places in the data that do not follow."""
     try:
         wrong = find_wrong_place(read_shared_state(chosen.path))
@@ -388,8 +390,8 @@ def _resume_from_memory(
     run: Run,
     config: RunConfig,
     held: Found,
-    chosen: Chosen,
-    on_disk: Chosen | NoneUsableError | None,
+    chosen: SelectedCheckpoint,
+    on_disk: SelectedCheckpoint | NoneUsableError | None,
     study: StudySection | None,
 ) -> dict[str, Any]:
     """Go on from what the hosts hold in memory; returns states of the hooks by class name.
@@ -401,7 +403,7 @@ def _resume_from_memory(
     local = Ranks("node_local", run.host_group, run.events)
     disk = Ranks(config.megasdc.checkpoint.storage, run.host_group, run.events)
     try:
-        hooks = _load(run, config, chosen, local, study, lambda: leave_behind(folder, on_disk, disk))
+        hooks = _load(run, config, chosen, local, study, lambda: quarantine(folder, on_disk, disk))
     except LoadedInPartError as error:
         remove_step(run, held)
         if run.dims.rank == 0:
@@ -409,9 +411,9 @@ def _resume_from_memory(
         raise LoadedInPartError(f"{error}; it is removed from memory: start the run again") from error
     keep_only(config, run, held)
     if on_disk is not None:
-        run.passed_over |= set(on_disk.skipped) - set(on_disk.candidates)
+        run.skipped_checkpoint_steps |= set(on_disk.skipped) - set(on_disk.candidates)
     if run.dims.rank == 0:
-        step = on_disk.step if isinstance(on_disk, Chosen) else None
+        step = on_disk.step if isinstance(on_disk, SelectedCheckpoint) else None
         run.events.emit("resume", "memory", step=run.step, origin=held.origin, disk_step=step)
         than = "there is none on the disk" if step is None else f"the newest on the disk is of step {step}"
         logger.info("resumed from step %d in %s; %s", run.step, held.origin, than)
@@ -421,7 +423,7 @@ def _resume_from_memory(
 def _load(
     run: Run,
     config: RunConfig,
-    found: Chosen,
+    found: SelectedCheckpoint,
     ranks: Ranks,
     study: StudySection | None,
     leave: Callable[[], object],
@@ -433,7 +435,7 @@ def _load(
     """
     if found.manifest.layout != Layout.of(run.dims):
         hooks = load_other_layout(run, config, found, leave)
-        run.passed_over = set(found.skipped) - set(found.candidates)
+        run.skipped_checkpoint_steps = set(found.skipped) - set(found.candidates)
         _cut_metrics_back(run)
         return hooks
     changed = ChangedSettings(run.engine, config, study)
@@ -445,7 +447,7 @@ def _load(
 
     loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=check)
     leave()
-    run.passed_over = set(found.skipped) - set(found.candidates)
+    run.skipped_checkpoint_steps = set(found.skipped) - set(found.candidates)
     state = loaded.shared_state
     restore_counters(run, state)
     run.loader.move_to(state["loader"])

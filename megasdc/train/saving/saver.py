@@ -93,7 +93,7 @@ class RunState:
         }
 
 
-class CopiesFirst(Hook):
+class WaitForSnapshots(Hook):
     """Waits until all snapshots are whole, before another hook, or the update, changes what they copy.
 
     Args:
@@ -109,7 +109,7 @@ class CopiesFirst(Hook):
             wait()
 
 
-class OnceAStep:
+class OncePerStep:
     """Settles what is found in the state that is saved, once in a step, whoever saves first.
 
     Args:
@@ -140,7 +140,7 @@ class Saver(Hook):
         run: Run,
         writer: MetricsWriter | None,
         state: RunState,
-        before_save: OnceAStep,
+        before_save: OncePerStep,
         after_save: Callable[[], None] | None,
         fence: Fence | None,
     ) -> None:
@@ -272,7 +272,7 @@ class Saver(Hook):
                 if not error.no_room:
                     raise
                 is_over = self._wait_for_room(run, error)
-                if run.is_last_step and (is_over or run.is_hurried or run.stop_error is not None):
+                if run.is_last_step and (is_over or run.must_stop_soon or run.stop_error is not None):
                     if run.dims.rank == 0 and not is_over:
                         logger.warning("the last checkpoint is not waited for: the run is to end")
                     raise
@@ -299,7 +299,7 @@ class Saver(Hook):
         self._again_at = now + AGAIN_S
         told = gather_objects((now - self._without_room_since, room.is_asked_to_end()), run.host_group)
         waited_s: float = told[0][0]
-        run.is_hurried = run.is_hurried or any(asked for _, asked in told)
+        run.must_stop_soon = run.must_stop_soon or any(asked for _, asked in told)
         if error is not None and run.dims.rank == 0:
             logger.warning("%s; it is tried again for up to %g s", error, room.limit_s())
         if waited_s < room.limit_s():
@@ -327,7 +327,7 @@ class Saver(Hook):
         """Log, and write as metrics, a save that is done."""
         if saved is None:
             return
-        run.passed_over.discard(saved.step)
+        run.skipped_checkpoint_steps.discard(saved.step)
         self._without_room_since = None
         if self.after_save is not None:
             self.after_save()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.attributes import attributes_kept
-from megasdc.attached.probe import Batch, Probe, Sent
+from megasdc.attached.probe import Batch, BatchReplayer, Sent
 from megasdc.attached.record import Recorder, choose_watched
 from megasdc.common.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm
@@ -101,10 +101,10 @@ def _values(value: Any, seen: set[int] | None = None) -> Any:
     return repr(value)
 
 
-def _probe(model: nn.Module) -> tuple[Probe, Batch]:
+def _probe(model: nn.Module) -> tuple[BatchReplayer, Batch]:
     recorder = Recorder(model, choose_watched(model, None), default_algorithm(CPU))
     given = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    return Probe(model, CPU, recorder, 7, lambda: None), Batch((Sent(given, False, True),), {}, None, {})
+    return BatchReplayer(model, CPU, recorder, 7, lambda: None), Batch((Sent(given, False, True),), {}, None, {})
 
 
 def _train(model: nn.Module, between: Callable[[], object]) -> list[bytes]:

@@ -15,7 +15,7 @@ from megasdc.attached.buffers import StillBuffers
 from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import heard
-from megasdc.sdc.replay import Ruling
+from megasdc.sdc.replay import RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.guard.pair import Side, build_model, draw_batch
@@ -57,7 +57,7 @@ class _Replicas:
         with ThreadPoolExecutor(len(self._sent)) as pool:
             return list(pool.map(body, range(len(self._sent))))
 
-    def compare(self) -> tuple[list[str], tuple[Ruling, ...], bool]:
+    def compare(self) -> tuple[list[str], tuple[RankVerdict, ...], bool]:
         """Names of those that differ, the rulings, and whether anything had to be looked at."""
         seen = [one.look() for one in self.buffers]
         asked = len({checksum for checksum, _ in seen}) > 1 or any(moved for _, moved in seen)

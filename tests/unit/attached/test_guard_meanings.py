@@ -23,7 +23,7 @@ from megasdc.attached.nonfinite import (
     MicroBatches,
     Warnings,
 )
-from megasdc.attached.probe import Probe
+from megasdc.attached.probe import BatchReplayer
 from megasdc.attached.record import ROOT, Recorder
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
@@ -54,7 +54,7 @@ def _meanings(results: Callable[[Tensor], Any], **options: Any) -> tuple[Any, An
     recorder.listener = again = FiniteRecorder()
     kept = batches.kept[0]
     assert kept.batch is not None
-    Probe(model, CPU, recorder, 0, lambda: None).compute(kept.batch, 1, kept.state)
+    BatchReplayer(model, CPU, recorder, 0, lambda: None).compute(kept.batch, 1, kept.state)
     found = batches.finite.take(ONE), again.take(ONE)
     seen, computed = (None if one is None or one.address.phase != FORWARD else one.address for one in found)
     return (

@@ -34,7 +34,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import room
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
-from megasdc.common.run_lock import HeldFolders
+from megasdc.common.run_lock import LockedFolders
 from megasdc.events import EventLog, read_events
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 from megasdc.ops.run_folder.summary import render, summarize
@@ -59,7 +59,7 @@ def test_an_audit_verifies_what_was_saved_before_it(tmp_path: Path) -> None:
     events = EventLog(tmp_path, 0)
     assert mark_verified(tmp_path, 5, 6, OTHER) == []
     assert list_verified(tmp_path) == []
-    assert mark_verified(tmp_path, 5, 6, LEADER, passed_over={4}, events=events) == [2]
+    assert mark_verified(tmp_path, 5, 6, LEADER, skipped_checkpoint_steps={4}, events=events) == [2]
     assert mark_verified(tmp_path, 5, 7, LEADER, events=events) == [4]
     marks = {step: read_mark(tmp_path / step_folder(step)) for step in (2, 4, 5, 6)}
     assert {step: mark and (mark.step, mark.audit_step) for step, mark in marks.items()} == {
@@ -231,7 +231,7 @@ def test_the_summary_of_a_failed_run_tells_the_newest_verified(tmp_path: Path) -
     checkpoints = make_folder(tmp_path / "checkpoints", 5, 10, 15)
     mark_verified(checkpoints, 10, 12, LEADER)
     (tmp_path / "events").mkdir()
-    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0, HeldFolders())
+    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0, LockedFolders())
     found = summarize(tmp_path)
     assert found.failure is not None and len(found.checkpoints) == 3
     assert found.failure.verified_checkpoint == str(checkpoints / "step_00000010")

@@ -18,7 +18,7 @@ from megasdc.checkpoint.snapshots.held import (
     HELD_FILE,
     OWNER_FILE,
     HeldFile,
-    HeldRecord,
+    SlotManifest,
     claim,
     linger,
     memory_folder,
@@ -139,7 +139,7 @@ def hold(folder: Path, rank: int, step: int) -> Path:
         (slot / name).write_bytes(content := os.urandom(64))
         digest = xxhash.xxh3_128_hexdigest(content)
         files.append(HeldFile(name=name, size_bytes=64, xxh3_128=digest, tensors=None))
-    record = HeldRecord(
+    record = SlotManifest(
         format_version=FORMAT_VERSION, run="run", start=1, step=step, time=1.0, rank=rank, host="here",
         layout=[1, 1, 2], engine={}, versions={}, files=files, finite_step=step,
     )  # fmt: skip

@@ -21,10 +21,10 @@ import xxhash
 from megasdc.checkpoint.formats.records import read_record, record_text
 from megasdc.checkpoint.places import Problem
 from megasdc.checkpoint.snapshots import memory_saver
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, HeldRecord, rank_folder
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.messages import Answer
-from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Guests, Partner
+from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Partner, PartnerReplicas
 from megasdc.common.shared_memory import is_own_folder
 from megasdc.parallel.dims import ParallelDims
 
@@ -47,14 +47,14 @@ def sent(saver: Any, step: int) -> Any:
     return slot
 
 
-def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None = None) -> HeldRecord:
+def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None = None) -> SlotManifest:
     """Write files into a slot; returns its record."""
     held = []
     for name, content in files.items():
         (slot / name).write_bytes(content)
         digest = xxhash.xxh3_128_hexdigest(content)
         held.append(HeldFile(name=name, size_bytes=len(content), xxh3_128=digest, tensors=None))
-    return HeldRecord(
+    return SlotManifest(
         format_version=FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions=versions or {}, files=held, finite_step=None,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_slots_are_made_in_no_folder_of_another_users(tmp_path: Path, taken: boo
         folder.chmod(0o777)
         os.chown(folder, 65_534, 65_534)
     record = filled(slot, {"part": b"content"})
-    guests = Guests(folder, "127.0.0.1")
+    guests = PartnerReplicas(folder, "127.0.0.1")
     partner = Partner("127.0.0.1", guests.port, guests.token)
     for make in (saver_of(folder, [])._slots[0].empty, lambda: partner.send(slot, record)):
         with pytest.raises(OSError) if taken else contextlib.nullcontext():
@@ -117,7 +117,7 @@ def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> N
     buffers, over longer and shorter ones of before. A bit that is changed on the way is noticed, and nothing is held.
     """
     (slot := tmp_path / "slot_0").mkdir()
-    guests = Guests(tmp_path / "memory", "127.0.0.1")
+    guests = PartnerReplicas(tmp_path / "memory", "127.0.0.1")
     partner = Partner("127.0.0.1", guests.port, guests.token)
     kept = rank_folder(tmp_path / "memory" / GUESTS, 0) / "slot_0"
     versions = {f"library {number}": "1.0" for number in range(30_000)}
@@ -125,7 +125,7 @@ def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> N
         files = dict(zip("abc", map(os.urandom, sizes), strict=True))
         partner.send(slot, filled(slot, files, versions))
         assert {name: (kept / name).read_bytes() for name in "abc"} == files
-        assert read_record(kept / HELD_FILE, HeldRecord, FORMAT_VERSION).versions == versions
+        assert read_record(kept / HELD_FILE, SlotManifest, FORMAT_VERSION).versions == versions
     record = filled(slot, files)
     for place in (0, 5 << 20, -1):
         changed = bytearray(files["b"])
@@ -145,7 +145,7 @@ def test_a_slot_that_comes_byte_by_byte_is_held(tmp_path: Path) -> None:
     text = record_text(record).encode()
     stream = _HEAD.pack(len(slot.name), len(text)) + slot.name.encode() + text + b"".join(files.values())
     for sent in (len(stream), len(stream) - 1):
-        guests = Guests(memory := tmp_path / str(sent), "127.0.0.1")
+        guests = PartnerReplicas(memory := tmp_path / str(sent), "127.0.0.1")
         ours, theirs = socket.socketpair()
         reader = threading.Thread(target=guests._serve, args=(theirs, None))
         reader.start()

@@ -20,7 +20,7 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.metrics.writer import MetricsWriter, read_metrics
 from megasdc.ops.supervise.journal import Journal, read_journal
-from megasdc.ops.supervise.ledger import Ledger, Use
+from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: py
 def test_a_ledger_without_room_keeps_what_it_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is room, or its supervisor ends; what is lost then is said."""
     monkeypatch.setattr(room, "END_S", 0.5)
-    ledger = Ledger(small / "ledger.jsonl")
-    uses = [Use(f"use {number}", 1.0, 1.0, ("a",), None, "x" * 4000) for number in range(5)]
+    ledger = HostReliabilityLog(small / "ledger.jsonl")
+    uses = [HostUsage(f"use {number}", 1.0, 1.0, ("a",), None, "x" * 4000) for number in range(5)]
     assert ledger.add(uses[0]) == 0
     filler = fill(small)
     assert [ledger.add(one) for one in uses[1:3]] == [1, 2]

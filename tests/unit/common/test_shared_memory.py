@@ -26,7 +26,7 @@ from megasdc.common.shared_memory import (
 )
 from megasdc.ops.health.agent import AGENT_FILE, read_agent
 from megasdc.ops.health.program_health import ProgramHealth
-from megasdc.ops.health.record import LEAVE_FILE, Identity, RecordReader, RecordWriter, leave_message, record_path
+from megasdc.ops.health.record import LEAVE_FILE, HeartbeatWriter, Identity, RecordReader, leave_message, record_path
 from megasdc.ops.health.record_folder import record_folder, remove_leftovers
 from megasdc.ops.launch.on_host import release
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_started
@@ -99,7 +99,7 @@ def test_what_another_user_has_left_ends_no_start(shared: Path) -> None:
     ]
     own = record_folder("killed.1.0", 0)
     make_own_folder(own)
-    RecordWriter(own, identity(pid=2**22 + 1)).close()
+    HeartbeatWriter(own, identity(pid=2**22 + 1)).close()
     memory = memory_folder("killed")
     claim(memory, "killed.1", 0.0)
     (memory / OWNER_FILE).write_text(json.dumps({"start": "killed.1", "pid": 2**22 + 1, "linger_s": 0.0}))
@@ -149,7 +149,7 @@ def test_a_record_is_not_written_through_a_link(shared: Path) -> None:
     victim = shared / "victim"
     victim.write_text("precious")
     record_path(shared, 0).with_suffix(".part").symlink_to(victim)
-    RecordWriter(shared, identity()).close()
+    HeartbeatWriter(shared, identity()).close()
     assert victim.read_text() == "precious" and RecordReader(record_path(shared, 0)).identity == identity()
 
 
@@ -165,7 +165,7 @@ def test_an_identity_that_no_rank_has_written_is_refused(shared: Path, change: d
 @as_root
 def test_a_record_of_another_user_is_not_opened(shared: Path) -> None:
     """Nor is what it says of the agent."""
-    RecordWriter(shared, identity()).close()
+    HeartbeatWriter(shared, identity()).close()
     (shared / AGENT_FILE).write_text(json.dumps({"pid": 1, "started_at": 0.0}))
     for path in (record_path(shared, 0), shared / AGENT_FILE):
         os.chown(path, OTHER, OTHER)

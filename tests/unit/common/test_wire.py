@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, HeldRecord, rank_folder
+from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
 from megasdc.checkpoint.snapshots.partner import Partner
 from megasdc.common import wire
 from megasdc.common.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
@@ -62,13 +62,13 @@ def threads_of(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-def slot_of(folder: Path) -> tuple[Path, HeldRecord]:
+def slot_of(folder: Path) -> tuple[Path, SlotManifest]:
     """A slot with one file, and its record."""
     folder.mkdir()
     content = os.urandom(1 << 20)
     (folder / "part").write_bytes(content)
     file = HeldFile(name="part", size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content), tensors=None)
-    record = HeldRecord(
+    record = SlotManifest(
         format_version=FORMAT_VERSION, run="r", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions={}, files=[file], finite_step=None,
     )  # fmt: skip

@@ -148,8 +148,8 @@ def test_a_stream_that_is_prolonged_in_place_keeps_its_samples(tmp_path, section
     monkeypatch.setattr(blend_module, "WINDOW_SAMPLES", 64)
     stream, _ = build(section, tmp_path / "short", num_samples=50)
     longer, _ = build(section, tmp_path / "long", num_samples=300)
-    stream.prolong(300)
-    stream.prolong(20)
+    stream.extend(300)
+    stream.extend(20)
     assert len(stream) == 300
     assert all(same(stream[position], longer[position]) for position in range(0, 300, 7))
 

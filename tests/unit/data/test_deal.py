@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megasdc.data.deal import Deal
+from megasdc.data.deal import UnevenSplit
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Order, Position, merge_positions
 
@@ -21,7 +21,7 @@ class Numbers:
     def __len__(self) -> int:
         return 10**6
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         assert num_samples < len(self), "long enough"
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ def test_a_step_has_its_samples_whoever_takes_them(size: int, replicas: list[int
         loaders = build_loaders(number, size, together)
         for loader in loaders:
             loader.move_to(merged)
-        deal = Deal(micro_batches, number, loaders[0].position.order.before // size)
+        deal = UnevenSplit(micro_batches, number, loaders[0].position.order.before // size)
         for _ in range(11):
             step += 1
             counts = [deal.count(step, one) for one in range(number)]
@@ -70,7 +70,7 @@ def test_a_step_has_its_samples_whoever_takes_them(size: int, replicas: list[int
 
 def test_in_turn_each_replica_takes_one_more() -> None:
     """16 on 3 replicas: over three steps each takes 16."""
-    deal = Deal(16, 3)
+    deal = UnevenSplit(16, 3)
     counts = [[deal.count(step, one) for one in range(3)] for step in (1, 2, 3, 4)]
     assert counts == [[6, 5, 5], [5, 6, 5], [5, 5, 6], [6, 5, 5]]
     assert all(one != other for one, other in pairwise(counts))

@@ -33,7 +33,7 @@ class Numbers:
     def __len__(self):
         return self.length
 
-    def prolong(self, num_samples):
+    def extend(self, num_samples):
         self.length = max(self.length, num_samples)
 
     def __getitem__(self, position):
@@ -139,7 +139,7 @@ def test_samples_passed_over_are_gone_or_come_again_before_their_epoch_ends():
             for step in range(8):
                 taken[loader.dp_rank] += positions(next(loader))
                 if step in (1, 2) and loader.dp_rank == 1:
-                    loader.pass_over(1, again=again)
+                    loader.skip_next(1, again=again)
                     if step == 1:  # from here on as a run that was resumed
                         loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))
         assert taken[0] == list(range(0, 32, 2))
@@ -155,7 +155,7 @@ def test_what_is_to_be_taken_again_is_dealt_anew_to_other_replicas():
     taken = []
     for loader in loaders:
         taken += positions(next(loader))
-        loader.pass_over(1, again=True)
+        loader.skip_next(1, again=True)
     loaders = go_on(merged_of(loaders), 2)
     assert [loader.position.again for loader in loaders] == [(3, 5), (4,)]
     for _ in range(15):
@@ -268,7 +268,7 @@ def test_ranges_that_are_never_taken(dp_size, micro_batch_size, ranges):
 def test_what_is_taken_again_is_not_taken_where_it_is_skipped():
     """A sample that was passed over, to come again, is in a range that is given up afterwards."""
     loader = MicroBatchLoader(Numbers(), 2, 0, 1, samples_per_epoch=8)
-    loader.pass_over(1, again=True)
+    loader.skip_next(1, again=True)
     again = MicroBatchLoader(Numbers(), 2, 0, 1, loader.position, samples_per_epoch=8, skip=[range(1, 2)])
     assert [one for _ in range(4) for one in positions(next(again))] == [2, 3, 4, 5, 6, 7, 0, 8]
 
@@ -299,7 +299,7 @@ def test_what_replicas_took_is_counted_from_their_positions() -> None:
                 loader.move_to(merged)
             for step in range(steps + rank % 2):
                 if step == 1 and rank == 0:
-                    loader.pass_over(1, again=True)
+                    loader.skip_next(1, again=True)
                 else:
                     taken += len(next(loader)[0])
         merged = json.loads(json.dumps(merge_positions([loader.state_dict() for loader in loaders])))

@@ -22,7 +22,7 @@ class Numbers:
     def __len__(self) -> int:
         return 10**6
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         assert num_samples < 2 * len(self), "long enough"
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,6 +54,6 @@ def test_positions_are_those_that_loaders_take(given_up: bool, again: bool, skip
             assert taken == expected[replica][: completed[replica]]
             assert [len(batch) for batch in expected[replica]] == [size] * planned
             if given_up and completed[replica] < planned:
-                loader.pass_over(planned - completed[replica], again=again)
+                loader.skip_next(planned - completed[replica], again=again)
         before = advance(before, work, epoch)
         assert before == [loader.position for loader in loaders]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from test_local_ranks import listening
 
 from megasdc.common.errors import LaunchError
-from megasdc.lab.studies.bridge import Bridge
-from megasdc.lab.studies.cut import Cut
+from megasdc.lab.studies.bridge import ReplicaLink
+from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.ops.launch.on_host import private
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
 from megasdc.parallel.identity import Identity
@@ -321,7 +321,7 @@ def test_numbers_of_replicas_are_signed(variables: dict[str, str], monkeypatch: 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def of_launch(store: dist.Store, replica: int) -> tuple[list[list[float]], list[str]]:
-        bridge = Bridge(Cut(2, replica, 2), 0, store, 60.0)
+        bridge = ReplicaLink(ReplicaWorld(2, replica, 2), 0, store, 60.0)
         return bridge.gather([replica + 0.5, 1e300]), bridge.gather_text("why" * replica)
 
     def stranger(store: dist.Store) -> None:

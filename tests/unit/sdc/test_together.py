@@ -7,7 +7,7 @@ import pytest
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.together import suspect_together
-from megasdc.sdc.replay import MAJORITY, NOT_REPRODUCED, PERSISTENT, Ruling, settle, to_repeat
+from megasdc.sdc.replay import MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict, settle, to_repeat
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 
@@ -18,7 +18,7 @@ RIGHT = [1, 2, 3]
 
 def _rulings(
     layout: ParallelDims, wrong: dict[int, list[int]], alone: set[tuple[int, str]] | None = None, *, again: bool = True
-) -> tuple[Ruling, ...]:
+) -> tuple[RankVerdict, ...]:
     """Of an audit in which ranks computed these checksums; ``again``: in all repeats, too."""
     traces = {rank: Trace(list(ADDRESSES), list(wrong.get(rank, RIGHT))) for rank in range(layout.world_size)}
     ballot = vote(traces, layout)

@@ -15,12 +15,12 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.checks import CheckSettings, Detection
+from megasdc.train.detection.checks import CheckSettings, StepChecker
 from megasdc.train.detection.coverage import CheckPlan, share_text
 from megasdc.train.detection.slices.hook import Checkable
 
 
-def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
+def detection(folder: Path, save_interval: int, **audit: Any) -> StepChecker:
     """What decides it, for a stage without layers."""
     stage = SimpleNamespace(forward_funcs=[], _local_start=0, loss_fn=None, named_parameters=lambda: ())
     engine: Any = SimpleNamespace(module=stage, most_micro_batches=1, device=torch.device("cpu"))
@@ -36,7 +36,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> Detection:
         checkable=Checkable(),
         drops=DropComputeSection(),
     )
-    return Detection(settings, run, nothing, nothing, nothing, nothing, budget, nothing)
+    return StepChecker(settings, run, nothing, nothing, nothing, nothing, budget, nothing)
 
 
 @pytest.mark.parametrize(

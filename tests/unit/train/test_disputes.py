@@ -27,9 +27,9 @@ from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incidents.incident import incident_from_json
 from megasdc.sdc.recompute import Repeats
-from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, Ruling
+from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.sdc.trace import Trace
-from megasdc.train.detection.disputes import Disputes
+from megasdc.train.detection.disputes import FindingPolicy
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -72,7 +72,7 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
+def started(folder: Path, **policy: str) -> tuple[FindingPolicy, Any]:
     """What settles findings, with its run, between steps 6 and 7; only the engine is not a real one."""
     raw = {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": str(folder)}}
     raw |= {
@@ -85,7 +85,7 @@ def started(folder: Path, **policy: str) -> tuple[Disputes, Any]:
     engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
     run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), 100, None)  # type: ignore[arg-type]
     referee = Referee({}.get, dims.rank, None)
-    disputes = Disputes(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
+    disputes = FindingPolicy(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
     disputes.on_start(run)
     return disputes, run
 
@@ -103,14 +103,14 @@ def test_what_cannot_be_compared_is_told_at_the_start(
         assert disputes.on_start(run) == {"audit": left}
 
 
-def settle(disputes: Disputes, run: Run) -> Any:
+def settle(disputes: FindingPolicy, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
     return disputes.settle_kept(
         run.engine, Evidence(Parameters.own, Trace(), Repeats(0, 0, ())), DIFFER, repaired=False
     )
 
 
-def audited(disputes: Disputes, run: Run, step: int, *, recorded: bool = True, **ended: Any) -> list[int]:
+def audited(disputes: FindingPolicy, run: Run, step: int, *, recorded: bool = True, **ended: Any) -> list[int]:
     """Tell that an audit of a step has agreed, and how it ended; the steps that are verified then."""
     result: Any = SimpleNamespace(step=step, **{"is_finite": True, **ended})
     disputes.after_audit(run, result, extra=False, recorded=recorded)
@@ -301,7 +301,7 @@ def test_findings_are_events(group: None, tmp_path: Path) -> None:
 def test_what_the_golden_workload_finds_is_acted_upon(group: None, tmp_path: Path, verdict: str) -> None:
     """A rank that is wrong again halts the run; one that is not is reported, and what follows is not verified."""
     disputes, _ = started(tmp_path, persistent="halt", not_reproduced="warn")
-    ruling = Ruling(0, verdict, GOLDEN, Parameters.own.addresses[0], 1, 2)
+    ruling = RankVerdict(0, verdict, GOLDEN, Parameters.own.addresses[0], 1, 2)
     answer = {"ranks": lambda status: [], "rulings": lambda step, earlier: (ruling,), "compared": 3, "counts": {}}
     golden = SimpleNamespace(ask=lambda step, repeats: SimpleNamespace(**answer, seconds=2.5))
     disputes._golden = golden  # type: ignore[assignment]

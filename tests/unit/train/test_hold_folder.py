@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megasdc.common.run_lock import HeldFolders, read_holder
+from megasdc.common.run_lock import LockedFolders, read_holder
 from megasdc.train.process import hold_folder
 
 
@@ -18,11 +18,11 @@ def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
     """Rank 0 may have to watch another host's lock until it is stale; rank 1 adds that to its own timeout."""
     store = dist.HashStore()
 
-    def hold(rank: int, held: HeldFolders) -> int:
+    def hold(rank: int, held: LockedFolders) -> int:
         time.sleep(0.0 if rank else 1.0)
         return len(hold_folder.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
 
-    held = [HeldFolders(), HeldFolders()]
+    held = [LockedFolders(), LockedFolders()]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(hold, (0, 1), held)) == [1, 0]
     assert held[0].token == held[1].token is not None

@@ -10,7 +10,7 @@ import torch
 
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.detection.slices import layout
-from megasdc.train.detection.slices.hook import Claim, comparable
+from megasdc.train.detection.slices.hook import UpdateMismatch, comparable
 from megasdc.train.detection.slices.layout import MISSES, Slices, Turn
 
 
@@ -26,7 +26,7 @@ def test_a_slice_that_is_always_missed_holds_up_no_other() -> None:
 
 def test_settings_that_differ_hide_no_wrong_update_of_other_ranks() -> None:
     """Only updates are not compared whose owner and checker used different settings, wherever the ranks are."""
-    claims = {(rank + 1) % 4: Claim(rank, 0, torch.tensor([3]), 1, 2, same_inputs=True) for rank in range(4)}
+    claims = {(rank + 1) % 4: UpdateMismatch(rank, 0, torch.tensor([3]), 1, 2, same_inputs=True) for rank in range(4)}
     used = [7, 7, 5, 7]
     assert [rank for rank, one in claims.items() if comparable(one, rank, used) is None] == [2, 3]
     assert all(comparable(one, rank, ()) is one for rank, one in claims.items())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import hash_file, list_replaced, list_steps, step_folder
-from megasdc.checkpoint.snapshots.held import Held, find_held
+from megasdc.checkpoint.snapshots.held import MemorySlot, find_held
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import REPLACED_PREFIX
 from megasdc.common.shared_memory import own_prefix, shared_folder
@@ -49,7 +49,7 @@ def lose_memory(run: Path, host: str) -> None:
     shutil.rmtree(host_memory(run, host), ignore_errors=True)
 
 
-def slots(run: Path, hosts: Sequence[str], rank: int, *, guests: bool) -> list[Held]:
+def slots(run: Path, hosts: Sequence[str], rank: int, *, guests: bool) -> list[MemorySlot]:
     """What hosts hold of a rank; ``guests``: at its partner, not where it ran."""
     found = [one for host in hosts for one in find_held(host_memory(run, host), run_id(run))[0]]
     return [one for one in found if one.is_guest == guests and one.record.rank == rank]
@@ -74,6 +74,6 @@ def _whole_in_memory(run: Path, hosts: Sequence[str], ranks: int) -> Iterator[in
     return (step for (step, _), holders in found.items() if len(holders) == ranks)
 
 
-def _is_whole(held: Held) -> bool:
+def _is_whole(held: MemorySlot) -> bool:
     paths = [(held.folder / one.name, one) for one in held.record.files]
     return all(path.is_file() and hash_file(path) == one.xxh3_128 for path, one in paths)

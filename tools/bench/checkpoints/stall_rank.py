@@ -22,7 +22,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field
 from megasdc.train import build
 from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import CopiesFirst, Saver
+from megasdc.train.saving.saver import Saver, WaitForSnapshots
 from tools.bench.checkpoints.stall_clock import Moved, SaveClock
 from tools.bench.rank import Messages
 
@@ -89,7 +89,7 @@ class Asked(Hook):
         self._inner.on_start(run)
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
-        """Wait as ``CopiesFirst`` does, timed."""
+        """Wait as ``WaitForSnapshots`` does, timed."""
         self._clock.timed(self._name, self._inner.wait_for_copy)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -210,7 +210,7 @@ def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snap
             elif isinstance(hook, MemoryCheckpoints):
                 savers[MEMORY] = Asked(MEMORY, hook, clock)
                 found.append(savers[MEMORY])
-            elif not isinstance(hook, CopiesFirst):  # each waits for itself, to be timed
+            elif not isinstance(hook, WaitForSnapshots):  # each waits for itself, to be timed
                 found.append(hook)
         return [*found, Rounds(messages, clock, savers, beside, program)]
 

@@ -21,9 +21,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, watches_of
-from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import plan_checks
-from megasdc.train.detection.observe import Observation
+from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from tools.bench.rank import Messages, join_ranks
@@ -109,7 +109,7 @@ class BubblesRank:
         self._sleeper = Sleeper(shape.slept_s)
         self._audits = {moves: self._build(config, moves) for moves in (False, True)}
 
-    def _build(self, config: RunConfig, permuted: bool) -> Detection:
+    def _build(self, config: RunConfig, permuted: bool) -> StepChecker:
         audit = AuditSection.model_validate({"enabled": True, "interval": 1, "permuted": permuted})
         config = replace(config, megasdc=config.megasdc.model_copy(update={"audit": audit}))
         plan = plan_checks(config, self.engine, self._run.loader.dataset.vocab_size)
@@ -123,7 +123,7 @@ class BubblesRank:
         Collective: all ranks of the world.
         """
         detection = self._audits[kind != WITHOUT]
-        observation = Observation(self.engine, watches_of(detection))
+        observation = ObserverSwitch(self.engine, watches_of(detection))
         self.engine.hooks = [self._sleeper, detection, observation]
         self.engine.agreement = StepAgreement(self._run.host_group)
         detection.before_step(self._run)

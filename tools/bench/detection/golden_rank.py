@@ -22,8 +22,9 @@ from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
+from megasdc.sdc.replay import INCONCLUSIVE
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, INCONCLUSIVE, Finding, RankVerdict, find, judge
+from megasdc.sdc.verdict import DIVERGENT, Finding, GoldenVerdict, find, judge
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.golden_key import golden_key
@@ -207,7 +208,7 @@ class Campaign:
         pairs = zip(self._end, self._state_bits(), strict=True)
         return any(gather_objects(not all(torch.equal(clean, now) for clean, now in pairs)))
 
-    def _judge(self, trace: Trace) -> dict[int, RankVerdict]:
+    def _judge(self, trace: Trace) -> dict[int, GoldenVerdict]:
         finding = find(self._golden, trace, self.dims)
         everyone: list[Finding] = gather_objects(finding)
         return judge({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
@@ -220,7 +221,7 @@ class Campaign:
         rank: int,
         changed: int,
         effect: bool,
-        verdicts: dict[int, RankVerdict],
+        verdicts: dict[int, GoldenVerdict],
     ) -> Trial:
         named = tuple(one for one, verdict in verdicts.items() if verdict.status == DIVERGENT)
         suspects = tuple(one for one, verdict in verdicts.items() if verdict.status == INCONCLUSIVE)

@@ -40,7 +40,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
-from megasdc.train.detection.observe import Observation, Watch, watch_for_faults
+from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
 from megasdc.train.faults import build_injector
 from megasdc.train.loop import train
 from megasdc.train.process.signals import StopSignals
@@ -139,7 +139,7 @@ class LiveCampaign:
         watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
         if case.mode in (AUDITED, GOLDEN):
             watches.append(Watch(gradients, detection.audited_submodules))
-        observation = Observation(self._engine, [*watches, *watches_of(detection)])
+        observation = ObserverSwitch(self._engine, [*watches, *watches_of(detection)])
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
         slices = detection.slices
         checks: list[Hook | None] = [slices, detection.rows, detection.tokens]

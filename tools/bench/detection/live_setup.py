@@ -66,7 +66,7 @@ class RandomTokens:
     def __len__(self) -> int:
         return self._num_samples
 
-    def prolong(self, num_samples: int) -> None:
+    def extend(self, num_samples: int) -> None:
         """Make the stream at least so long."""
         self._num_samples = max(self._num_samples, num_samples)
 

@@ -19,7 +19,7 @@ from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.detection.build import build_detection, build_toleranced, watches_of
 from megasdc.train.detection.coverage import plan_checks
-from megasdc.train.detection.observe import Observation, watch_for_faults
+from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults
 from megasdc.train.detection.toleranced import EVENT_KIND, TolerancedChecks
 from megasdc.train.detection.update_check import SLICE
 from megasdc.train.faults import build_injector
@@ -172,7 +172,7 @@ class ToleranceCampaign(LiveCampaign):
             witness = Witness(self._engine, checks, self._state["features"][str(first)])
         watches = [] if injector is None else [watch_for_faults(injector, self._engine)]
         results = KeptResults()
-        observation = Observation(self._engine, [*watches, *watches_of(detection)])
+        observation = ObserverSwitch(self._engine, [*watches, *watches_of(detection)])
         witnesses = [] if witness is None else [witness]
         faults = [] if injector is None else [StateFaults(self._engine, injector)]
         run.hooks = [detection, checks, *witnesses, *faults, observation, checks.shards, results]

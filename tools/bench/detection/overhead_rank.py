@@ -1,8 +1,8 @@
 """One rank of the overhead benchmark.
 
 Every step has one kind of check or none. What is ours: the listeners with the observer that calls them, everything that
-``Detection`` does between and in steps, reductions over the ranks included, and for an audit attaching the observer and
-taking it away again, which in other steps stays where it is. Before the comparison the ranks meet, in steps without
+``StepChecker`` does between and in steps, reductions over the ranks included, and for an audit attaching the observer
+and taking it away again, which in other steps stays where it is. Before the comparison the ranks meet, in steps without
 checks too: else the reduction would be charged with waiting for a slower rank, which the sum of gradients right after
 it would have to do as well.
 """
@@ -36,9 +36,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.detection.checks import Detection
+from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
-from megasdc.train.detection.observe import Observation
+from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
@@ -185,11 +185,11 @@ class OverheadRank:
         }
         return replace(self._config, megasdc=self._config.megasdc.model_copy(update=update))
 
-    def _build(self, config: RunConfig) -> Detection:
+    def _build(self, config: RunConfig) -> StepChecker:
         plan = plan_checks(config, self.engine, self._run.loader.dataset.vocab_size)
         detection = build_detection(config, self._run, self._batches, self._signals, None, plan)
         always_on = config.megasdc.sdc.always_on
-        detection.search = build_search(always_on, detection, self._run, Observation(self.engine, []))
+        detection.search = build_search(always_on, detection, self._run, ObserverSwitch(self.engine, []))
         place, detection.place = detection.place, None  # steps of other kinds move it
         if place is not None:  # in a run it is agreed on with what other hooks agree on in each step
             detection.fields = tuple(one for one in detection.fields if one is not place.completed)
@@ -238,7 +238,7 @@ class OverheadRank:
         plan = plan_checks(config, engine, run.loader.dataset.vocab_size, measure_speed(config, engine), run.host_group)
         writer = MetricsWriter(run.folder) if self.dims.rank == 0 else None
         detection = build_detection(config, run, self._batches, self._signals, None, plan, writer)
-        observation = Observation(engine, watches_of(detection), detection.budget.looks)
+        observation = ObserverSwitch(engine, watches_of(detection), detection.budget.looks)
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
         slices = detection.slices
         assert slices is not None and detection.rows is not None, "the section asks for it"
@@ -315,8 +315,8 @@ class OverheadRank:
         wait_for_device()
         return time.perf_counter() - began
 
-    def _observe(self, detection: Detection) -> PhaseObserver | None:
-        """Attach what this step needs, as ``Observation`` does."""
+    def _observe(self, detection: StepChecker) -> PhaseObserver | None:
+        """Attach what this step needs, as ``ObserverSwitch`` does."""
         step = self.engine.step_number
         wanting = [watch for watch in watches_of(detection) if watch.wanted(step)]
         names = {name for watch in wanting for name in watch.wanted(step)}

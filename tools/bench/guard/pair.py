@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.audit import build_referee
-from megasdc.attached.probe import Batch, Probe, Sent
+from megasdc.attached.probe import Batch, BatchReplayer, Sent
 from megasdc.attached.record import Recorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.replay import Ruling, differences, settle
+from megasdc.sdc.replay import RankVerdict, differences, settle
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
@@ -101,11 +101,11 @@ class Side:
     model: nn.Module
     batch: Batch
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    probe: Probe = field(init=False)
+    probe: BatchReplayer = field(init=False)
 
     def __post_init__(self) -> None:
         recorder = Recorder(self.model, choose_watched(self.model, None), default_algorithm(torch.device("cpu")))
-        self.probe = Probe(self.model, torch.device("cpu"), recorder, 1, lambda: None)
+        self.probe = BatchReplayer(self.model, torch.device("cpu"), recorder, 1, lambda: None)
         self.referee = build_referee(self.model, self.probe, self.rank, None)
         recorder.listener = self.referee.listen
 
@@ -143,7 +143,7 @@ class Judged:
 
     address: Address
     opinion: Opinion
-    rulings: tuple[Ruling, ...]
+    rulings: tuple[RankVerdict, ...]
 
     @property
     def named(self) -> list[int]:

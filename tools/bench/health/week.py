@@ -22,12 +22,12 @@ from megasdc.common.origin import Origin
 from megasdc.ops.devices.readings import COUNTERS, History, Reading
 from megasdc.ops.devices.rules import judge
 from megasdc.ops.health import agent as journal
-from megasdc.ops.health.agent import MAX_LINES_BYTES, Journal
+from megasdc.ops.health.agent import MAX_LINES_BYTES, AgentLog
 from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.health.links.watch import LinkWatch
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import BUCKETS, Identity, RecordReader, RecordWriter, record_path
+from megasdc.ops.health.record import BUCKETS, HeartbeatWriter, Identity, RecordReader, record_path
 from megasdc.ops.health.slow.report import LARGEST_BYTES, SlowReport, Where
 from megasdc.ops.health.slow.stragglers import LONG, Stragglers
 from tools.bench.result import Progress
@@ -122,7 +122,7 @@ def journal_growth(folder: Path, seconds: int) -> Growth:
     devices = [{"name": f"GPU {one} (GPU-{one:032d})", "verdict": "fit", "text": ""} for one in range(RANKS)]
 
     def make() -> Step:
-        written = Journal(health, "node_00000", "run", None)
+        written = AgentLog(health, "node_00000", "run", None)
 
         def second(number: int) -> None:
             clock.now += 1.0
@@ -216,7 +216,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
     identity = Identity("run", 0, 0, 1, 0, 0, 0, "host", 0, 1, 0.0)
 
     def make() -> Step:
-        writer = RecordWriter(records, identity)
+        writer = HeartbeatWriter(records, identity)
         reader, kept = RecordReader(record_path(records, 0)), load_durations(kept_file)
         phases = [one for one in Phase if one is not Phase.DONE]
 

@@ -14,7 +14,7 @@ from megasdc.ops.health.front.clocks import ClockMeasurement, Reading
 RETRY_S = 10.0
 
 
-class FrontLink:
+class CoordinatorClient:
     """Tells the front where this host is, and hears what it decides; connects again where that breaks.
 
     Args:

@@ -54,7 +54,7 @@ class HostState:
     unwatched: bool = False
 
 
-class Standstill:
+class HangMonitor:
     """What the front knows of the hosts of a launch, and what it decides; called from many threads.
 
     Args:
@@ -195,7 +195,7 @@ class Standstill:
                 self._say(f"health: the incident could not be written within {PUBLISH_S:.0f} s")
 
 
-class FrontServer:
+class Coordinator:
     """Listens for agents on one address, until ``close``.
 
     Args:
@@ -211,7 +211,7 @@ class FrontServer:
 
     def __init__(self, launch_id: str, address: str, health: Path, say: Say, alert_command: Sequence[str] = ()) -> None:
         secret = secrets.token_bytes(SECRET_BYTES)
-        self.standstill = Standstill(health, say, alert_command)
+        self.standstill = HangMonitor(health, say, alert_command)
         self._door = Door(address, secret, self._serve, lambda text: say(f"health: {text}"))
         self.front = FrontAddress(launch_id, address, self._door.port, secret.hex())
         self._closed = threading.Event()

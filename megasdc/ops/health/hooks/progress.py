@@ -27,7 +27,7 @@ from megasdc.ops.health.front.clocks import TOLD_S
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_watch import RankWatch
-from megasdc.ops.health.record import Identity, RecordWriter
+from megasdc.ops.health.record import HeartbeatWriter, Identity
 from megasdc.ops.health.record_folder import record_folder, remove_leftovers
 from megasdc.parallel.collectives import gather_objects
 
@@ -182,7 +182,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     return identity, options, front
 
 
-def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
+def _open_record(run: Run, identity: Identity, folder: Path) -> HeartbeatWriter:
     """The record of this rank, once all ranks have theirs.
 
     Raises:
@@ -195,7 +195,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> RecordWriter:
         if identity.local_rank == 0:
             remove_leftovers()
         make_own_folder(folder)
-        record = RecordWriter(folder, identity)
+        record = HeartbeatWriter(folder, identity)
     except (OSError, StorageError) as error:
         problem = f"rank {identity.rank} on {identity.host} cannot write progress records: {error}"
     problems = [one for one in gather_objects(problem, run.host_group) if one]

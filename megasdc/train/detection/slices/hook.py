@@ -29,7 +29,7 @@ from megasdc.sdc.fp64.sums import mean_of
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, Ruling, settle
+from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
@@ -158,7 +158,7 @@ Tell = Callable[[dict[str, str]], None]
 
 
 @dataclass(frozen=True)
-class Claim:
+class UpdateMismatch:
     """What a rank found in the update of another, or of its own where there is one replica.
 
     Args:
@@ -178,7 +178,7 @@ class Claim:
     same_inputs: bool
 
 
-def comparable(claim: Claim | None, checker: int, used: Sequence[int]) -> Claim | None:
+def comparable(claim: UpdateMismatch | None, checker: int, used: Sequence[int]) -> UpdateMismatch | None:
     """The claim of a rank, unless two updates by different settings were compared.
 
     Args:
@@ -381,9 +381,9 @@ class SliceChecks(Hook):
                 *(engine.step_number, place, MISSES),
             )
 
-    def _settle_updates(self, engine: TrainingEngine, claim: Claim | None, checked: Checked) -> bool:
+    def _settle_updates(self, engine: TrainingEngine, claim: UpdateMismatch | None, checked: Checked) -> bool:
         """Rule on updates that differ when computed twice, and put right what can be; whether there was a ruling."""
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         step = engine.step_number
 
         def find(earlier: Collection[int]) -> Settled:
@@ -400,12 +400,12 @@ class SliceChecks(Hook):
             engine.optimizer.update_lp_params()
         return bool(rulings)
 
-    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[Ruling]) -> Settled:
+    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Settled:
         """What was put right is wrong again when it is read."""
         again = [replace(one, verdict=INTERMITTENT, basis=OWN_COPY) if one.rank in failing else one for one in rulings]
         return Settled(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")
 
-    def _claim(self, checked: Checked) -> Claim | None:
+    def _claim(self, checked: Checked) -> UpdateMismatch | None:
         """What differs between an update and this rank's computation of it; None: nothing."""
         if checked.other is None or checked.again is None:
             return None
@@ -419,7 +419,7 @@ class SliceChecks(Hook):
             if len(elements):
                 dims = self._engine.dims
                 owner = self._slices.ranks[(dims.dp_rank - 1) % dims.data]
-                return Claim(owner, row, elements, checksum(got), checksum(expected), same_inputs)
+                return UpdateMismatch(owner, row, elements, checksum(got), checksum(expected), same_inputs)
         return None
 
     # --- rulings ------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ class SliceChecks(Hook):
             within = {who: abs(value - one.exact) <= one.bound for who, value in values.items()}
             basis = REFEREE if any(within.values()) else MEAN
             named = rank if basis == REFEREE or len(group) == 1 else None
-            rulings.append(Ruling(named, INCONCLUSIVE, basis, address, suspects=group if named is None else ()))
+            rulings.append(RankVerdict(named, INCONCLUSIVE, basis, address, suspects=group if named is None else ()))
             told = {who: repr(value) for who, value in values.items()}
             opinions.append(
                 Opinion(address, within, "", one.elements, Outside((0, one.element), one.exact, one.bound, told))
@@ -476,7 +476,7 @@ class SliceChecks(Hook):
         mine = None if one is None else (self._address(step, UPDATE, one.due, one.element, one.row), one.restored)
         found = dict(enumerate(gather_objects(mine, self._host_group)))
         rulings = [
-            Ruling(rank, INTERMITTENT if rank in earlier else NOT_REPRODUCED, OWN_COPY, told[0])
+            RankVerdict(rank, INTERMITTENT if rank in earlier else NOT_REPRODUCED, OWN_COPY, told[0])
             for rank, told in found.items()
             if told is not None
         ]
@@ -484,15 +484,17 @@ class SliceChecks(Hook):
         why = f"the copy of ranks {lost} has changed too, or does not stay" if lost else self._unrepaired
         return Settled(KEPT_STATE, None, tuple(rulings), self._engine.dims.world_size, unrepaired=why)
 
-    def _of_updates(self, step: int, claim: Claim | None, checked: Checked, earlier: Collection[int]) -> Settled:
+    def _of_updates(
+        self, step: int, claim: UpdateMismatch | None, checked: Checked, earlier: Collection[int]
+    ) -> Settled:
         """Two computations of one update that differ: repeats of both, and the referee, tell which is wrong."""
         rank = self._engine.dims.rank
-        claims: Mapping[int, Claim] = {
+        claims: Mapping[int, UpdateMismatch] = {
             checker: one for checker, one in enumerate(gather_objects(claim, self._host_group)) if one is not None
         }
         self._owners = {one.owner for one in claims.values()}
         why = self._unrepaired
-        rulings: list[Ruling] = []
+        rulings: list[RankVerdict] = []
         opinions: list[Opinion] = []
         for checker, one in claims.items():
             address, evidence = None, None
@@ -524,7 +526,7 @@ class SliceChecks(Hook):
         counts = self._engine.dims.world_size
         return Settled(UPDATES, None, tuple(rulings), counts, opinions=tuple(opinions), unrepaired=why)
 
-    def _is_rounding(self, step: int, address: Address, claim: Claim, shown: Sequence[_Shown]) -> bool:
+    def _is_rounding(self, step: int, address: Address, claim: UpdateMismatch, shown: Sequence[_Shown]) -> bool:
         """Whether both results come again each time and are within rounding; from then on such differences are none.
 
         Only where both were computed from the same inputs, bit by bit; settings were compared before.
@@ -574,7 +576,7 @@ class _Shown:
     whole: int
 
 
-def _evidence(update: Update, first: Tensor, claim: Claim, *, alone: bool = False) -> _Shown:
+def _evidence(update: Update, first: Tensor, claim: UpdateMismatch, *, alone: bool = False) -> _Shown:
     """Repeat an update, of which this rank got ``first``, [3, n]; ``alone``: also with elements in other places."""
     pairs = []
     for _ in range(REPEATS):
@@ -593,7 +595,7 @@ def _is_proved(row: Tensor, elements: Tensor, exact: Exact) -> Tensor:
     return is_within(row.cpu()[elements].double(), exact) & exact.bounds.isfinite()
 
 
-def _opinion(address: Address, claim: Claim, shown: Mapping[int, _Shown]) -> Opinion:
+def _opinion(address: Address, claim: UpdateMismatch, shown: Mapping[int, _Shown]) -> Opinion:
     """What the referee says of the owner's elements and the checker's."""
     count = len(claim.elements)
     reference = agreed([one.exact for one in shown.values()])

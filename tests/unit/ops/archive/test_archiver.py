@@ -36,9 +36,9 @@ class Training:
         self.events = EventLog(folder, 0)
         self.run: Any = SimpleNamespace(
             step=0,
-            passed_over=set(),
+            skipped_checkpoint_steps=set(),
             is_last_step=False,
-            is_hurried=False,
+            must_stop_soon=False,
             events=self.events,
             enter=lambda phase: None,
         )
@@ -110,7 +110,7 @@ def test_a_run_that_must_leave_waits_for_nothing(tmp_path: Path) -> None:
     """After a signal or a time limit: nothing has failed, and a later start archives what was left."""
     training = Training(tmp_path)
     training.step(2, save=True)
-    training.run.is_hurried = True
+    training.run.must_stop_soon = True
     assert training.hook._going is not None
     child = training.hook._going.process._process.pid
     training.end()
@@ -137,7 +137,7 @@ def test_a_later_start_archives_what_was_left(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write_checkpoint(tmp_path / "checkpoints", step)
     training = Training(tmp_path)
-    training.run.step, training.run.passed_over = 4, {2}
+    training.run.step, training.run.skipped_checkpoint_steps = 4, {2}
     training.hook.on_start(training.run)
     training.end()
     assert [event["step"] for event in training.told("pushed")] == [4], "6 is later than where the run went on"

@@ -14,8 +14,8 @@ import pytest
 from megasdc.ops.health import agent as background
 from megasdc.ops.health import agent as journal
 from megasdc.ops.health import board
-from megasdc.ops.health.agent import Background, Journal
-from megasdc.ops.health.board import FolderBoard, OwnState
+from megasdc.ops.health.agent import AgentLog, RetryingWorker
+from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def boards(folder: Path, number: int = 2) -> list[FolderBoard]:
+def boards(folder: Path, number: int = 2) -> list[SharedFolderHeartbeat]:
     """Boards of all hosts of a run."""
-    return [FolderBoard(folder, "r", node, number) for node in range(number)]
+    return [SharedFolderHeartbeat(folder, "r", node, number) for node in range(number)]
 
 
 def report(node: int) -> OwnState:
@@ -103,7 +103,7 @@ def test_signs_of_another_start_and_damaged_ones_are_not_read(tmp_path: Path, cl
 def test_a_journal_keeps_lines_that_cannot_be_written(tmp_path: Path, clock: SimpleNamespace) -> None:
     """They follow when the disk has room again; of too many the oldest are dropped, and counted."""
     health = tmp_path / "health"
-    found = Journal(health, "node_00000", "r", "l")
+    found = AgentLog(health, "node_00000", "r", "l")
     for number in range(journal.MAX_WAITING + 7):
         found.write([], note=str(number))
     with pytest.raises(OSError, match="No such file"):
@@ -125,7 +125,7 @@ def test_a_journal_of_a_week_stays_small(
 ) -> None:
     """60,480 lines, one each ten seconds: the file never exceeds its limit by more than a line."""
     monkeypatch.setattr(journal, "MAX_LINES_BYTES", 100_000)
-    found, largest = Journal(tmp_path, "node_00000", "r", "l"), 0
+    found, largest = AgentLog(tmp_path, "node_00000", "r", "l"), 0
     rank: dict[str, Any] = {"rank": 0, "step": 1, "phase": "forward"}
     for _ in range(60_480):
         clock.now += 10
@@ -153,7 +153,7 @@ def test_work_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> No
             called.set()
             release.wait()
 
-    found = Background("disk", [fail, block])
+    found = RetryingWorker("disk", [fail, block])
     assert called.wait(5)
     assert found.problem == "disk is full" and len(rounds) >= 4
     assert not found.close(0.1)
@@ -172,6 +172,6 @@ def test_what_is_done_once_is_tried_until_it_succeeds(monkeypatch: pytest.Monkey
             raise errors.pop()
         done.set()
 
-    found = Background("disk", [])
+    found = RetryingWorker("disk", [])
     found.once(write)
     assert done.wait(5) and found.close(5) and found.problem == ""

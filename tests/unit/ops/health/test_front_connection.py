@@ -21,11 +21,11 @@ from megasdc.common.wire import WireError
 from megasdc.ops.health import agent_process, board
 from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
-from megasdc.ops.health.board import LOST_S, FolderBoard, OwnState
+from megasdc.ops.health.board import LOST_S, OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.front import server as front_server
 from megasdc.ops.health.front.address import FrontAddress, Hello, front_path, take_front
-from megasdc.ops.health.front.link import FrontLink
-from megasdc.ops.health.front.server import FrontServer, Standstill
+from megasdc.ops.health.front.link import CoordinatorClient
+from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.health.phases import Phase
 
 
@@ -36,18 +36,18 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
+def server(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     """A front that waits two seconds for a greeting, and whose command for alerts writes to the file ``alert``."""
     monkeypatch.setattr(wire, "HANDSHAKE_S", 2.0)
     alert = ["dd", f"of={tmp_path / 'alert'}"]
-    found = FrontServer("launch-1", "127.0.0.1", tmp_path / "health", said.append, alert)
+    found = Coordinator("launch-1", "127.0.0.1", tmp_path / "health", said.append, alert)
     yield found
     found.close()
 
 
-def link(server: FrontServer, node: int = 0, run: str = "r", num_nodes: int = 2) -> FrontLink:
+def link(server: Coordinator, node: int = 0, run: str = "r", num_nodes: int = 2) -> CoordinatorClient:
     """Agent of a host."""
-    return FrontLink(server.front, Hello(run, node, f"n{node}", num_nodes))
+    return CoordinatorClient(server.front, Hello(run, node, f"n{node}", num_nodes))
 
 
 def stuck(rank: int, run: str = "r", phase: Phase = Phase.FORWARD) -> OwnState:
@@ -59,7 +59,7 @@ def stuck(rank: int, run: str = "r", phase: Phase = Phase.FORWARD) -> OwnState:
     )
 
 
-def raw_connection(server: FrontServer) -> socket.socket:
+def raw_connection(server: Coordinator) -> socket.socket:
     """A connection of somebody."""
     return socket.create_connection((server.front.address, server.front.port), timeout=5)
 
@@ -72,7 +72,7 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_the_front_decides_when_all_hosts_are_stuck(server: FrontServer, said: list[str], tmp_path: Path) -> None:
+def test_the_front_decides_when_all_hosts_are_stuck(server: Coordinator, said: list[str], tmp_path: Path) -> None:
     """Two stages: the second computes, the first waits for it; both hear with which code and message to leave."""
     first, second = link(server, 0), link(server, 1)
     first.exchange()
@@ -98,7 +98,7 @@ def test_the_front_decides_when_all_hosts_are_stuck(server: FrontServer, said: l
     assert not first.judges, "an agent of the start before is told nothing more"
 
 
-def test_a_host_that_moves_again_is_not_ended(server: FrontServer) -> None:
+def test_a_host_that_moves_again_is_not_ended(server: Coordinator) -> None:
     """It takes back what it has reported before the other host is stuck, too."""
     first, second = link(server, 0), link(server, 1)
     first.own = stuck(0)
@@ -111,7 +111,7 @@ def test_a_host_that_moves_again_is_not_ended(server: FrontServer) -> None:
 
 
 def test_a_host_that_is_silent_is_told_and_named(
-    server: FrontServer, said: list[str], monkeypatch: pytest.MonkeyPatch
+    server: Coordinator, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the other one is stuck, the silent host is the cause, with the exit code of a lost one."""
     first, second = link(server, 0), link(server, 1)
@@ -136,7 +136,7 @@ def test_a_front_that_stood_still_takes_no_host_for_lost(tmp_path: Path, monkeyp
     hosts = [Hello("r", node, f"n{node}", 2) for node in (0, 1)]
     messages: list[dict[str, Any]] = [{"stuck": True, "report": stuck(node).report} for node in (0, 1)]
     for both_speak in (True, False):
-        front = Standstill(tmp_path, lambda text: None)
+        front = HangMonitor(tmp_path, lambda text: None)
         for hello in hosts:
             front.greet(hello)
             front.hear(hello, {})
@@ -155,7 +155,7 @@ def test_a_front_that_stood_still_takes_no_host_for_lost(tmp_path: Path, monkeyp
 
 
 def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(
-    server: FrontServer, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Coordinator, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first rank tells front and folder so; when the other host is stuck, nobody is named, and it is not known."""
     run, records = tmp_path / "run", tmp_path / "records"
@@ -171,7 +171,7 @@ def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(
     agent = AgentProcess(options, server.front, "r")
     agent.look()
     assert [name for name, _ in agent.news] == ["unwatched"] and "n1: its agent has ended 1 times" in said[0]
-    folder_board = FolderBoard(run / "health", "r", 0, 2)
+    folder_board = SharedFolderHeartbeat(run / "health", "r", 0, 2)
     folder_board.exchange()
     for _ in range(5):
         time.sleep(0.1)
@@ -185,9 +185,9 @@ def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(
     agent.close()
 
 
-def test_a_wrong_secret_is_refused_on_both_sides(server: FrontServer, said: list[str]) -> None:
+def test_a_wrong_secret_is_refused_on_both_sides(server: Coordinator, said: list[str]) -> None:
     """The front tells it once; an agent does not believe a front without the secret, and tries again later."""
-    stranger = FrontLink(replace(server.front, secret="00" * 32), Hello("r", 0, "n0", 1))
+    stranger = CoordinatorClient(replace(server.front, secret="00" * 32), Hello("r", 0, "n0", 1))
     with pytest.raises(OSError, match=r"closed|reset"):
         stranger.exchange()
     stranger.exchange()
@@ -201,7 +201,7 @@ def test_a_false_front_is_not_believed() -> None:
     """Who answers with a proof of another secret has no influence on an agent."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         front = FrontAddress("launch-1", "127.0.0.1", listening.getsockname()[1], "11" * 32)
-        agent = FrontLink(front, Hello("r", 0, "n0", 1))
+        agent = CoordinatorClient(front, Hello("r", 0, "n0", 1))
 
         def answer() -> None:
             connection, _ = listening.accept()
@@ -227,7 +227,7 @@ def test_a_false_front_is_not_believed() -> None:
     [b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000 + b"\n", b"\xff\x00\n", b"x" * 10_000, b'{"number": 7}\n', b"", b'{"numb'],
     ids=["http", "nested", "bytes", "no line", "wrong type", "closed", "silent"],
 )
-def test_garbage_on_the_port_changes_nothing(server: FrontServer, said: list[str], garbage: bytes) -> None:
+def test_garbage_on_the_port_changes_nothing(server: Coordinator, said: list[str], garbage: bytes) -> None:
     """It is refused and told, and agents are served beside it and after it."""
     with raw_connection(server) as connection:
         connection.sendall(garbage)
@@ -258,7 +258,7 @@ while True:
 
 
 @pytest.mark.parametrize("strangers", [64, 200])
-def test_slow_strangers_do_not_lock_agents_out(server: FrontServer, said: list[str], strangers: int) -> None:
+def test_slow_strangers_do_not_lock_agents_out(server: Coordinator, said: list[str], strangers: int) -> None:
     """As many as are allowed at a time, or more, each byte of theirs in time: an agent is served at once."""
     command = [sys.executable, "-c", SLOW, str(server.front.port), str(strangers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker:
@@ -271,7 +271,7 @@ def test_slow_strangers_do_not_lock_agents_out(server: FrontServer, said: list[s
     assert len(said) == 1 and said[0].startswith("health: refused a connection from 127.0.0.1: ")
 
 
-def test_a_stranger_has_one_deadline_for_all_that_it_sends(server: FrontServer, said: list[str]) -> None:
+def test_a_stranger_has_one_deadline_for_all_that_it_sends(server: Coordinator, said: list[str]) -> None:
     """A byte now and then does not prolong it."""
     command = [sys.executable, "-c", SLOW, str(server.front.port), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as attacker:
@@ -280,7 +280,7 @@ def test_a_stranger_has_one_deadline_for_all_that_it_sends(server: FrontServer, 
     assert "not done within 2 s" in said[0]
 
 
-def test_a_report_that_is_no_report_is_told_and_left_out(server: FrontServer, said: list[str]) -> None:
+def test_a_report_that_is_no_report_is_told_and_left_out(server: Coordinator, said: list[str]) -> None:
     """An agent that knows the secret and sends nonsense: the front judges by the reports that it can read."""
     agent = link(server, num_nodes=1)
     agent.own = OwnState({"run": "r", "states": [{"rank": "x"}], "stacks": {}, "devices": {}, "addresses": []})
@@ -294,7 +294,7 @@ def test_a_report_that_is_no_report_is_told_and_left_out(server: FrontServer, sa
     assert other.leave is not None, "the other host's is enough"
 
 
-def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server: FrontServer) -> None:
+def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server: Coordinator) -> None:
     """Of another launch, damaged, or absent: there is no front."""
     content = json.dumps(vars(server.front))
     for text, launch_id, expected in (

@@ -18,9 +18,9 @@ from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import (
     BUCKETS,
     FIRST_BUCKET_S,
+    HeartbeatWriter,
     Identity,
     RecordReader,
-    RecordWriter,
     bucket_limit_s,
     bucket_of,
     record_path,
@@ -34,7 +34,7 @@ def identity(rank: int = 0, host: str = "n0") -> Identity:
 
 def write_until_killed(folder: Path) -> None:
     """Change phases as fast as possible; step, micro-batch and phase of a line belong together."""
-    writer = RecordWriter(folder, identity())
+    writer = HeartbeatWriter(folder, identity())
     number = 0
     while True:
         number += 1
@@ -67,7 +67,7 @@ def test_a_record_is_never_torn_and_outlives_a_killed_writer(tmp_path: Path) -> 
 
 def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
     """What the rank writes the agent reads, and the other way round."""
-    writer = RecordWriter(tmp_path, identity(3))
+    writer = HeartbeatWriter(tmp_path, identity(3))
     reader = RecordReader(record_path(tmp_path, 3))
     assert reader.identity == identity(3)
     assert reader.read().number == 0 and not writer.must_leave
@@ -92,7 +92,7 @@ def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
 
 def test_each_duration_is_counted_once(tmp_path: Path) -> None:
     """None is lost; that of the running phase is not known yet; a full count stays."""
-    writer = RecordWriter(tmp_path, identity(3))
+    writer = HeartbeatWriter(tmp_path, identity(3))
     reader = RecordReader(record_path(tmp_path, 3))
     passes = (Phase.FORWARD, Phase.SEND_ACTIVATION, Phase.RECEIVE_GRADIENT, Phase.BACKWARD)
     for micro_batch in range(5):
@@ -116,7 +116,7 @@ def test_each_duration_is_counted_once(tmp_path: Path) -> None:
 
 def test_a_phase_that_was_taken_for_stuck_is_not_counted(tmp_path: Path) -> None:
     """Else the next standstill would be noticed ten times later; those before and after it count."""
-    writer = RecordWriter(tmp_path, identity(3))
+    writer = HeartbeatWriter(tmp_path, identity(3))
     reader = RecordReader(record_path(tmp_path, 3))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         writer.enter(phase, 1)
@@ -141,7 +141,7 @@ def test_buckets_grow_by_the_root_of_two() -> None:
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     """A truncated file, one without identity, one whose lines are damaged, an identity that does not fit."""
-    RecordWriter(tmp_path, identity()).close()
+    HeartbeatWriter(tmp_path, identity()).close()
     path = record_path(tmp_path, 0)
     whole = path.read_bytes()
     path.write_bytes(whole[:1000])
@@ -156,12 +156,12 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="damaged"):
         RecordReader(path).read()
     with pytest.raises(StorageError, match="1024 fit"):
-        RecordWriter(tmp_path, identity(host="x" * 2000))
+        HeartbeatWriter(tmp_path, identity(host="x" * 2000))
 
 
 def test_a_record_that_is_cut_off_while_it_is_read_is_told(tmp_path: Path) -> None:
     """The agent sees an error, and goes on: nothing kills it."""
-    writer, path = RecordWriter(tmp_path, identity()), record_path(tmp_path, 0)
+    writer, path = HeartbeatWriter(tmp_path, identity()), record_path(tmp_path, 0)
     reader = RecordReader(path)
     writer.enter(Phase.FORWARD, 5)
     writer.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megasdc.ops.health.blame import Blame, find_blame
+from megasdc.ops.health.blame import HangCause, find_blame
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import GroupState, RankState
 
@@ -53,7 +53,7 @@ def drill() -> dict[int, RankState]:
     return {rank: rank_of(rank, WAITS) for rank in ALL} | {3: rank_of(3, ABSENT, SUM)}
 
 
-def blame_of(states: Mapping[int, RankState], without: tuple[int, ...] = ()) -> Blame:
+def blame_of(states: Mapping[int, RankState], without: tuple[int, ...] = ()) -> HangCause:
     """Who is named, where nothing is known of some."""
     return find_blame([one for rank, one in sorted(states.items()) if rank not in without])
 

@@ -11,25 +11,25 @@ import pytest
 
 from megasdc.common.process_state import started_at
 from megasdc.ops.health import board, watched
-from megasdc.ops.health.board import FolderBoard, OwnState
+from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.limits import Limits
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import Identity, RecordWriter
+from megasdc.ops.health.record import HeartbeatWriter, Identity
 from megasdc.ops.health.watched import WatchedRanks
 
 SHORT = Limits(0.2, 0.2, 1.0, {})
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> RecordWriter:
+def record(tmp_path: Path) -> HeartbeatWriter:
     """Record of a rank, in this process, that is in its forward pass and gives no answers."""
     own = Identity("run", 0, 0, 1, 0, 0, 0, "n0", 0, os.getpid(), started_at(os.getpid()))
-    writer = RecordWriter(tmp_path, own)
+    writer = HeartbeatWriter(tmp_path, own)
     writer.enter(Phase.FORWARD, 9, 0)
     return writer
 
 
-def test_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path, record: RecordWriter) -> None:
+def test_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path, record: HeartbeatWriter) -> None:
     """A rank that is stuck by the clock is not, until its limit has passed once more."""
     ranks = WatchedRanks(tmp_path, [0])
     time.sleep(0.3)
@@ -41,7 +41,7 @@ def test_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path, recor
 
 
 def test_a_rank_that_moves_while_it_is_asked_is_not_reported(
-    tmp_path: Path, record: RecordWriter, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: HeartbeatWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was slow; one that does not move is reported, with the phase in which it is."""
     monkeypatch.setattr(watched, "ANSWER_S", 0.5)
@@ -57,7 +57,7 @@ def test_a_rank_that_moves_while_it_is_asked_is_not_reported(
 def test_other_hosts_are_not_read_while_the_front_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their signs are looked at again once it does no more."""
     monkeypatch.setattr(board, "SIGN_S", 0.0)
-    first, second = (FolderBoard(tmp_path, "r", node, 2) for node in range(2))
+    first, second = (SharedFolderHeartbeat(tmp_path, "r", node, 2) for node in range(2))
     second.exchange()
     first.is_read = False
     first.exchange()

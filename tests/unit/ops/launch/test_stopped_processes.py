@@ -44,7 +44,7 @@ from megasdc.ops.launch.remote import Transport
 from megasdc.ops.launch.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
 from megasdc.ops.supervise import engine as engine_module
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.history import Process
 
 PATIENT = "import time; time.sleep(60)"
@@ -123,7 +123,7 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
     """It counted as one that runs, for ever."""
     monkeypatch.setattr(engine_module, "STOPPED_S", 0.05)
     nothing: Any = None
-    engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
+    engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
     with stopped() as process:
         ticks = start_ticks(process.pid)
         assert ticks is not None
@@ -140,7 +140,7 @@ def test_a_front_that_waits_for_a_disk_has_a_limit(
     monkeypatch.setattr(engine_module, "DISK_S", 0.2)
     nothing: Any = None
     for kills in (True, False):
-        engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
+        engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
         with waits_for_a_disk(tmp_path) as process, monkeypatch.context() as patch:
             ticks = start_ticks(process.pid)
             assert ticks is not None and engine.lives(Process(process.pid, ticks)), "not before its time"

@@ -11,12 +11,12 @@ from megasdc.config import TraceSection
 from megasdc.ops.golden.cells import RankReport
 from megasdc.ops.golden.result import judge_reports
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.replay import INCONCLUSIVE
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import (
     AFFECTED,
     DIVERGENT,
     HEALTHY,
-    INCONCLUSIVE,
     NOT_COMPARABLE,
     Finding,
     find,

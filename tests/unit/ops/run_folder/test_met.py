@@ -16,7 +16,7 @@ from megasdc.ops.launch.verdict import SHOWN, Met, lines_of, read_met
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.summary import render, summarize
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
 from megasdc.ops.supervise.met import all_met, by_entry, name_of, of_journal
 from megasdc.ops.top.screen import Screen
@@ -112,7 +112,7 @@ def test_decisions_alert_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"import sys; open({str(got)!r}, 'a').write(sys.stdin.read())"]
     (tmp_path / FOLDER).mkdir()
     nothing: object = None
-    engine = FrontEngine(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {}, command)  # type: ignore[arg-type]
+    engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {}, command)  # type: ignore[arg-type]
     some = [Met(1, 5, "", "replaced", "n2: lost", ("n2",))]
     assert engine.alert("decision_0001_a", []) == "" and not got.exists()
     assert engine.alert("decision_0001_b", some) == "" == engine.alert("decision_0001_b", some)

@@ -25,7 +25,7 @@ from megasdc.common.errors import (
     PeerError,
 )
 from megasdc.common.origin import Origin
-from megasdc.common.run_lock import HeldFolders, Holder, take
+from megasdc.common.run_lock import Holder, LockedFolders, take
 from megasdc.events import EventLog, read_events
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
 from megasdc.ops.run_folder.record import load_run
@@ -88,7 +88,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 def _fails(folder: Path, error: MegasdcError, monkeypatch: pytest.MonkeyPatch, rank: int = 0, began: float = 0) -> None:
     monkeypatch.setenv("RANK", str(rank))
-    tell_failure(folder, error.exit_code, error, began, HeldFolders())
+    tell_failure(folder, error.exit_code, error, began, LockedFolders())
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, NonFiniteError, HangError, PeerError])
@@ -279,7 +279,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, m
     assert (found.steps, found.planned_steps, found.finished, found.first_loss) == (0, None, False, None)
     said = render(found)
     assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
-    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, HeldFolders())
+    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, LockedFolders())
     assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
 
 

@@ -22,7 +22,7 @@ from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import front
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.diagnosis import diagnose
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.journal import FOLDER
@@ -43,7 +43,7 @@ def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> 
     (tmp_path / FOLDER).mkdir()
     attempt = Attempt(1, {"localhost": 1}, "20270115-first", time.time())
     request = LaunchRequest(tmp_path / "absent.json")
-    engine = FrontEngine(tmp_path, 5, [], 1, request, Here("hosts", attempt.slots), {})
+    engine = LaunchBackend(tmp_path, 5, [], 1, request, Here("hosts", attempt.slots), {})
     process = engine.start(attempt, lambda: None)
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     engine.stop(process)
@@ -58,7 +58,7 @@ def test_a_front_that_is_stopped_while_it_is_loaded_tells_so(tmp_path: Path) -> 
 def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int, steps: int) -> None:
     """Nobody has asked the supervisor: the run is started again, and it counts as no failure; also a program's."""
     attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
-    engine = FrontEngine(tmp_path, steps, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
+    engine = LaunchBackend(tmp_path, steps, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
     path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(code, None, None, ["stopped"], stopped_by=signal.SIGHUP))))
@@ -73,7 +73,7 @@ def test_a_start_that_all_ranks_leave_is_no_failure(
 ) -> None:
     """By a signal that was not the supervisor's: no rank has come so far as to write an event of it."""
     attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
-    engine = FrontEngine(tmp_path, 5, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
+    engine = LaunchBackend(tmp_path, 5, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, attempt.launch_id)
     for rank, end in enumerate(ends):
         write_done(tmp_path, rank, 0, end=end)

@@ -23,12 +23,12 @@ from megasdc.ops.health import agent as background
 from megasdc.ops.health.agent import Agent, AgentOptions
 from megasdc.ops.health.incident import INCIDENT_FOLDER
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import Identity, RecordWriter
+from megasdc.ops.health.record import HeartbeatWriter, Identity
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import front
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.diagnosis import Back, diagnose
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.diagnosis import RewindTarget, diagnose
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.history import Attempt, History
@@ -97,14 +97,14 @@ def second(tmp_path: Path) -> Attempt:
     return Attempt(2, {"n0": 1, "n1": 1, "n2": 1}, SECOND, NOW)
 
 
-def engine(folder: Path, attempt: Attempt, code: int) -> FrontEngine:
+def engine(folder: Path, attempt: Attempt, code: int) -> LaunchBackend:
     """Of a run of 30 steps, whose attempt has ended with a code."""
     (folder / "run" / FOLDER).mkdir(parents=True, exist_ok=True)
     result = FrontResult(code, None, None, [f"ended with {code}"])
     front.file_of(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
         json.dumps(asdict(result))
     )
-    return FrontEngine(folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
+    return LaunchBackend(folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
@@ -146,7 +146,7 @@ def test_own_evidence_is_found(tmp_path: Path, second: Attempt, offset_s: float)
     found = engine(tmp_path, second, 73).evidence(second, {})
     assert found.corruption is not None and found.corruption.step == 9
     assert found.hang is not None and found.left_out == ["n1"] and found.host_of_rank == ("n0", "n2")
-    assert found.back == Back(0, (0, 40))
+    assert found.back == RewindTarget(0, (0, 40))
     assert found.trained is not None and (found.trained.resumed, found.trained.last) == (4, 9)
     assert diagnose(found).hosts == ("n1", "n0")
 
@@ -183,7 +183,7 @@ def watched(run: Path, records: Path, attempt: Attempt, step: int, start: str) -
     """What the agent of the first host writes of a rank that was in a step when its process ended."""
     records.mkdir()
     of_rank = Identity(f"{start}.{secrets.token_hex(16)}", 0, 0, 2, 0, 0, 0, "n0", 0, os.getpid(), 0.0)
-    with closing(RecordWriter(records, of_rank)) as record:
+    with closing(HeartbeatWriter(records, of_rank)) as record:
         record.enter(Phase.FORWARD, step, 0)
     options = AgentOptions(records, run, 0, (0,), attempt.hosts, 60.0, 60.0, 10.0, (), attempt.launch_id)
     Agent(options, None).run()

@@ -15,7 +15,7 @@ from megasdc.checkpoint.marks import mark_verified
 from megasdc.checkpoint.places import Place
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
-from megasdc.ops.supervise.diagnosis import Back, Evidence, diagnose
+from megasdc.ops.supervise.diagnosis import Evidence, RewindTarget, diagnose
 from megasdc.ops.supervise.engine import find_back, overrides_of
 from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import Entry
@@ -41,9 +41,9 @@ def test_before_the_first_of_the_last_skipped_steps(run_dir: Path) -> None:
         skip(log, 7, 15, 16)
         since = time.time()
         skip(log, 17, 18)
-    assert find_back(run_dir, Launch("x", since), 1) == Back(14, (56, 72))
-    assert find_back(run_dir, Launch("x", since), 4) == Back(10, (40, 72))
-    assert find_back(run_dir, Launch("x", since), 100) == Back(0, (0, 72)), "it begins anew"
+    assert find_back(run_dir, Launch("x", since), 1) == RewindTarget(14, (56, 72))
+    assert find_back(run_dir, Launch("x", since), 4) == RewindTarget(10, (40, 72))
+    assert find_back(run_dir, Launch("x", since), 100) == RewindTarget(0, (0, 72)), "it begins anew"
     assert find_back(run_dir, Launch("x", since), 0) is None, "it was not asked for"
     assert find_back(run_dir, Launch("x", time.time() + 1), 1) is None, "it was another attempt's"
     assert find_back(run_dir / "absent", Launch("x", since), 1) is None
@@ -61,16 +61,16 @@ def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> 
             "it has not gone on from a checkpoint: the next start does"
         )
         log.emit("resume", "checkpoint", step=16)
-        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(8)
+        assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(8)
         log.emit("resume", "other_layout", step=12)
-        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(8)
+        assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(8)
         log.emit("resume", "other_layout", step=8)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried with fewer hosts"
         log.emit("resume", "memory", step=8)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried"
         log.emit("resume", "checkpoint", step=12)
         mark_verified(folder, 4, 5, Place(0, "n", {"n": [0]}, [0], "x"))
-        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(4), "no audit has agreed after a newer one"
+        assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(4), "no audit has agreed after a newer one"
         (run_dir / "resolved.json").write_text("[" * 100_000)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "a damaged file says nothing"
     (run_dir / "resolved.json").unlink()
@@ -81,7 +81,7 @@ def test_before_a_checkpoint_that_could_not_be_loaded(run_dir: Path) -> None:
     """Whether data may be skipped or not; none are."""
     with closing(EventLog(run_dir, 0)) as log:
         log.emit("resume", "not_loaded", step=12)
-    assert find_back(run_dir, Launch("x", 0.0), 0) == find_back(run_dir, Launch("x", 0.0), 5) == Back(11)
+    assert find_back(run_dir, Launch("x", 0.0), 0) == find_back(run_dir, Launch("x", 0.0), 5) == RewindTarget(11)
     assert find_back(run_dir, Launch("x", time.time() + 1), 0) is None
 
 
@@ -89,11 +89,13 @@ def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None
     """As long as the first one is among them; a run that has saved more, and deleted that, is not begun anew."""
     with closing(EventLog(run_dir, 0)) as log:
         log.emit("resume", "none_usable", steps=[5])
-        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(0), "the run was killed before it could report that save"
+        assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(0), (
+            "the run was killed before it could report that save"
+        )
         for step in (5, 10):
             log.emit("save", "checkpoint", step=step)
         log.emit("resume", "none_usable", steps=[5, 10])
-        assert find_back(run_dir, Launch("x", 0.0), 0) == Back(0)
+        assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(0)
         assert find_back(run_dir, Launch("x", time.time() + 1), 0) is None, "it was another attempt's"
         log.emit("resume", "none_usable", steps=[10, 15])
     assert find_back(run_dir, Launch("x", 0.0), 0) is None
@@ -101,8 +103,10 @@ def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None
 
 def test_only_what_going_back_may_help_has_a_place_to_go_back_to() -> None:
     """NaN and Inf, and checkpoints; not a rank that failed in the same attempt."""
-    kinds = {code: diagnose(Evidence(code, 0, "a", ["it"], ["a"], back=Back(4))).back for code in (72, 74, 1, 77)}
-    assert kinds == {72: Back(4), 74: Back(4), 1: None, 77: None}
+    kinds = {
+        code: diagnose(Evidence(code, 0, "a", ["it"], ["a"], back=RewindTarget(4))).back for code in (72, 74, 1, 77)
+    }
+    assert kinds == {72: RewindTarget(4), 74: RewindTarget(4), 1: None, 77: None}
 
 
 def entry(kind: str, **fields: Any) -> Entry:
@@ -127,7 +131,7 @@ def test_attempts_go_back_until_one_has_gone_on_from_there() -> None:
 
     assert attempt({"resumed": 0}) == (None, ())
     decided({"at_most": 4, "skip": [16, 32]})
-    assert history.decision is not None and history.decision.back == Back(4, (16, 32))
+    assert history.decision is not None and history.decision.back == RewindTarget(4, (16, 32))
     assert attempt(None) == (4, ((16, 32),)), "it ended before its first step"
     assert attempt({"resumed": 4}) == (4, ((16, 32),))
     decided({"at_most": 2, "skip": None})

@@ -11,7 +11,7 @@ from megasdc.ops.supervise.command import _open
 from megasdc.ops.supervise.goodput import PARTS, Goodput, goodput
 from megasdc.ops.supervise.history import History
 from megasdc.ops.supervise.journal import Entry, Journal
-from megasdc.ops.supervise.trained import Trained
+from megasdc.ops.supervise.trained import AttemptProgress
 
 
 def entries(*turns: tuple[str, float, dict[str, Any]]) -> list[Entry]:
@@ -95,7 +95,7 @@ def test_every_second_is_in_one_part() -> None:
 def test_a_run_that_goes_on_is_counted_until_now() -> None:
     """Since the last line it is productive so far, which is said; a silent one is stalled; then it is being decided."""
     running = entries(("opened", 0.0, {}), planned(1, 10.0))
-    trained = Trained(0, 15.0, 10, 25.0, line_s=1.0)
+    trained = AttemptProgress(0, 15.0, 10, 25.0, line_s=1.0)
     found = goodput(running, 30.0, trained)
     assert parts(found, 20.0) == {"productive": 15.0, "starting": 5.0}
     assert found is not None and found.unreported_s == 5.0 and "(5.0 s of the productive ones are not" in str(found)
@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_is_counted_until_now() -> None:
     silent = goodput(running, 146.0, trained)
     assert parts(silent, 136.0) == {"productive": 10.0, "stalled": 121.0, "starting": 5.0}
     assert silent is not None and silent.unreported_s == 0.0
-    slow = Trained(0, 15.0, 10, 25.0, line_s=100.0)
+    slow = AttemptProgress(0, 15.0, 10, 25.0, line_s=100.0)
     assert parts(goodput(running, 525.0, slow), 515.0) == {"productive": 510.0, "starting": 5.0}
     assert parts(goodput(running, 30.0), 20.0) == {"starting": 20.0}
     failed = [*running, *entries(ended(30.0, "hang", 0, 15.0, 10, 25.0))]
@@ -142,7 +142,7 @@ def test_time_without_a_supervisor_is_idle_but_while_the_attempt_ran() -> None:
 
 def test_an_attempt_that_has_ended_unseen_is_idle_until_now() -> None:
     """No supervisor has noted the end of its front."""
-    trained = Trained(0, 10.0, 40, 90.0)
+    trained = AttemptProgress(0, 10.0, 40, 90.0)
     found = parts(goodput(entries(planned(1, 0.0)), 500.0, trained, {1: 100.0}), 500.0)
     assert found == {"productive": 80.0, "starting": 10.0, "detecting": 10.0, "idle": 400.0}
 

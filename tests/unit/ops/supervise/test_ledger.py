@@ -16,14 +16,14 @@ from megasdc.ops.supervise import ledger as ledger_module
 from megasdc.ops.supervise.command import _suspect
 from megasdc.ops.supervise.history import HOSTS, History
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import DAY_S, Ledger, Use, judge
+from megasdc.ops.supervise.ledger import DAY_S, HostReliabilityLog, HostUsage, judge
 
 NOW = 100 * DAY_S
 
 
-def use(number: int, *hosts: str, hours: float = 1.0, failed: str | None = None, time: float = NOW) -> Use:
+def use(number: int, *hosts: str, hours: float = 1.0, failed: str | None = None, time: float = NOW) -> HostUsage:
     """An attempt."""
-    return Use(str(number), time, hours, hosts, failed, "it failed" if failed else "")
+    return HostUsage(str(number), time, hours, hosts, failed, "it failed" if failed else "")
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_few_hosts_that_fail_often_are_suspect_and_others_are_not() -> None:
 
 def test_several_supervisors_write_each_line_once(tmp_path: Path) -> None:
     """Also a supervisor that says the same again, and after one was killed within a line."""
-    ledger = Ledger(tmp_path / "folder" / "ledger.jsonl")
+    ledger = HostReliabilityLog(tmp_path / "folder" / "ledger.jsonl")
     ledger.add(use(0, "a"))
     with open(ledger.path, "a") as file:
         file.write('{"key": "torn')
 
     def write(first: int) -> None:
         for number in range(first, first + 20):
-            Ledger(ledger.path).add(use(number, "a", "b", failed="b"))
+            HostReliabilityLog(ledger.path).add(use(number, "a", "b", failed="b"))
 
     threads = [threading.Thread(target=write, args=(first,)) for first in (1, 11, 21)]
     for thread in threads:
@@ -82,10 +82,10 @@ def test_several_supervisors_write_each_line_once(tmp_path: Path) -> None:
         ledger.read()
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
-        Ledger(tmp_path / "file" / "ledger.jsonl").add(use(1, "a"))
+        HostReliabilityLog(tmp_path / "file" / "ledger.jsonl").add(use(1, "a"))
 
 
-def suspected(tmp_path: Path, ledger: Ledger, num_hosts: int) -> list[str]:
+def suspected(tmp_path: Path, ledger: HostReliabilityLog, num_hosts: int) -> list[str]:
     """Hosts that a new run on so many of the hosts a, b, c does not use at first."""
     with Journal(tmp_path / str(num_hosts), print) as journal:
         journal.write(HOSTS, slots={"a": 1, "b": 1, "c": 1}, num_hosts=num_hosts)
@@ -98,7 +98,7 @@ def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(
 ) -> None:
     """What the other was told is added once the file is free."""
     monkeypatch.setattr(ledger_module, "LOCK_S", 0.1)
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     with open_lock_file(tmp_path / ".ledger.jsonl.lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert ledger.add(use(1, "a")) == 1
@@ -108,7 +108,7 @@ def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(
 
 def test_suspects_wait_for_a_test_as_far_as_there_are_others(tmp_path: Path) -> None:
     """The worst first, and never so many that the run lacks hosts."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     assert suspected(tmp_path / "empty", ledger, 1) == []
     others = [f"h{number}" for number in range(40)]
     for number in range(24):
@@ -120,7 +120,7 @@ def test_suspects_wait_for_a_test_as_far_as_there_are_others(tmp_path: Path) -> 
 
 def test_the_ledger_of_another_cluster_is_refused(tmp_path: Path) -> None:
     """It would say nothing of these hosts."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     ledger.add(use(1, "x1", "x2"))
     with pytest.raises(LaunchError, match="knows none of the hosts a, b, c, but x1 and others"):
         suspected(tmp_path, ledger, 2)

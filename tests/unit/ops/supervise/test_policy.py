@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megasdc.ops.supervise import policy
-from megasdc.ops.supervise.diagnosis import KINDS, Back, Diagnosis
+from megasdc.ops.supervise.diagnosis import KINDS, Diagnosis, RewindTarget
 from megasdc.ops.supervise.policy import RULES, Action, Decision, Failure, Limits, decide
 
 LIMITS = Limits()
@@ -200,7 +200,7 @@ def test_pauses_double_until_there_is_progress() -> None:
 def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
     """Not the first time; so often and no more, and not because of something else."""
     found = failure(kind)
-    back = Back(4, (16, 32))
+    back = RewindTarget(4, (16, 32))
     again = replace(found, diagnosis=replace(found.diagnosis, back=back))
     assert decided(again).action is AGAIN
     decision = decided(found, again)
@@ -215,10 +215,10 @@ def test_a_run_goes_back_where_it_knows_where_to(kind: str) -> None:
 def test_going_back_comes_before_the_limit_of_the_same_step() -> None:
     """Where no checkpoint counts after wrong results, attempts end at their step, and blame no host."""
     corrupt, found = failure("corrupt_one_of", "a", "b"), failure("checkpoint", used=("c", "d"))
-    begin = replace(found, diagnosis=replace(found.diagnosis, back=Back(0)))
+    begin = replace(found, diagnosis=replace(found.diagnosis, back=RewindTarget(0)))
     assert decided(corrupt, begin).action is AGAIN
     decision = decided(corrupt, begin, begin)
-    assert (decision.action, decision.back) == (Action.BACK, Back(0))
+    assert (decision.action, decision.back) == (Action.BACK, RewindTarget(0))
 
 
 def test_what_was_preempted_counts_for_no_limit() -> None:

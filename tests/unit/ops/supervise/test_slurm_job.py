@@ -16,7 +16,7 @@ from megasdc.ops.launch.command import parse_launcher_args
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import front
 from megasdc.ops.supervise.diagnosis import diagnose
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.journal import FOLDER
@@ -215,7 +215,7 @@ def test_a_cancelled_step_is_told_from_one_that_lost_a_node(programs: Programs) 
 def test_a_rank_that_slurm_says_was_out_of_memory_was(programs: Programs, tmp_path: Path, tasks: str) -> None:
     """Its front sees only that it was killed: the cause is no host, and not that of another rank that failed."""
     said = f"srun: error: node2: {tasks}: Out Of Memory\n"
-    engine = FrontEngine(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), SlurmJob(ENVIRON), {})
+    engine = LaunchBackend(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), SlurmJob(ENVIRON), {})
     (folder := tmp_path / "run" / FOLDER).mkdir(parents=True)
     ended = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-26T04:00:00 ***"  # by the front, after it
     front.file_of(folder, 1, "launch", "log").write_text(f"step 5\n{said}{ended}\n")
@@ -234,7 +234,7 @@ def test_a_rank_that_slurm_says_was_out_of_memory_was(programs: Programs, tmp_pa
 def test_an_attempt_that_ended_from_outside_is_known(programs: Programs, tmp_path: Path) -> None:
     """With its job, or while that is about to end; that of this job is not."""
     job = SlurmJob(ENVIRON)
-    engine = FrontEngine(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), job, {})
+    engine = LaunchBackend(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), job, {})
     assert engine.evidence(attempt("6.0", node1=1), {}).interrupted == "its job has ended"
     assert not engine.evidence(attempt(node1=1), {}).interrupted
     job.is_ending = True

@@ -14,7 +14,7 @@ from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise.command import _allocation, supervise_run
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE, Journal
-from megasdc.ops.supervise.ledger import Ledger, Use
+from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 TWO = "a slots=1\nb slots=1\n"
 
@@ -100,8 +100,8 @@ def test_a_journal_of_another_run(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_a_ledger_of_another_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """It knows none of the hosts."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    ledger.add(Use("1", 1.0, 1.0, ("x",)))
+    ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
+    ledger.add(HostUsage("1", 1.0, 1.0, ("x",)))
     code, text = supervise(capsys, tmp_path, config_of(tmp_path, num_hosts=1, ledger=str(ledger.path)))
     assert code == 78 and "knows none of the hosts a, b" in text and "name another file in" in text
 

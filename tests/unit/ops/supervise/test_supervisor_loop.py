@@ -31,11 +31,11 @@ from megasdc.ops.supervise.front import file_of
 from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
 from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import Entry, Journal
-from megasdc.ops.supervise.ledger import Ledger
+from megasdc.ops.supervise.ledger import HostReliabilityLog
 from megasdc.ops.supervise.policy import Limits, may_return
 from megasdc.ops.supervise.salvage import complete
 from megasdc.ops.supervise.supervise import Supervisor
-from megasdc.ops.supervise.trained import Trained
+from megasdc.ops.supervise.trained import AttemptProgress
 
 STEPS = 50
 LIMITS = Limits(pause_s=0.01, returns=0)
@@ -232,7 +232,7 @@ def supervise(
     on_write: Callable[[Journal, bool], None] | None = None,
     tests: SmallTests | None = None,
     limits: Limits = LIMITS,
-    ledger: Ledger | None = None,
+    ledger: HostReliabilityLog | None = None,
     allocation: Allocation | None = None,
     sizes: Sequence[int] = (2,),
     say: Callable[[str], None] = lambda line: None,
@@ -582,7 +582,7 @@ def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
 
 def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
     """Each attempt and each test once, with the host that was the cause, if one was."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     engine = SmallProcesses(tmp_path, [(78, None, ("b",), 1), (1, None, (), 2), (0, None, (), STEPS)])
     tests = SmallTests({"b": [73]})
     limits = Limits(pause_s=0.01, returns=1)
@@ -714,7 +714,7 @@ def test_a_run_whose_folder_is_full_again_and_again_ends(tmp_path: Path) -> None
 
     class Full(SmallProcesses):
         def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
-            trained = Trained(min(attempt.number, 2) * 10, 0.0, 40, 1.0)
+            trained = AttemptProgress(min(attempt.number, 2) * 10, 0.0, 40, 1.0)
             return replace(super().evidence(attempt, waiting, stops), without_room=True, trained=trained)
 
     engine = Full(tmp_path, [(77, None, (), 40 + number) for number in range(8)], seconds=0.1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.origin import Launch
-from megasdc.ops.supervise.trained import Trained, trained_in
+from megasdc.ops.supervise.trained import AttemptProgress, trained_in
 
 
 def metrics(folder: Path, *rows: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def test_all_lines_since_the_plan_count(tmp_path: Path) -> None:
         {"step": 37, "time": 200.0, "archive/push_s": 60.0},  # at the end of the run, no sign of a step
     )
     events(tmp_path, (40.0, 3, "resume", "checkpoint", {}), RESUME, START)
-    assert trained_in(tmp_path, LAUNCH) == Trained(
+    assert trained_in(tmp_path, LAUNCH) == AttemptProgress(
         10, 100.0, 37, 131.0, loading_s=3.0, evaluating_s=2.0, saving_s=0.75, stalled_s=0.0, line_s=10.0
     )
 
@@ -84,8 +84,8 @@ def test_a_step_without_a_line_is_known_by_its_event(tmp_path: Path) -> None:
     events(tmp_path, RESUME)
     assert trained_in(tmp_path, LAUNCH) is None and trained_in(tmp_path / "none", LAUNCH) is None
     events(tmp_path, RESUME, START)
-    assert trained_in(tmp_path, LAUNCH) == Trained(10, 100.0, 11, 102.0, loading_s=3.0)
+    assert trained_in(tmp_path, LAUNCH) == AttemptProgress(10, 100.0, 11, 102.0, loading_s=3.0)
     path = tmp_path / "events" / "rank_00000.jsonl"
     path.write_bytes(b"damaged\n" + path.read_bytes().splitlines(keepends=True)[0])
     metrics(tmp_path, line(20, 112.0), line(30, 122.0))
-    assert trained_in(tmp_path, LAUNCH) == Trained(10, 102.0, 30, 122.0, line_s=10.0)
+    assert trained_in(tmp_path, LAUNCH) == AttemptProgress(10, 102.0, 30, 122.0, line_s=10.0)

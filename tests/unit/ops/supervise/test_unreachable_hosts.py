@@ -14,7 +14,7 @@ from megasdc.ops.supervise import front
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.command import _allocation
 from megasdc.ops.supervise.diagnosis import Evidence, diagnose
-from megasdc.ops.supervise.engine import FrontEngine
+from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.fitness import HostChecks
 from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import Attempt
@@ -47,7 +47,7 @@ def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | N
             result = FrontResult(code, None, None, [f"ended with {code}"])
             front.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
         request = LaunchRequest(tmp_path / "config.json")
-        return FrontEngine(tmp_path / "run", 30, [], 1, request, allocation, {}).evidence(attempt, {"n3": 1})
+        return LaunchBackend(tmp_path / "run", 30, [], 1, request, allocation, {}).evidence(attempt, {"n3": 1})
 
     return ended
 
