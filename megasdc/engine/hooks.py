@@ -20,6 +20,8 @@ class Hook:
 
     fields: Sequence[Field] = ()
     """What all ranks agree on for this hook in each step, the same fields on all of them; known in ``after_step``."""
+    saved_as: str = ""
+    """Name of its state in checkpoints, which stays where the class is renamed; empty: it has no state."""
     in_replays: bool = False
     """Whether the calls around passes are made, too, in a replay or an extra micro-batch (``engine.is_replaying``)."""
 
@@ -97,8 +99,3 @@ class Hook:
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """The optimizer has stepped, or skipped the step (``engine.is_skipped``); parameters are gathered."""
-
-
-def is_stateful(hook: Hook) -> bool:
-    """Whether a hook has a state to save."""
-    return type(hook).state_dict is not Hook.state_dict

@@ -32,7 +32,6 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import is_stateful
 from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
@@ -231,9 +230,9 @@ def _load_hooks(run: Run, states: dict[str, Any]) -> None:
     Unused and missing states are reported: a section was turned off or on, or a hook was renamed.
     """
     left = {name: state for name, state in states.items() if state}
-    stateful = {type(hook).__name__ for hook in run.hooks if is_stateful(hook)}
+    stateful = {hook.saved_as for hook in run.hooks if hook.saved_as}
     for hook in run.hooks:
-        if state := left.pop(type(hook).__name__, None):
+        if hook.saved_as and (state := left.pop(hook.saved_as, None)):
             hook.load_state_dict(state)
     if left and run.dims.rank == 0:
         names = ", ".join(sorted(left))

@@ -100,7 +100,7 @@ class ChangedSettings:
             )
 
     def hook_states(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Hooks' states to load, by class name; DropCompute's threshold is chosen anew if settings for it changed."""
+        """Hooks' states to load, by their names; DropCompute's threshold is chosen anew if settings for it changed."""
         paths = {change.path for change in self.changes}
         drops = {path for path in paths if path.startswith("megasdc.drop_compute.")}
         told_only = {"megasdc.drop_compute.record_times", "megasdc.drop_compute.check_agreement"}

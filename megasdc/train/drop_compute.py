@@ -229,6 +229,8 @@ class DropCompute(Hook):
     Collective: all ranks of the world.
     """
 
+    saved_as = "DropCompute"
+
     def __init__(self, section: DropComputeSection, run: Run, writer: MetricsWriter | None, interval: int) -> None:
         engine, dims = run.engine, run.dims
         self._section, self._run = section, run

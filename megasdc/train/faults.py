@@ -81,6 +81,8 @@ class FaultDrill(Hook):
     ``group``: a host group of all ranks.
     """
 
+    saved_as = "FaultDrill"
+
     def __init__(self, injector: Injector | None, process: ProcessFaults | None, checkpoints: Path, group: Any) -> None:
         self._injector = injector
         self._process = process

@@ -48,6 +48,8 @@ class GradientBounds(Hook):
         ConfigError: a file with a hook cannot be used.
     """
 
+    saved_as = "GradientBounds"
+
     def __init__(self, specs: Sequence[HookSpec], run: Run, interval: int, writer: MetricsWriter | None) -> None:
         engine = run.engine
         self._run, self._specs, self._interval, self._writer = run, specs, interval, writer

@@ -42,6 +42,8 @@ class Reporter(Hook):
         progress: whether rank 0 shows a bar.
     """
 
+    saved_as = "Reporter"
+
     def __init__(
         self,
         *,

@@ -59,6 +59,8 @@ class SkipWatch(Hook):
         folder: of the run's checkpoints; None: it has none.
     """
 
+    saved_as = "SkipWatch"
+
     def __init__(self, limit: int, folder: Path | None = None) -> None:
         self.limit, self._folder = limit, folder
         self.in_a_row = 0

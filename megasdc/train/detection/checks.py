@@ -130,6 +130,8 @@ class StepChecker(Hook):
         table: what is covered, as lines, with a cadence and with what is no longer exact, by phase, or left of a check.
     """
 
+    saved_as = "Detection"
+
     def __init__(
         self,
         settings: CheckSettings,

@@ -187,6 +187,8 @@ class TolerancedChecks(Hook):
             this one, which reads local gradients, before it.
     """
 
+    saved_as = "TolerancedChecks"
+
     def __init__(self, engine: TrainingEngine, signals: StopSignals | None) -> None:
         self._signals = signals
         self._reduction = ReductionCheck(engine)

@@ -124,7 +124,7 @@ class _Source:
 def load_other_layout(
     run: Run, config: RunConfig, found: SelectedCheckpoint, leave: Callable[[], object]
 ) -> dict[str, Any]:
-    """Go on from a checkpoint of another layout; returns states of the hooks by class name.
+    """Go on from a checkpoint of another layout; returns states of the hooks by their names.
 
     Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
 
@@ -169,7 +169,7 @@ def load_other_layout(
 
 
 def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
-    """Continue a run that was saved at any layout; returns states of the hooks by class name.
+    """Continue a run that was saved at any layout; returns states of the hooks by their names.
 
     Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
     micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
@@ -195,7 +195,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
 
 
 def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
-    """Carry over everything, except what is named in ``without``; returns states of the hooks by class name."""
+    """Carry over everything, except what is named in ``without``; returns states of the hooks by their names."""
     dims, state = run.dims, source.state
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, source.layout.data)
@@ -282,7 +282,7 @@ def resume(
         study: that the run is a replica of; None: none.
 
     Returns:
-        States of the hooks by class name, for hooks that are not built yet; empty at step 0.
+        States of the hooks by their names, for hooks that are not built yet; empty at step 0.
 
     Raises:
         CheckpointError: none is usable, one is of another model, layout or configuration, or the configuration demands
@@ -394,7 +394,7 @@ def _resume_from_memory(
     on_disk: SelectedCheckpoint | NoneUsableError | None,
     study: StudySection | None,
 ) -> dict[str, Any]:
-    """Go on from what the hosts hold in memory; returns states of the hooks by class name.
+    """Go on from what the hosts hold in memory; returns states of the hooks by their names.
 
     Raises:
         LoadedInPartError: it cannot be loaded, and is removed, so that the next start does not meet it again.
@@ -428,7 +428,7 @@ def _load(
     study: StudySection | None,
     leave: Callable[[], object],
 ) -> dict[str, Any]:
-    """Load a checkpoint and restore everything besides the engine; returns states of the hooks by class name.
+    """Load a checkpoint and restore everything besides the engine; returns states of the hooks by their names.
 
     Args:
         leave: called once it is loaded.

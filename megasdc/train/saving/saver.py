@@ -21,7 +21,7 @@ from megasdc.config import RunConfig, StudySection
 from megasdc.data.position import merge_positions
 from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook, is_stateful
+from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
@@ -87,7 +87,7 @@ class RunState:
             "loader": merge_positions([state for state in states if state is not None]),
             "vocab_size": run.loader.dataset.vocab_size,
             "tokenizer_checksum": self.tokenizer_checksum,
-            "hooks": {type(hook).__name__: hook.state_dict() for hook in run.hooks if is_stateful(hook)},
+            "hooks": {hook.saved_as: hook.state_dict() for hook in run.hooks if hook.saved_as},
             "config": self.config.resolved(),
             "study": None if self.study is None else self.study.model_dump(mode="json"),
         }

@@ -238,6 +238,8 @@ class SliceChecks(Hook):
         unclipped: the hook that reads gradients when all others have changed them.
     """
 
+    saved_as = "SliceChecks"
+
     def __init__(
         self, size: int, act: Act, tell: Tell, budget: Budget, used: UsedSettings, checkable: Checkable
     ) -> None:
