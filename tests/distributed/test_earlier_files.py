@@ -11,6 +11,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ from earlier_files import (
     what_is_said,
 )
 from harness import StartedCommand, run_command, run_distributed
+from megasdc.attached.golden_file import load_part
 from whole_runs import events_of, metrics_of, train_run
 
-from megasdc.attached.golden_file import load_part
 from megasdc.parallel.dims import ParallelDims
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -198,9 +199,12 @@ def test_a_guard_takes_its_file(earlier: Path, tmp_path: Path) -> None:
     """A training that is guarded by it has the losses of then, and its golden file accuses nobody."""
     made, settings = _stored(earlier, "made.json"), _stored(earlier, "guard.json")
     settings["logging"]["run_dir"] = str(tmp_path / "guarded")
-    recorded_here = (made["cpu"], made["versions"]) == (cpu_kind(), versions())
+    with zipfile.ZipFile(earlier / "guard.golden") as archive:
+        (part, *_) = json.loads(archive.read("header.json"))["parts"].values()
+    made_by = (made["cpu"], made["versions"], part["key"]["transformers"])
+    recorded_here = made_by == (cpu_kind(), versions(), metadata.version("transformers"))
     if not recorded_here:
-        settings["golden"]["path"] = None  # refused: its key is of another machine
+        settings["golden"]["path"] = None  # refused: its key is of another machine or version
     (tmp_path / "guard.json").write_text(json.dumps(settings), encoding="utf-8")
     found = run_distributed(run_guarded, 2, str(tmp_path / "guard.json"), GUARD_STEPS, False)
     assert [code for code, _ in found] == [0, 0]
