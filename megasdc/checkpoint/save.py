@@ -133,9 +133,18 @@ def save_checkpoint(
         place.emit(kind, name, step=step, message=str(error))
         raise
     verified = job.verified()
-    deleted, failed = apply_retention(job.folder, step, keep, verified) if place.leader else ([], [])
+    deleted, failed = _delete_old(job, keep, verified) if place.leader else ([], [])
     duration_s = time.monotonic() - started
     return finish_save(job, keep, written, deleted, failed, duration_s, duration_s)
+
+
+def _delete_old(job: SaveJob, keep: Retention, verified: set[int]) -> tuple[list[int], list[str]]:
+    """Apply the retention, unless another launch has taken the folder since ``latest`` was written."""
+    try:
+        job.check_fence()
+    except FencedError as error:
+        return [], [str(error)]
+    return apply_retention(job.folder, job.step, keep, verified)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from harness import run_distributed
 from whole_runs import events_of, prepare_text, pretrain_rank, write_config
 
 from megasdc.checkpoint.fence import Fence, FencedError
+from megasdc.checkpoint.save import SaveJob
 from megasdc.checkpoint.snapshots.messages import Act
 from megasdc.checkpoint.snapshots.writer_main import act
 from megasdc.common.run_lock import RECORD_FILE, Holder
+from megasdc.events import read_events
 from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.saving.saver import Saver
 
@@ -57,6 +59,37 @@ def test_the_checkpoints_of_another_launch_are_not_touched(tmp_path: Path, writi
     assert (folder / "latest").read_text() == "step_00000002\n"
     told = events_of(tmp_path / "run", "warning", "checkpoint_not_saved")
     assert bool(told) == (writing == "async")
+
+
+def _lose_the_folder_before_the_old_are_deleted(config: str) -> tuple[int, str | None]:
+    """Body of a rank: another launch takes the folder after ``latest`` names the checkpoint of step 6."""
+    verified, watch = SaveJob.verified, FolderWatch.after_step
+    FolderWatch.after_step = lambda *_: None  # type: ignore[method-assign]
+
+    def taken(job: SaveJob) -> set[int]:
+        if job.step == 6 and job.place.leader:
+            _take(job.folder.parent)
+        return verified(job)
+
+    SaveJob.verified = taken  # type: ignore[method-assign]
+    try:
+        return pretrain_rank(config, [])
+    finally:
+        SaveJob.verified, FolderWatch.after_step = verified, watch  # type: ignore[method-assign]
+
+
+def test_old_checkpoints_of_another_launch_are_not_deleted(tmp_path: Path) -> None:
+    """A launch that loses the folder between its last rename and the retention deletes nothing, and says so."""
+    config = write_config(
+        *(tmp_path / "c.json", prepare_text(tmp_path), tmp_path / "run"),
+        training__steps=6,
+        checkpoint={"interval": 2, "keep_last": 1},
+    )
+    run_distributed(_lose_the_folder_before_the_old_are_deleted, 2, str(config), init=False)
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in sorted(folder.glob("step_*"))] == [f"step_{step:08d}" for step in (2, 4, 6)]
+    told = list(read_events(tmp_path / "run"))
+    assert any("was taken by launch another-launch" in str(event.fields) for event in told)
 
 
 def test_only_the_launch_that_holds_a_folder_changes_it(tmp_path: Path) -> None:
