@@ -135,7 +135,8 @@ def mark_verified(
         up_to_step: last step whose state the audit used: the one before it.
         place: of this rank, with the hosts that took part in the audit; the leader of each folder writes, the others do
             nothing.
-        passed_over: steps whose checkpoints the resume passed over; they are not part of this run's history.
+        skipped_checkpoint_steps: steps whose checkpoints the resume passed over; they are not part of this run's
+        history.
         events: log of the rank that writes.
         told: of each step, why its checkpoint stays a candidate, as it was told before and is not told again; kept up
             to date here.

@@ -38,12 +38,13 @@ class Run:
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
         stop_reason: None, or why the run ends after this step; the same on all ranks.
         stop_error: raised after that as the run's end, once it is saved; None: it has ended well.
-        is_hurried: whether that is a signal or a time limit, after which processes may be killed.
+        must_stop_soon: whether that is a signal or a time limit, after which processes may be killed.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
         results: fields of the end event.
         enter: called with the name of a phase (``megasdc.ops.health.phases``) that begins between steps.
-        passed_over: steps whose checkpoints lie in the run's folder but were not resumed from and are not of its past.
-        began_as: place of this rank when the launch began; None: as now, no replica was left out since.
+        skipped_checkpoint_steps: steps whose checkpoints lie in the run's folder but were not resumed from and are not
+        of its past.
+        initial_dims: place of this rank when the launch began; None: as now, no replica was left out since.
     """
 
     folder: Path

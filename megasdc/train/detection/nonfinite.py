@@ -37,7 +37,8 @@ class NonFiniteSearch:
         self.place = None
 
     def explain(self, engine: TrainingEngine, seen: NonFinite | None, *, repeat: bool) -> None:
-        """Find and report the first place over all ranks, and store it as a sentence in ``place``; may rehearse.
+        """Find and report the first place over all ranks, and store it as a sentence in ``place``; may recompute a
+        micro-batch.
 
         ``seen``: result of this rank, by the checks of the step; ``repeat``: micro-batches are recomputed with all
         checks, the same on all ranks.

@@ -36,9 +36,9 @@ time.sleep(600)
 WRITER = """
 import resource, sys, time
 from pathlib import Path
-from megasdc.checkpoint.snapshots.partner import Guests
+from megasdc.checkpoint.snapshots.partner import PartnerReplicas
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-guests = Guests(Path(sys.argv[1]), "127.0.0.1")
+guests = PartnerReplicas(Path(sys.argv[1]), "127.0.0.1")
 print(guests.port, guests.token.hex(), flush=True)
 time.sleep(600)
 """
