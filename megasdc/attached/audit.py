@@ -5,12 +5,14 @@ The referee of a guarded training: PyTorch's own submodules by what they compute
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -31,8 +33,12 @@ from megasdc.sdc.exhibits.calls import Call, Exhibit
 from megasdc.sdc.exhibits.own import HOOKS, own_result, result_between
 from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
 from megasdc.sdc.gather import gather_traces
+from megasdc.sdc.golden.machine import machine_key
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.vote import comparable_positions, differing_names
+
+logger = logging.getLogger(__name__)
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict
 """Which compute nothing."""
@@ -158,6 +164,26 @@ class GuardAudit(Part):
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
         self._places = PermutableOps(dims, world, tell) if settings.audit.permuted else None
+        self._comparable = self._find_comparable()
+
+    def _find_comparable(self) -> set[tuple[int, int]]:
+        """Positions (pp_rank, tp_rank) of which all replicas have the same hardware and versions.
+
+        Collective: all ranks of the world.
+        """
+        threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
+        keys = gather_objects({**machine_key(), **threads}, self._world)
+        found, everywhere = comparable_positions(keys, self._dims), self._dims.pipeline * self._dims.tensor
+        if len(found) < everywhere:
+            left_out, names = everywhere - len(found), differing_names(keys)
+            self._tell("sdc", "not_comparable", positions=left_out, differing=names)
+            if self._dims.rank == 0:
+                logger.warning(
+                    "guard: %d of %d positions have replicas that differ in %s: their results cannot be compared, "
+                    "and audits verify no checkpoint",
+                    *(left_out, everywhere, ", ".join(names)),
+                )
+        return found
 
     def close(self) -> None:
         """Look at no further forward pass."""
@@ -183,6 +209,8 @@ class GuardAudit(Part):
                 yield found
         if agreed and audited.agreed.raised[NO_RECORDS]:
             self._tell("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
+        elif agreed and len(self._comparable) < self._dims.pipeline * self._dims.tensor:
+            self._tell("sdc", "audit_void", step=step, reason="replicas differ in hardware or versions")
         elif agreed:
             self._agreed(step)
             seconds = round(time.monotonic() - began, 3)
@@ -252,8 +280,8 @@ class GuardAudit(Part):
         work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
         if agreed.raised[PLACE] and audited.moved is not None:
             yield self._findings.of_permuted(work, audited.moved)
-        if agreed.differing[RESULTS]:
-            yield self._findings.of_replicas(work)
+        if any(position in self._comparable for position in agreed.differing[RESULTS]):
+            yield self._findings.of_replicas(work, self._comparable)
 
     def _move(self, batch: Batch, step: int) -> PermutedResult | None:
         """The batch with elements in other places, where that is asked for."""

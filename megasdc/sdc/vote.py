@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress, count
 from typing import Any
 
@@ -33,6 +33,20 @@ from megasdc.sdc.compare import execution_key
 from megasdc.sdc.trace import Trace
 
 _FIELDS = operator.attrgetter("step", "micro_batch", "phase", "fqn", "slot")
+
+
+def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[Position]:
+    """Positions (pp_rank, tp_rank) whose replicas have equal ``keys``, which are by global rank."""
+    positions: dict[Position, list[Mapping[str, Any]]] = {}
+    for rank, key in enumerate(keys):
+        place = dims.at(rank)
+        positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
+    return {position for position, found in positions.items() if all(key == found[0] for key in found)}
+
+
+def differing_names(keys: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the properties in which any of some keys differs from the first one."""
+    return sorted({name for key in keys for name in {**key, **keys[0]} if key.get(name) != keys[0].get(name)})
 
 
 def vote(

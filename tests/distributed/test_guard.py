@@ -18,6 +18,7 @@ from harness import run_distributed
 from torch import nn
 
 import megasdc
+from megasdc.attached import audit
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.run_identity import read_identity
 from megasdc.events import read_events
@@ -97,6 +98,26 @@ def test_a_wrong_rank_is_named_and_ends_the_training(tmp_path: Path, zero: int, 
     )
     text = page.read_text()
     assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "launch/pretrain_gpt" not in text
+
+
+def _guarded_on_unlike_hardware(folder: str) -> tuple[int, int]:
+    """Body of a rank: as ``_guarded``, with rank 1 on a processor that computes otherwise than rank 0's."""
+    key = audit.machine_key
+    audit.machine_key = lambda: {**key(), "device": f"processor {dist.get_rank()}"}
+    try:
+        return _guarded(folder, 1, Planted(1, "model.layers.1.mlp.up_proj", "forward", PERSISTENT))
+    finally:
+        audit.machine_key = key
+
+
+def test_replicas_on_unlike_hardware_accuse_nobody(tmp_path: Path) -> None:
+    """Their results differ with nobody being wrong: nothing is compared or verified, and the run says so."""
+    codes = run_distributed(_guarded_on_unlike_hardware, 2, str(tmp_path))
+    assert codes == [(0, 3)] * 2
+    (unlike,) = read_events(tmp_path, kind="sdc", name="not_comparable")
+    assert (unlike.fields["positions"], unlike.fields["differing"]) == (1, ["device"])
+    assert len(list(read_events(tmp_path, kind="sdc", name="audit_void"))) == 3
+    assert not (tmp_path / "reports").exists() and not list(read_events(tmp_path, kind="audit", name="agreed"))
 
 
 def test_a_trainer_is_guarded_too(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.covered import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.verdict import AFFECTED, DIVERGENT
+from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -109,7 +109,7 @@ class FindingPolicy:
         if len(self._comparable) < everywhere:
             number = len(self._comparable)
             left[AUDIT] = f"at {number} of {everywhere} positions" if number else NOTHING
-            names = sorted({name for key in keys for name in key if key[name] != keys[0].get(name)})
+            names = differing_names(keys)
             self._findings.tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
             logger.warning(
                 "%d of %d positions have replicas that differ in %s: their results cannot be compared, "
@@ -419,12 +419,3 @@ class FindingPolicy:
 def is_of_place(agreed: Agreed) -> bool:
     """Whether ranks of a step agree that a place in the data is wrong, or differ in what they have followed."""
     return agreed.raised[PLACE] or not agreed.world[PLACES]
-
-
-def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[tuple[int, int]]:
-    """Positions (pp_rank, tp_rank) whose replicas have equal ``keys``, which are by global rank."""
-    positions: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
-    for rank, key in enumerate(keys):
-        place = dims.at(rank)
-        positions.setdefault((place.pp_rank, place.tp_rank), []).append(key)
-    return {position for position, found in positions.items() if all(key == found[0] for key in found)}
