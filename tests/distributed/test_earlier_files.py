@@ -36,9 +36,9 @@ from earlier_files import (
     what_is_said,
 )
 from harness import StartedCommand, run_command, run_distributed
-from megasdc.attached.golden_file import load_part
 from whole_runs import events_of, metrics_of, train_run
 
+from megasdc.attached.golden import load_part
 from megasdc.parallel.dims import ParallelDims
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
