@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megasdc.attached.batch_replayer import Batch, BatchReplayer
 from megasdc.attached.buffers import StillBuffers
 from megasdc.attached.copies import judge_copies, read_copies
-from megasdc.attached.probe import Batch, BatchReplayer
 from megasdc.attached.record import ROOT, Recorder
 from megasdc.attached.training import Part, Training
 from megasdc.common.addresses import WEIGHT_GRAD, Address

@@ -12,8 +12,8 @@ from megasdc.attached.record import ROOT
 from megasdc.common.addresses import PARAMETER, UPDATE, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.together import merged
-from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 

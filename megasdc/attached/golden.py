@@ -34,8 +34,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
 from megasdc.attached.engine import precision_of
-from megasdc.attached.probe import Batch, BatchReplayer, Sent
 from megasdc.attached.record import ROOT, Recorder, Watched
 from megasdc.attached.settings import existing, recording_problems
 from megasdc.attached.training import Part as Protection

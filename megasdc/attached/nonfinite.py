@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.attached.probe import FP16_SCALE, Batch, BatchReplayer, Sent
+from megasdc.attached.batch_replayer import FP16_SCALE, Batch, BatchReplayer, Sent
 from megasdc.attached.record import ROOT, Recorder, slot_of
 from megasdc.attached.training import Part, Training
 from megasdc.common.addresses import BACKWARD, FORWARD, Address

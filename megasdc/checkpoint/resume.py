@@ -1,7 +1,7 @@
 """Choice of the checkpoint to resume from: the newest that is complete on every node; all ranks agree on it.
 
-After corruption only verified ones count; see ``megasdc.checkpoint.marks``. One whose state holds NaN or Inf is taken
-only where there is no other.
+After corruption only verified ones count; see ``megasdc.checkpoint.verification_marks``. One whose state holds NaN or
+Inf is taken only where there is no other.
 
 Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
 that all ranks make the same choice. DeepSpeed itself would load some damaged checkpoints silently, and others on some
@@ -27,8 +27,8 @@ from megasdc.checkpoint.checks import (
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
-from megasdc.checkpoint.marks import find_corruption, list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.errors import CheckpointError
 from megasdc.common.progress import tell_bytes
 from megasdc.parallel.dims import ParallelDims

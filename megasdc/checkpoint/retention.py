@@ -1,6 +1,6 @@
 """Retention of checkpoints: the newest few, every k-th step, and the newest that a run can go back to are kept.
 
-One that is being archived is deleted after a later save; see ``megasdc.checkpoint.holds``.
+One that is being archived is deleted after a later save; see ``megasdc.checkpoint.read_lock``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import step_folder
-from megasdc.checkpoint.holds import delete_unheld
 from megasdc.checkpoint.manifest import KnownState, list_continued, list_sound, read_complete
+from megasdc.checkpoint.read_lock import delete_unheld
 
 
 @dataclass(frozen=True)

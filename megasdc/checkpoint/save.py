@@ -40,9 +40,9 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.marks import list_verified
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.retention import Retention, apply_retention
+from megasdc.checkpoint.verification_marks import list_verified
 from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, write_durably
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError

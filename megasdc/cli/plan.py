@@ -100,7 +100,7 @@ def coverage(
     The last columns: how long a fault that stays is unseen, most / mean.
     """
     from megasdc.config import check_layout, load_config
-    from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage
+    from megasdc.sdc.coverage import Shape, coverage_notes, coverage_rows, render_coverage
 
     loaded = load_config(config, overrides)
     layout = check_layout(loaded, world_size)

@@ -1,9 +1,9 @@
 """Position of each replica in the stream, and where each resumes, also with another number of replicas.
 
 The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. Where the micro-batches of
-a step are not divided evenly (``megasdc.data.deal``), whole micro-batches are dealt in this way. At first the order is
-the stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some
-replica had not consumed while another had consumed later ones, then the rest of the stream.
+a step are not divided evenly (``megasdc.data.uneven_split``), whole micro-batches are dealt in this way. At first the
+order is the stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions
+that some replica had not consumed while another had consumed later ones, then the rest of the stream.
 """
 
 from __future__ import annotations

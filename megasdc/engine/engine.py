@@ -20,7 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megasdc.data.deal import UnevenSplit
+from megasdc.data.uneven_split import UnevenSplit
 from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
 from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime, StageReplay
 from megasdc.model.randomness import DropoutStreams

@@ -22,7 +22,7 @@ from megasdc.common.wire import raise_descriptor_limit
 from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.identity import Identity
-from megasdc.parallel.meeting import meet
+from megasdc.parallel.rendezvous import meet
 from megasdc.parallel.stores import unsigned_store
 
 

@@ -2,7 +2,8 @@
 
 The first divergence is by execution order over all ranks. Results are recorded before collectives mix ranks, so the
 rank that comes first in this order computed a different value, and others received it. Not so from ``reduced_grad``
-on with several replicas, whose results come after a sum over them; ``megasdc.sdc.verdict`` decides who can be named.
+on with several replicas, whose results come after a sum over them; ``megasdc.sdc.golden_compare`` decides who can be
+named.
 """
 
 from __future__ import annotations

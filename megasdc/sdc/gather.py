@@ -10,8 +10,8 @@ import xxhash
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot
-from megasdc.sdc.replay import repeated_value, to_repeat
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import repeated_value, to_repeat
 
 
 def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
@@ -42,7 +42,7 @@ def repeat_disputed(
     dims: ParallelDims,
     group: dist.ProcessGroup | None,
 ) -> dict[tuple[int, int], list[int | None]]:
-    """Repeat the work that replicas disagree on; what ``megasdc.sdc.replay.settle`` needs of that.
+    """Repeat the work that replicas disagree on; what ``megasdc.sdc.verdict.settle`` needs of that.
 
     Args:
         ballot: the vote on ``audit``, the traces of all ranks.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 
 OWN_RECOMPUTATION = "own recomputation"
 """Basis of this check's rulings."""

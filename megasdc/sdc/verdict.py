@@ -1,202 +1,279 @@
-"""Verdicts on ranks compared with a golden trace, from the findings of all ranks of a cell.
+"""Rulings on the flags and disputes of a ballot, from repeats of the disputed results and a golden trace.
 
-A rank is named only where no other can have caused its first difference. How ranks mix in a step: tensor ranks and
-stages of a replica exchange results that are observed before they are sent; then come, each observed after it only,
-the sums of gradients over tied stages and tensor ranks (``accumulated_grad``), the sum over replicas
-(``reduced_grad``), the norm of the whole gradient (``update``), and the all-gather over replicas (``parameter``).
+All replicas recompute the audited micro-batch n times; what counts is the checksum at the place where they differed,
+in those repeats in which everything before it was as in the audit (``repeated_value``).
+
+What is proved, and how:
+
+- A flagged rank differs from a strict majority of replicas. That majority must stand: a rank that itself gives another
+  value in a repeat, or fails the golden trace, no longer counts. If too few are left, nothing was proved by the
+  majority, and the flag is treated as a dispute.
+- Of two that differ, one is wrong, and no vote tells which. But in deterministic mode a healthy rank gives the same
+  value for the same inputs each time. So a rank whose repeats differ from its own result was wrong at least once -
+  provided that the computation does repeat, for which another rank that gave its own value in *all* repeats is the
+  witness. With such a witness, a rank that varies is named. If all vary there is none: the cause may be common to all,
+  such as a kernel that is not deterministic, and nobody is named. If each repeats its own value, at least one is
+  persistently wrong, and only a golden trace can tell which.
+- A rank that fails the golden trace is wrong without any vote.
+- So is a rank whose result lies outside of what rounding explains, as the referee computes it in fp64 from the factors
+  that all of them had, while another one's lies inside (``megasdc.sdc.fp64.referee``); also one of the majority.
+- Where the referee does not know what a submodule computes it takes its own code in fp64, and what rounding makes of
+  that is estimated: such a ruling has a basis of its own (``OWN_CODE``).
+- A flagged rank that passes the golden trace and gives its own value again contradicts the majority: either its fault
+  does not show in the golden workload, or the majority has a fault in common that does not. That is treated as a
+  dispute too, in which nobody is named.
+
+A dispute that may follow from results that were not compared proves nothing about the ranks where it appeared; only
+a golden trace can name one then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
-from megasdc.config import TraceSection
+from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import compare_rank, execution_key
-from megasdc.sdc.replay import INCONCLUSIVE
+from megasdc.sdc.ballot import Ballot, Flag
+from megasdc.sdc.compare import execution_key
 from megasdc.sdc.trace import Trace
 
-HEALTHY, DIVERGENT, AFFECTED = "healthy", "divergent", "affected"
-NOT_COMPARABLE, DIED, HUNG, STOPPED, ABSENT = "not comparable", "died", "hung", "stopped", "no answer"
-"""Verdicts. affected: received wrong values of a divergent rank; inconclusive: something is wrong, and this rank is one
-of several that may have caused it; stopped: ended because another rank died or hung."""
-FINEST = "gemm"
+PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermittent", "not_reproduced", "inconclusive"
+"""Verdicts, named as in `sdc.policy`."""
+MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
+OWN_CODE = "own code in fp64"
+"""Basis where a submodule's own code in fp64 tells which of its results is wrong."""
+ELSEWHERE, FILE, FOLLOWS = "own results elsewhere", "file of the data", "step and decisions"
+"""Bases of a ruling; elsewhere: computed again with elements in other places on the same device; step and decisions:
+from which it follows."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Comparison of one rank's trace of one run with the golden one.
+class RankVerdict:
+    """The verdict on one rank, or on several of which none can be named.
 
     Args:
-        first: the first in execution order; None if none differs.
-        key: its execution key, comparable between ranks of one cell.
+        rank: the wrong rank; None: none can be named.
+        verdict: persistent: all repeats gave the same wrong value; intermittent: wrong again but not always or not
+            equally, or a second time after an earlier event; not_reproduced: right in all repeats; inconclusive: the
+            repeats do not decide, or no rank can be named.
+        basis: evidence for the rank; one of the module's bases.
+        address: of its first wrong result, or where ranks first differ; None: only evidence is missing.
+        wrong: repeats in which it was wrong.
+        repeats: repeats that count.
+        rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
+            0.95 or more.
+        suspects: if no rank is named: those that it may be.
+        expected: the right checksum at the address; None: not known.
+        got: checksums there by rank, of the named rank or of the suspects; absent: not known.
     """
 
-    compared: int
-    divergences: int
-    first: Address | None = None
-    key: tuple[int, ...] = ()
+    rank: int | None
+    verdict: str
+    basis: str
+    address: Address | None
+    wrong: int = 0
+    repeats: int = 0
+    rate_bound: float | None = None
+    suspects: tuple[int, ...] = ()
+    expected: int | None = None
+    got: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class GoldenVerdict:
-    """The verdict on one rank.
+def rate_bound(repeats: int) -> float:
+    """Upper end of the exact one-sided 95 % confidence interval of a rate after ``repeats`` repeats without an error.
 
-    Args:
-        status: one of the module's verdicts.
-        wrong_runs: runs in which this rank was the first to differ; of an inconclusive one, runs that leave it open.
-        addresses: results that differed in the first of them.
-        first: the first of these.
-        detail: for people: which part of the key differs, how the process ended.
-        compared: results that were compared, over all runs.
+    Source: Clopper and Pearson 1934; with no error in n it is the rate p where (1 - p)^n = 0.05.
     """
-
-    status: str
-    runs: int = 0
-    wrong_runs: int = 0
-    addresses: int = 0
-    first: Address | None = None
-    detail: str = ""
-    compared: int = 0
+    return float(1 - 0.05 ** (1 / repeats))
 
 
-def find(expected: Trace, got: Trace, dims: ParallelDims) -> Finding:
-    """Compare one rank's trace of one run with the golden one; ``dims`` are the rank's in its cell."""
-    divergences = compare_rank(dims.rank, expected, got)
-    compared = max(len(expected), len(got))
-    if not divergences:
-        return Finding(compared, 0)
-    key, place = min((execution_key(one.address, one.place, dims), index) for index, one in enumerate(divergences))
-    return Finding(compared, len(divergences), divergences[place].address, key)
-
-
-def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
-    """Settings that exclude results from a trace; with any, a rank's first difference may be a value it received."""
-    missing = set(PHASES) - set(trace.phases) - (set() if recomputes else {RECOMPUTE})
-    gaps = [] if not missing else [f"phases without {', '.join(phase for phase in PHASES if phase in missing)}"]
-    if trace.granularity != FINEST:
-        gaps.append(f"granularity {trace.granularity}")
-    if trace.interval != 1:
-        gaps.append(f"interval {trace.interval}")
-    gaps += [f"{name} {value}" for name in ("micro_batches", "layers") if (value := getattr(trace, name)) is not None]
-    return tuple(gaps)
-
-
-def judge(
-    findings: Mapping[int, Iterable[Finding]], layout: ParallelDims, gaps: Sequence[str] = ()
-) -> dict[int, GoldenVerdict]:
-    """Name the divergent ranks of one cell.
+def repeated_value(
+    rank: int, place: int, audit: Mapping[int, Trace | None], repeat: Mapping[int, Trace | None], layout: ParallelDims
+) -> int | None:
+    """The checksum that a rank computed at a place in one repeat, if its inputs were those of the audit.
 
     Args:
-        findings: by rank in the cell, one a run, in the same order on all ranks; a rank that did not finish has fewer.
-        gaps: from ``trace_gaps``; without effect for a cell of one rank, which receives nothing.
+        audit: traces of the audited micro-batch by global rank; at least of this rank's replica.
+        repeat: the same of one repeat.
 
     Returns:
-        By rank: healthy, divergent, affected, inconclusive, or not comparable where nothing was compared.
+        The checksum; None where the rank has no result there, or where an earlier result of its replica differed from
+        the audit, since another value would then prove nothing about this rank.
     """
-    runs = {rank: list(findings.get(rank, ())) for rank in range(layout.world_size)}
-    given: dict[int, list[tuple[str, str, Finding]]] = {rank: [] for rank in runs}
-    for number in range(max(map(len, runs.values()), default=0)):
-        of_run = {rank: of_rank[number] for rank, of_rank in runs.items() if number < len(of_rank)}
-        for rank, (status, reason) in _judge_run(of_run, layout, gaps).items():
-            given[rank].append((status, reason, of_run.get(rank, Finding(0, 0))))
-    return {rank: _of_all_runs(runs[rank], given[rank]) for rank in runs}
-
-
-def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> GoldenVerdict:
-    compared = sum(finding.compared for finding in runs)
-    for status in (DIVERGENT, INCONCLUSIVE):
-        those = [(reason, finding) for one, reason, finding in given if one == status]
-        if those:
-            reason, first = those[0]
-            return GoldenVerdict(
-                status, len(runs), len(those), first.divergences, first.first, detail=reason, compared=compared
-            )
-    if runs and not compared:
-        nothing = "no result was compared: the golden trace holds none of this rank; record it again"
-        return GoldenVerdict(NOT_COMPARABLE, len(runs), detail=nothing)
-    return GoldenVerdict(AFFECTED if given else HEALTHY, len(runs), compared=compared)
-
-
-def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequence[str]) -> dict[int, tuple[str, str]]:
-    """Status and reason by rank, of the ranks that differ or are suspect in one run."""
-    differing = {rank: finding for rank, finding in of_run.items() if finding.key}
-    if not differing:
-        return {}
-    silent = [rank for rank in range(layout.world_size) if rank not in of_run or not of_run[rank].compared]
-    reason = ""
-    if silent:
-        reason = f"{_ranks(silent)} reported no result of this run, and may have computed something else first"
-    elif gaps and layout.world_size > 1:
-        reason = f"the trace lacks what this rank may have received ({'; '.join(gaps)}); record a complete one"
-    if reason:
-        return dict.fromkeys(differing, (INCONCLUSIVE, reason))
-    given = dict.fromkeys(differing, (AFFECTED, ""))
-    for suspects in _causes(differing, layout):
-        if len(suspects) == 1:
-            given[suspects[0]] = DIVERGENT, ""
-        else:
-            begun = min((differing[rank] for rank in suspects if rank in differing), key=lambda one: one.key)
-            reason = (
-                f"one of {_ranks(suspects)}: the first difference, {begun.first}, comes after they exchanged values"
-            )
-            given |= dict.fromkeys(suspects, (INCONCLUSIVE, reason))
-    return given
-
-
-def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list[int]]:
-    """Groups of ranks; as far as can be known, exactly one rank of each group is a cause."""
-    start = min(differing.values(), key=lambda finding: finding.key).first
-    assert start is not None, "a finding with a key has an address"
-    begun = {
-        rank: finding.first.phase
-        for rank, finding in differing.items()
-        if finding.first is not None and finding.first.step == start.step
-    }
-    if start.phase in REPLICA_PHASES:  # until gradients are summed, replicas exchange no values
-        causes = []
-        for dp_rank in range(layout.data):
-            own = {
-                rank: differing[rank].key
-                for rank, phase in begun.items()
-                if phase in REPLICA_PHASES and _dims(layout, rank).dp_rank == dp_rank
-            }
-            causes += _of_replica(own, begun)
-        return causes
-    first = [rank for rank, phase in begun.items() if phase == start.phase]
-    if start.phase == UPDATE:  # the norm of the whole gradient affects every update
-        return [first]
-    causes = []
-    for group in sorted({tuple(_replicas_of(layout, rank)) for rank in first}):
-        holders = [rank for rank in group if rank in first]
-        # Only a shard's owner records the sum: any rank of the group may be wrong. A lone wrong copy is its holder's.
-        causes.append(holders if start.phase == PARAMETER and len(holders) == 1 else list(group))
-    return causes
-
-
-def _of_replica(own: Mapping[int, tuple[int, ...]], begun: Mapping[int, str]) -> list[list[int]]:
-    """Ranks of one replica that differed first, before gradients were summed over replicas."""
-    if not own:
-        return []
-    earliest = min(own.values())
-    first = [rank for rank, key in own.items() if key == earliest]
-    if begun[first[0]] == ACCUMULATED_GRAD:  # tied stages and tensor ranks sum some gradients
-        return [list(own)]
-    return [[rank] for rank in first]  # at the same place, neither received it from the other
-
-
-def _replicas_of(layout: ParallelDims, rank: int) -> list[int]:
-    """The ranks that hold the same parameters."""
-    own = _dims(layout, rank)
-    every = (_dims(layout, other) for other in range(layout.world_size))
-    return [one.rank for one in every if (one.tp_rank, one.pp_rank) == (own.tp_rank, own.pp_rank)]
+    original, again = audit.get(rank), repeat.get(rank)
+    if original is None or again is None or place >= len(again) or original.addresses[place] != again.addresses[place]:
+        return None
+    dims = _dims(layout, rank)
+    key = execution_key(original.addresses[place], place, dims)
+    for other in range(layout.world_size):
+        if _dims(layout, other).dp_rank == dims.dp_rank and not _same_before(
+            key, _dims(layout, other), audit.get(other), repeat.get(other)
+        ):
+            return None
+    return again.checksums[place]
 
 
 def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
     return ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the cell"
+def _same_before(key: tuple[int, ...], dims: ParallelDims, audit: Trace | None, repeat: Trace | None) -> bool:
+    """Whether two traces of a rank are equal in all that comes before a key in execution order."""
+    if execution_key(Address(key[0], key[2], FORWARD, "", ""), 0, dims) >= key:
+        return True  # everything this rank computes comes later
+    if audit is None or repeat is None:
+        return False
+    addresses = audit.addresses
+    end = bisect_left(range(len(audit)), key, key=lambda place: execution_key(addresses[place], place, dims))
+    return addresses[:end] == repeat.addresses[:end] and audit.checksums[:end] == repeat.checksums[:end]
+
+
+def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
+    """Results whose repeats ``settle`` needs: (global rank, place in its trace)."""
+    spots = {(rank, flag.place) for flag in ballot.flagged for rank in (flag.rank, *flag.against)}
+    if ballot.dispute is not None:
+        spots |= {(rank, ballot.dispute.place) for rank in ballot.dispute.ranks}
+    return tuple(sorted(spots))
+
+
+def differences(ballot: Ballot) -> list[tuple[Address, int, Mapping[int, int]]]:
+    """Where ranks of equal inputs got different results: address, place, and checksums by rank."""
+    found: list[tuple[Address, int, Mapping[int, int]]] = [
+        (flag.address, flag.place, {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected))
+        for flag in ballot.flagged
+    ]
+    if (dispute := ballot.dispute) is not None and dispute.origin:
+        found += [(dispute.address, dispute.place, values) for values in dispute.values]
+    return found
+
+
+def settle(
+    ballot: Ballot,
+    repeats: Mapping[tuple[int, int], Sequence[int | None]],
+    golden: Mapping[int, bool] | None = None,
+    earlier: Collection[int] = (),
+    refereed: Mapping[tuple[int, int], bool] | None = None,
+    bases: Mapping[int, str] | None = None,
+) -> tuple[RankVerdict, ...]:
+    """Rulings on every flag and dispute of a ballot.
+
+    Args:
+        repeats: by (global rank, place), each of ``to_repeat``, the checksum in each repeat; None or absent: no
+            evidence, as from a rank that died, which counts neither as right nor as wrong.
+        golden: by global rank, whether it reproduces the golden trace; absent: not verified. Do not pass False for a
+            rank that only received another rank's wrong values.
+        earlier: ranks that were wrong in an earlier event of the run.
+        refereed: by (global rank, place), whether the result is what rounding allows; absent: undecided. Of the results
+            at a place some are True if any is False.
+        bases: of these, by place; absent: ``REFEREE``.
+
+    Returns:
+        One ruling for each named rank, and one without a rank for each position where none can be named and for missing
+        evidence; empty if and only if the ballot agreed.
+    """
+
+    def case(place: int) -> _Case:
+        by_rank = {rank: values for (rank, at), values in repeats.items() if at == place}
+        judged = {rank: within for (rank, at), within in (refereed or {}).items() if at == place}
+        return _Case(by_rank, golden or {}, frozenset(earlier), judged, (bases or {}).get(place, REFEREE))
+
+    rulings: list[RankVerdict] = []
+    for flag in ballot.flagged:
+        rulings += case(flag.place).of_flag(flag)
+    if (dispute := ballot.dispute) is not None:
+        for values in dispute.values:
+            rulings += case(dispute.place).of_values(dispute.address, values, dispute.origin)
+    if ballot.missing or not ballot.compared:
+        rulings.append(RankVerdict(None, INCONCLUSIVE, REPLAY, None, suspects=ballot.missing))
+    first: dict[int | tuple[int, ...], RankVerdict] = {}
+    for ruling in rulings:
+        first.setdefault(ruling.suspects if ruling.rank is None else ruling.rank, ruling)
+    return tuple(first.values())
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Evidence on all ranks at one place, and the rulings that follow for one position."""
+
+    repeats: Mapping[int, Sequence[int | None]]
+    golden: Mapping[int, bool]
+    earlier: frozenset[int]
+    refereed: Mapping[int, bool] = field(default_factory=dict)
+    opinion: str = REFEREE
+
+    def of_flag(self, flag: Flag) -> list[RankVerdict]:
+        """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
+        values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
+        standing = [rank for rank in flag.against if not self.is_proved(rank) and not self.varied(rank, values)]
+        contradicted = self.golden.get(flag.rank) and not self.varied(flag.rank, values)
+        if 2 * len(standing) <= len(values) or contradicted:
+            return self.of_values(flag.address, values, origin=True)
+        fallen = [rank for rank in flag.against if rank not in standing]
+        rulings = [self.rule(flag.rank, flag.address, flag.got, flag.expected, self.basis(flag.rank, MAJORITY))]
+        for rank in fallen:
+            rulings.append(self.rule(rank, flag.address, flag.expected, flag.expected, self.basis(rank, REPLAY)))
+        return rulings
+
+    def is_proved(self, rank: int) -> bool:
+        """Whether a rank is wrong without any vote: by the golden trace or the referee."""
+        return self.golden.get(rank) is False or self.refereed.get(rank) is False
+
+    def basis(self, rank: int, other: str) -> str:
+        """The strongest evidence for a rank; ``other``: where it is not proved."""
+        if self.golden.get(rank) is False:
+            return GOLDEN
+        return self.opinion if self.refereed.get(rank) is False else other
+
+    def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
+        """Rules on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""
+        failed = [rank for rank in values if self.is_proved(rank)]
+        rest = {rank: value for rank, value in values.items() if rank not in failed}
+        verified = {value for rank, value in rest.items() if self.golden.get(rank) or self.refereed.get(rank)}
+        right = verified.pop() if len(verified) == 1 and len(set(rest.values())) == 1 else None
+        rulings = [self.rule(rank, address, values[rank], right, self.basis(rank, REPLAY)) for rank in failed]
+        if len(set(rest.values())) < 2:
+            return rulings
+        return rulings + self.by_replay(address, rest, origin)
+
+    def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
+        """Names ranks that vary while others do not."""
+        witnesses = {value for rank, value in values.items() if self.repeated(rank, values)}
+        varied = [rank for rank in values if self.varied(rank, values)] if witnesses and origin else []
+        rest = {rank: value for rank, value in values.items() if rank not in varied}
+        right = next(iter(witnesses)) if len(set(rest.values())) == 1 else None
+        rulings = [self.rule(rank, address, values[rank], right, REPLAY) for rank in varied]
+        if len(set(rest.values())) > 1 or not rulings:
+            rulings.append(RankVerdict(None, INCONCLUSIVE, REPLAY, address, suspects=tuple(rest), got=rest))
+        return rulings
+
+    def varied(self, rank: int, values: Mapping[int, int]) -> bool:
+        """Whether a rank gave another value than in the audit in any repeat."""
+        return any(value not in (None, values[rank]) for value in self.repeats.get(rank, ()))
+
+    def repeated(self, rank: int, values: Mapping[int, int]) -> bool:
+        """Whether a rank gave the value of the audit in every repeat."""
+        found = self.repeats.get(rank, ())
+        return bool(found) and all(value == values[rank] for value in found)
+
+    def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> RankVerdict:
+        """The ruling on a wrong rank; ``original`` is its value in the audit, ``right`` the right one or None."""
+        found = self.repeats.get(rank, ())
+        known = [value for value in found if value is not None]
+        complete = bool(found) and len(known) == len(found)
+        varies = len({original, *known}) > 1
+        wrong = sum(value != right if right is not None else value == original for value in known)
+        bound = None
+        if original == right or (varies and (right is None or wrong)):
+            verdict = INTERMITTENT  # right here but wrong elsewhere, or two different values
+        elif right is not None and known and not wrong and rank in self.earlier:
+            verdict = INTERMITTENT
+        elif not complete:
+            verdict = INCONCLUSIVE
+        elif varies:
+            verdict, bound = NOT_REPRODUCED, rate_bound(len(found))
+        else:
+            verdict = PERSISTENT
+        got = {rank: original}
+        return RankVerdict(rank, verdict, basis, address, wrong, len(known), bound, expected=right, got=got)

@@ -35,21 +35,21 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
-from megasdc.lab.studies.bridge import ReplicaLink
-from megasdc.lab.studies.cut import ReplicaWorld
 from megasdc.lab.studies.hook import Study, StudyPart, agree_on_checkpoint, meet
+from megasdc.lab.studies.replica_link import ReplicaLink
+from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
-from megasdc.parallel.meeting import AskedRanks
+from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
 from megasdc.train.process.cpu import prepare_cpu
-from megasdc.train.process.hold_folder import hold_folders
+from megasdc.train.process.folder_locks import hold_folders
 from megasdc.train.process.isolation import SurvivingRanks
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock

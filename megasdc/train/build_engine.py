@@ -17,8 +17,8 @@ from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_toke
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config import Layout, MegasdcSection, ModelSection, RunConfig
 from megasdc.config.sections.deepspeed import Bf16
-from megasdc.data.deal import UnevenSplit
 from megasdc.data.manifest import Manifest
+from megasdc.data.uneven_split import UnevenSplit
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.groups import parameter_groups

@@ -33,15 +33,15 @@ from megasdc.ops.health.hooks.progress import Health
 from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
+from megasdc.train.detection.step_checker import StepChecker
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
+from megasdc.train.process.folder_locks import FolderWatch
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
-from megasdc.train.process.hold_folder import FolderWatch
 from megasdc.train.process.isolation import IsolationLimit, SurvivingRanks
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock, StartReport

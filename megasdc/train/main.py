@@ -29,7 +29,7 @@ from megasdc.config import (
 )
 from megasdc.config.environment import record_collectives, set_deterministic_environment
 from megasdc.events import EventLog
-from megasdc.lab.studies.cut import ReplicaWorld
+from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.marks import find_way_back
+from megasdc.checkpoint.verification_marks import find_way_back
 from megasdc.common import room
 from megasdc.common.errors import NonFiniteError, StorageError
 from megasdc.engine.engine import StepResult

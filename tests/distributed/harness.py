@@ -204,7 +204,7 @@ def fork_fresh_ranks(replace: Callable[[Any, str, Any], None] = setattr) -> None
         """As ``start_module``, whose last argument asks for a fresh process."""
         return processes.start_module(*arguments[:6])
 
-    for module in ("megasdc.parallel.run_ranks", "megasdc.ops.golden.cells"):
+    for module in ("megasdc.parallel.run_ranks", "megasdc.ops.golden.watched_ranks"):
         replace(importlib.import_module(module), "start_module", start_fork)
 
 

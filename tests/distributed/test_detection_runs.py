@@ -24,7 +24,7 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.files import list_steps
-from megasdc.checkpoint.marks import find_corruption, find_standing, list_verified
+from megasdc.checkpoint.verification_marks import find_corruption, find_standing, list_verified
 from megasdc.config import load_config
 from megasdc.events import read_events
 from megasdc.ops.golden.record import record
@@ -271,7 +271,7 @@ def test_a_checkpoint_written_meanwhile_is_verified_by_the_audit_before(tmp_path
 
 def _records_until_step_3(config: str) -> tuple[int, str | None]:
     """Body of a rank that records no result of later audits."""
-    from megasdc.train.detection.checks import StepChecker
+    from megasdc.train.detection.step_checker import StepChecker
 
     record = StepChecker.record_audited
 

@@ -12,9 +12,9 @@ import pytest
 from harness import StartedCommand, fork_fresh_ranks
 
 from megasdc.config import parse_config
-from megasdc.ops.golden.cells import RankReport
 from megasdc.ops.golden.node import Collector, StoreMailbox
 from megasdc.ops.golden.record import record
+from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.local_ranks import free_port
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 

@@ -26,9 +26,9 @@ from megasdc.checkpoint.snapshots.held import (
     rank_folder,
     write_line,
 )
+from megasdc.checkpoint.snapshots.memory_budget import why_not
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory, restore
-from megasdc.checkpoint.snapshots.room import why_not
 from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.step_agreement import StepAgreement

@@ -16,7 +16,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.checkpoint.marks import list_verified
+from megasdc.checkpoint.verification_marks import list_verified
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed

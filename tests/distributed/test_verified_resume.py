@@ -12,13 +12,13 @@ from checkpoint_model import Run
 from harness import run_distributed
 from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint import aside
-from megasdc.checkpoint.aside import quarantine
+from megasdc.checkpoint import quarantine as quarantine_module
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.marks import find_corruption, list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
+from megasdc.checkpoint.quarantine import quarantine
 from megasdc.checkpoint.resume import find_checkpoint
+from megasdc.checkpoint.verification_marks import find_corruption, list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.determinism import restore_rng
 from megasdc.events import EventLog, read_events
@@ -123,15 +123,15 @@ def _interrupted(root: str) -> dict[str, Any]:
     mark_corruption(folder, 5, "incident.json", place)
     torch.distributed.barrier()
     found: dict[str, Any] = {}
-    original = aside.move_aside
+    original = quarantine_module.move_aside
     if place.rank == 1:
-        aside.move_aside = _refuse  # type: ignore[assignment]
+        quarantine_module.move_aside = _refuse  # type: ignore[assignment]
     try:
         _resume(run, folder, **options)
     except StorageError as error:
         found["error"] = str(error)
     finally:
-        aside.move_aside = original
+        quarantine_module.move_aside = original
     found["mark"] = find_corruption(folder)
     found["steps"] = list_steps(folder)
     found["again"] = _resume(run, folder, **options)

@@ -63,7 +63,7 @@ def check_sum(*, is_signed: bool) -> None:
     import torch.distributed as dist
 
     from megasdc.parallel.identity import Identity
-    from megasdc.parallel.meeting import meet
+    from megasdc.parallel.rendezvous import meet
 
     size = int(os.environ["WORLD_SIZE"])
     store = meet(Identity.own(RANK, size, None), 60.0)  # kept: torch keeps only a part of it

@@ -22,9 +22,9 @@ from megasdc.common.durable import write_durably
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take
 from megasdc.ops.launch.on_host import running
-from megasdc.ops.supervise import ledger
+from megasdc.ops.supervise import host_reliability_log
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 OTHER, THIRD, GROUP = 65_534, 65_533, 4_242
 """Ids of other users, and of a group."""
@@ -207,7 +207,7 @@ def test_a_ledger_is_written_by_users_who_may_write_nothing_beside_it(
 
     with another_user(add, (GROUP,)) as could:
         assert could
-    monkeypatch.setattr(ledger, "LOCK_S", 0.1)
+    monkeypatch.setattr(host_reliability_log, "LOCK_S", 0.1)
     own = HostReliabilityLog(path)
     with another_user(lambda: keep(path), (GROUP,)) as could:
         assert could and own.add(HostUsage("own", 0.0, 1.0, ("b",))) == 1

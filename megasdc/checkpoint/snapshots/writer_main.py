@@ -23,7 +23,7 @@ import xxhash
 
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
-from megasdc.checkpoint.holds import delete_unheld
+from megasdc.checkpoint.read_lock import delete_unheld
 from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, SlotManifest
 from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
 from megasdc.checkpoint.snapshots.partner import Partner, PartnerReplicas

@@ -23,8 +23,8 @@ from megasdc.checkpoint.formats.records import Count, Record, Time, Xxh3, read_r
 from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERSAL, explain_folder, kind_of
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
 from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
-from megasdc.checkpoint.marks import VERIFIED_FILE
 from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import CheckpointError
 

@@ -32,15 +32,15 @@ from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.lab.studies.bridge import ReplicaLink
-from megasdc.lab.studies.cut import ReplicaWorld
+from megasdc.lab.studies.replica_link import ReplicaLink
+from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.lab.studies.results import ResultSync
 from megasdc.lab.studies.tables import describe, summarize_study
 from megasdc.model.loss import TokenLoss
 from megasdc.model.submodules import Submodule, list_submodules
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER, WHOLE, StudyLog
 from megasdc.optim.zero1 import Fragment, counts_here, master_partitions, owned_fragments
-from megasdc.parallel import groups, meeting
+from megasdc.parallel import groups, rendezvous
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.stores import prefix_store
@@ -271,7 +271,7 @@ def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) 
     Collective: all ranks of the launch.
     """
     cut = part.cut
-    store = meeting.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
+    store = rendezvous.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
     own = prefix_store(f"replica/{cut.replica}", store)
     groups.init_process_group(section.timeout_s, own, on_met=on_met, share_devices=section.share_devices)
     return ReplicaLink(cut, part.section.trusted, store, section.timeout_s)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config.sections.study import PAPER_BACKWARD, PAPER_FORWARD, StudySection
-from megasdc.lab.studies.bridge import ReplicaLink
+from megasdc.lab.studies.replica_link import ReplicaLink
 from megasdc.tensors.bits import as_bits, count_flips
 
 

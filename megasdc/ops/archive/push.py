@@ -18,9 +18,9 @@ from typing import Any
 
 from megasdc.checkpoint.checks import check_file, reading
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, list_steps, step_folder, step_of
-from megasdc.checkpoint.holds import held_for_reading
 from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_manifest
-from megasdc.checkpoint.marks import VERIFIED_FILE
+from megasdc.checkpoint.read_lock import held_for_reading
+from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.common.program import why_unreadable
 from megasdc.common.progress import bytes_bar

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, TraceError
-from megasdc.ops.golden.cells import REPORT_S, RankReport, WatchedRank, watch
 from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import VerifyResult, judge_reports
 from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
+from megasdc.ops.golden.watched_ranks import REPORT_S, RankReport, WatchedRank, watch
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, rank_environment
-from megasdc.parallel.meeting import join_store
+from megasdc.parallel.rendezvous import join_store
 from megasdc.parallel.stores import MEETING_VARIABLE
 from megasdc.sdc.golden.file import load_header
 from megasdc.sdc.golden.sealed import header_digest

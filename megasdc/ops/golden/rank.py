@@ -1,8 +1,8 @@
 """One rank of a cell: runs the workload, records or verifies it, and reports a line for each run.
 
-Started as ``python -m megasdc.ops.golden.rank REQUEST`` by ``megasdc.ops.golden.cells``; a cell has as many ranks as
-the golden trace, in a world of its own. The request is a JSON file: ``folder`` for reports; ``golden`` file, or null to
-record ``config``; ``repeats``; ``minutes`` or null; ``timeout_s``; ``drill`` from ``load_drill`` or null.
+Started as ``python -m megasdc.ops.golden.rank REQUEST`` by ``megasdc.ops.golden.watched_ranks``; a cell has as many
+ranks as the golden trace, in a world of its own. The request is a JSON file: ``folder`` for reports; ``golden`` file,
+or null to record ``config``; ``repeats``; ``minutes`` or null; ``timeout_s``; ``drill`` from ``load_drill`` or null.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ with imports_kept():
     from megasdc.parallel import groups
     from megasdc.parallel.dims import ParallelDims
     from megasdc.sdc.golden.file import load_golden, load_header
+    from megasdc.sdc.golden_compare import find
     from megasdc.sdc.trace_file import TraceWriter
-    from megasdc.sdc.verdict import find
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of
     from megasdc.train.process.cpu import prepare_cpu

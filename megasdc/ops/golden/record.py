@@ -12,7 +12,7 @@ from typing import Any
 
 from megasdc.common.errors import HangError, PeerError, TraceError, error_of_rank
 from megasdc.config import RunConfig, check_layout
-from megasdc.ops.golden.cells import RankReport, WatchedRank, watch
+from megasdc.ops.golden.watched_ranks import RankReport, WatchedRank, watch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.sdc.compare import compare_traces

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
-from megasdc.ops.golden.cells import RankReport
+from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE
-from megasdc.sdc.verdict import (
+from megasdc.sdc.golden_compare import (
     ABSENT,
     AFFECTED,
     DIED,
@@ -30,6 +29,7 @@ from megasdc.sdc.verdict import (
     judge,
     trace_gaps,
 )
+from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.train.detection.golden_key import workload_of
 
 EXIT_CODES = {

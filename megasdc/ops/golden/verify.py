@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, TraceError
-from megasdc.ops.golden.cells import RankReport, WatchedRank, watch
 from megasdc.ops.golden.result import VerifyResult, judge_reports
+from megasdc.ops.golden.watched_ranks import RankReport, WatchedRank, watch
 from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, rank_environment
 from megasdc.sdc.golden.file import load_header
 

@@ -6,8 +6,8 @@ without it a run goes on as without health. It never waits for a disk or the net
 
 When no rank of its host has moved for as long as its phase may last (``megasdc.ops.health.limits``), the agent asks the
 ranks for their stacks and tells what it knows: to the front of the launch, if there is one that knows all hosts
-(``megasdc.ops.health.front.server``), and in the run folder (``megasdc.ops.health.board``). Once every host that still
-shows signs of life has done so, the front, or each agent for itself, comes to the same blame
+(``megasdc.ops.health.front.server``), and in the run folder (``megasdc.ops.health.shared_folder_heartbeat``). Once
+every host that still shows signs of life has done so, the front, or each agent for itself, comes to the same blame
 (``megasdc.ops.health.blame``), writes the incident, and the ranks are told to leave with exit code 75; those that do
 not are killed. Hosts without a front whose run folder is not shared know only of their own ranks, and say so.
 
@@ -41,13 +41,13 @@ from megasdc.common.durable import append_bounded, replacing
 from megasdc.common.process_state import GONE, PAUSE_S, started_at
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.devices.telemetry import Telemetry
-from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat, node_name
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
 from megasdc.ops.health.front.link import CoordinatorClient
 from megasdc.ops.health.incident import Conclusion, conclude
 from megasdc.ops.health.limits import Limits, keep_durations, load_durations
 from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat, node_name
 from megasdc.ops.health.watched import WatchedRanks
 
 Task = Callable[[], None]

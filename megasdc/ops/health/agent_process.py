@@ -17,9 +17,9 @@ from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.common.process_state import GONE, Waker, process_state
 from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions, read_agent
-from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.link import CoordinatorClient
+from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat
 
 START_S = 60.0
 LOOK_S = 2.0

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from megasdc.common.durable import parse_json
 from megasdc.common.process_state import GONE
-from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 
 LOOK_S = 0.1
 LAST_BYTES = 1 << 16

@@ -59,7 +59,7 @@ class Host:
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         environment = {**base_environment(1), "LOCAL_RANK": str(number)}
-        command = [sys.executable, "-m", "megasdc.ops.stress.slot", str(number)]
+        command = [sys.executable, "-m", "megasdc.ops.stress.worker", str(number)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[number]}
         return subprocess.Popen(command, env=environment, **pipes)
 

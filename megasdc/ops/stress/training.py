@@ -15,9 +15,9 @@ from megasdc.ops.golden.drill import Drill
 from megasdc.ops.stress.drill import ALONE
 from megasdc.parallel import groups
 from megasdc.sdc.golden.file import key_differences
+from megasdc.sdc.golden_compare import find
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
-from megasdc.sdc.verdict import find
 from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.detection.golden_key import golden_key, workload_of
 from megasdc.train.process.cpu import prepare_cpu

@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.ops.stress.arrange import Pair, name_culprits
 from megasdc.ops.stress.state import ALONE, COLLECTIVES, GEMM, LINKS, TRAINING, Count, HostState
-from megasdc.sdc.replay import rate_bound
+from megasdc.sdc.verdict import rate_bound
 
 HEALTHY, UNHEALTHY, INCONCLUSIVE, NOT_TESTED = "healthy", "unhealthy", "inconclusive", "not tested"
 MEANS = {

@@ -32,11 +32,11 @@ from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.supervise.allocation import Allocation, ThisHost
-from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.history import HOSTS, SUSPECTED, TAKEN_OVER, History
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, judge
 from megasdc.ops.supervise.host_tests import StressTests
 from megasdc.ops.supervise.journal import FOLDER, Journal
-from megasdc.ops.supervise.ledger import HostReliabilityLog, judge
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import Limits
 from megasdc.ops.supervise.salvage import complete
 from megasdc.ops.supervise.slurm import JOB_VARIABLE, SlurmJob

@@ -23,7 +23,7 @@ from megasdc.common.errors import (
 )
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.verdict import HOST_MEMORY
-from megasdc.ops.supervise.trained import AttemptProgress
+from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.sdc.incidents.incident import Incident
 
 USAGE = 2

@@ -28,8 +28,8 @@ from megasdc.ops.launch.plan import needs_of
 from megasdc.ops.launch.remote import Transport, Watch
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import host_check
+from megasdc.ops.supervise.attempt_process import request_of
 from megasdc.ops.supervise.diagnosis import Checked, Unfit
-from megasdc.ops.supervise.front import request_of
 from megasdc.ops.supervise.host_check import HostRequest, modules_of
 
 MODULE = "megasdc.ops.supervise.fitness"

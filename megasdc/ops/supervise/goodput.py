@@ -2,7 +2,8 @@
 
 All parts add up to the time from the first plan of an attempt to the end of the run: each attempt, up to the plan of
 the next, is cut at moments that are in the records, and what lies between two of them belongs to one part. The moments
-come from the journal; what an attempt reported in between is in its entry, see ``megasdc.ops.supervise.trained``.
+come from the journal; what an attempt reported in between is in its entry, see
+``megasdc.ops.supervise.attempt_progress``.
 
 ============  =======================================================================================================
 productive    training steps that no later attempt took again
@@ -34,10 +35,10 @@ from typing import Any
 
 from megasdc.common.moment import Moment
 from megasdc.common.origin import Launch
-from megasdc.ops.supervise.front import file_of, load_result
+from megasdc.ops.supervise.attempt_process import file_of, load_result
+from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 from megasdc.ops.supervise.history import TAKEN_OVER
 from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal, without_steps
-from megasdc.ops.supervise.trained import AttemptProgress, trained_in
 
 PARTS = (
     "productive",

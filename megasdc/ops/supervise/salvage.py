@@ -17,8 +17,8 @@ from typing import Any
 
 from megasdc.common.errors import LaunchError
 from megasdc.ops.launch.hosts import read_hostfile
+from megasdc.ops.supervise.attempt_process import file_of, load_result
 from megasdc.ops.supervise.diagnosis import LOST, Diagnosis
-from megasdc.ops.supervise.front import file_of, load_result
 from megasdc.ops.supervise.history import GROWING, NO_TURNS, History
 from megasdc.ops.supervise.journal import Entry
 from megasdc.ops.supervise.policy import Action, Decision

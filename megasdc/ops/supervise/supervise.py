@@ -18,11 +18,11 @@ from megasdc.ops.launch.plan import new_launch_id
 from megasdc.ops.launch.verdict import lines_of
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, SIGNALS, diagnose
-from megasdc.ops.supervise.engine import Engine
 from megasdc.ops.supervise.history import ENDED, GROWING, TESTED, Attempt, History
+from megasdc.ops.supervise.host_reliability_log import HOUR_S, HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.host_tests import HostTest, Tests
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import HOUR_S, HostReliabilityLog, HostUsage
+from megasdc.ops.supervise.launch_backend import Engine
 from megasdc.ops.supervise.met import by_entry, name_of, with_journal
 from megasdc.ops.supervise.policy import Action, Decision, Limits, decide, may_return
 

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.common.process_state import RUNNING
-from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.hosts import HostPosition, RankPosition
 from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.status import ago
 from megasdc.ops.top.view import RunView
 

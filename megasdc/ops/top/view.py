@@ -15,10 +15,10 @@ from megasdc.common.errors import DataError, StorageError
 from megasdc.common.room import PROBE_BYTES
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, starts_of
-from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.front.clocks import differing
 from megasdc.ops.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.ops.health.links.judgement import places_of
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.launch.verdict import Met, read_met
 from megasdc.ops.run_folder.marks import details, lane_of
 from megasdc.ops.run_folder.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run

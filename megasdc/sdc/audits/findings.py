@@ -21,10 +21,12 @@ from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.gather import gather_traces, repeat_disputed
+from megasdc.sdc.golden_compare import DIVERGENT, find, judge
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.replay import (
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import (
     ELSEWHERE,
     GOLDEN,
     INCONCLUSIVE,
@@ -37,8 +39,6 @@ from megasdc.sdc.replay import (
     repeated_value,
     settle,
 )
-from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, find, judge
 from megasdc.sdc.vote import vote
 from megasdc.tensors.bits import as_bits
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.exhibits.calls import Call, Exhibit, Trust, kept_calls
-from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.noise import Budget, Unfit
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED, RankVerdict
+from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED, RankVerdict
 
 
 def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:

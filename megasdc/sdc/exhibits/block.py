@@ -8,7 +8,7 @@ from torch import Tensor
 from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
-from megasdc.sdc.fp64.bounds import Exact, activated, activated_input, residual
+from megasdc.sdc.fp64.rounding_bounds import Exact, activated, activated_input, residual
 
 SLOTS = ("query", "key", "value")
 """Inputs of attention, in the order of its gradients."""

@@ -18,8 +18,8 @@ from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.determinism import capture_rng
 from megasdc.model.layers import PositionEmbedding
 from megasdc.model.modules import ResidualAdd, TorchAttention, hidden_masks
-from megasdc.sdc.fp64.bounds import Exact
-from megasdc.sdc.replay import OWN_CODE, REFEREE
+from megasdc.sdc.fp64.rounding_bounds import Exact
+from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from megasdc.tensors.nested import map_in, tensors_in
 
 LOCAL = "_forward_impl"

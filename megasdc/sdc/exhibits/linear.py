@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
-from megasdc.sdc.fp64.bounds import Exact, product
+from megasdc.sdc.fp64.rounding_bounds import Exact, product
 
 
 def _linear_factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

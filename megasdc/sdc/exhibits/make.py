@@ -42,8 +42,8 @@ from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
 from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
 from megasdc.sdc.exhibits.words import position_input, position_output, position_weight, word_output, word_weight
-from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.loss import logit_gradients, token_losses
+from megasdc.sdc.fp64.rounding_bounds import Exact
 
 
 def loss_output(call: Call, result: Tensor) -> Exhibit | None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
-from megasdc.sdc.fp64.bounds import WORKING, Exact, Moments, normalized, product
-from megasdc.sdc.fp64.bounds import norm_input as exact_input
-from megasdc.sdc.fp64.bounds import norm_weight as exact_weight
+from megasdc.sdc.fp64.rounding_bounds import WORKING, Exact, Moments, normalized, product
+from megasdc.sdc.fp64.rounding_bounds import norm_input as exact_input
+from megasdc.sdc.fp64.rounding_bounds import norm_weight as exact_weight
 
 
 def _norm_factors(call: Call) -> tuple[Tensor, ...]:

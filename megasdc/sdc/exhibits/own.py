@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megasdc.common.addresses import BACKWARD, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.sdc.exhibits.calls import Call, Exhibit, estimated, one_call
-from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.noise import NARROW, Unfit, estimate
+from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.tensors.nested import tensors_in
 
 LARGEST = 2**31

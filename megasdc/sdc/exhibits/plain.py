@@ -23,7 +23,7 @@ from megasdc.sdc.exhibits.calls import LIKELY, Call, Exhibit, one_call, rows_of,
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_weight
 from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
 from megasdc.sdc.exhibits.words import word_output, word_weight
-from megasdc.sdc.fp64.bounds import Exact, activated, activated_input, product, rounded
+from megasdc.sdc.fp64.rounding_bounds import Exact, activated, activated_input, product, rounded
 
 Maker = Callable[[Call, Tensor], Exhibit | None]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)

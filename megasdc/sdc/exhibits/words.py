@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megasdc.sdc.exhibits.block import sum_input
 from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
-from megasdc.sdc.fp64.bounds import Exact, chosen, product, residual
+from megasdc.sdc.fp64.rounding_bounds import Exact, chosen, product, residual
 
 
 def _local_ids(call: Call) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import INACCURACY, WORKING, Exact, gamma, rounded
+from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING, Exact, gamma, rounded
 
 BLOCK = 16
 """Fewest keys of a block: what was summed is scaled again so often."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megasdc.sdc.fp64.attention import BLOCK
-from megasdc.sdc.fp64.bounds import INACCURACY, WORKING, Exact, gamma, rounded
+from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING, Exact, gamma, rounded
 
 ROWS = 512
 """Rows of the weights that are in memory at a time."""

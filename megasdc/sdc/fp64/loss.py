@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import INACCURACY, WORKING, Exact, gamma, rounded
+from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING, Exact, gamma, rounded
 
 ROUNDOFF = torch.finfo(WORKING).eps / 2
 

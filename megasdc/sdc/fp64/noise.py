@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasdc.sdc.fp64.bounds import INACCURACY, WORKING
+from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING
 from megasdc.tensors.nested import map_in, tensors_in
 
 SAMPLES = 8

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.rounding_bounds import Exact
 
 
 def judge(results: Mapping[int, Tensor], exact: Exact, inner: float = 1.0, outer: float = 1.0) -> dict[int, bool]:

@@ -7,7 +7,7 @@ The roundings of a row's elements are taken as independent: that of an element h
 ``u |a_r| |b_c|``, with u the unit roundoff of the sums, since each of K roundings is of a partial sum of about
 ``|a_r| |b_c| / sqrt(K)``; to this comes ``u' |y_rc|`` for the type of the result. A row is suspicious where its sum is
 off by more than ``LIMIT`` standard deviations. This is no proof, and names nobody: elements of the row outside of
-their proven bound do (``megasdc.sdc.fp64.bounds.product``).
+their proven bound do (``megasdc.sdc.fp64.rounding_bounds.product``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import WORKING, product
 from megasdc.sdc.fp64.referee import is_within
+from megasdc.sdc.fp64.rounding_bounds import WORKING, product
 from megasdc.sdc.incidents.opinion import Outside
 
 LIMIT = 8.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.bounds import Exact, gamma
+from megasdc.sdc.fp64.rounding_bounds import Exact, gamma
 
 
 def mean_of(parts: Sequence[Tensor], factor: float, kind: torch.dtype, *, converted: bool = False) -> Exact:

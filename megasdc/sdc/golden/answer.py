@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.replay import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
+from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, Finding, GoldenVerdict, judge
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, HEALTHY, Finding, GoldenVerdict, judge
+from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GoldenAnswer:
         return sum(one.finding.compared for of_rank in self.runs for one in of_rank)
 
     def ranks(self, *statuses: str) -> list[int]:
-        """Ranks with one of these verdicts of ``megasdc.sdc.verdict`` in some run."""
+        """Ranks with one of these verdicts of ``megasdc.sdc.golden_compare`` in some run."""
         return [rank for rank in range(len(self.runs)) if any(one[rank].status in statuses for one in self.judged)]
 
     @property

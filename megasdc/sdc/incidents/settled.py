@@ -13,7 +13,7 @@ from megasdc.common.origin import this_launch
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
+from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe is the incident's."""

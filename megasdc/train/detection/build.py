@@ -27,15 +27,15 @@ from megasdc.sdc.exhibits.calls import Call, Exhibit
 from megasdc.sdc.exhibits.make import BETWEEN, make_exhibit
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.checks import CheckSettings, StepChecker
 from megasdc.train.detection.coverage import CheckPlan, coverage_table
-from megasdc.train.detection.disputes import FindingPolicy
+from megasdc.train.detection.finding_policy import FindingPolicy
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.observe import ObserverSwitch, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.slices.hook import Checkable
+from megasdc.train.detection.step_checker import CheckSettings, StepChecker
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.gradient_bounds import momentum_reset_of
 from megasdc.train.process.signals import StopSignals

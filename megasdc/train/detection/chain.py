@@ -37,7 +37,7 @@ from megasdc.optim.zero1 import (
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
+from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
@@ -47,7 +47,7 @@ from megasdc.train.detection.slices.squares import BlockSums, Claim, wrong_of
 logger = logging.getLogger(__name__)
 
 PARTS, OWN_NORM, OWN_DIGEST, MASTERS = "parts of the norm", "own norm", "own digest", "master shard"
-"""Bases of their rulings, besides those of ``megasdc.sdc.replay``."""
+"""Bases of their rulings, besides those of ``megasdc.sdc.verdict``."""
 HALF_ULP = 2.0**-24
 """Relative rounding of fp32, in which norms are taken."""
 FACTOR_TOLERANCE = 16 * HALF_ULP

@@ -28,7 +28,7 @@ from megasdc.parallel.agreement import compare_replicas
 from megasdc.sdc.budget import Cadence, Shares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
-from megasdc.sdc.covered import Shape, render_coverage
+from megasdc.sdc.coverage import Shape, render_coverage
 from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.trace import digest

@@ -22,7 +22,9 @@ from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
-from megasdc.sdc.replay import (
+from megasdc.sdc.suspects import Suspects
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import (
     FILE,
     FOLLOWS,
     INCONCLUSIVE,
@@ -32,8 +34,6 @@ from megasdc.sdc.replay import (
     REFEREE,
     RankVerdict,
 )
-from megasdc.sdc.suspects import Suspects
-from megasdc.sdc.trace import Trace
 from megasdc.train.detection.evidence import PLACE, Rehearse
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.place import SLOT, WrongPlace

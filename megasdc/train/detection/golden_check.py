@@ -25,8 +25,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
 from megasdc.sdc.golden.file import Golden, load_golden, load_header
+from megasdc.sdc.golden_compare import trace_gaps
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import trace_gaps
 from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.workload import Workload
 

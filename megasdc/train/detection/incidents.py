@@ -11,9 +11,9 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions, read_complete
-from megasdc.checkpoint.marks import list_verified, mark_corruption, mark_verified
 from megasdc.checkpoint.places import Place, Ranks, find_place
 from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
+from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
 from megasdc.common.alert import alert
 from megasdc.common.errors import StorageError
 from megasdc.config import RunConfig

@@ -23,12 +23,12 @@ from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import INCONCLUSIVE, MAJORITY, RankVerdict
+from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, RankVerdict
 
 SETTINGS = "settings"
 """Tier of findings."""
 HISTORY = "own settings of the step before"
-"""Basis of a ruling where there is no majority, besides those of ``megasdc.sdc.replay``."""
+"""Basis of a ruling where there is no majority, besides those of ``megasdc.sdc.verdict``."""
 SCHEDULED = "schedule.step"
 """Setting of how far the schedule of learning rates is."""
 NONE = 0

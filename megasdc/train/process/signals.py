@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megasdc.common.errors import LaunchError, PeerError
 
 if TYPE_CHECKING:
-    from megasdc.parallel.meeting import AskedRanks
+    from megasdc.parallel.rendezvous import AskedRanks
 
 logger = logging.getLogger(__name__)
 

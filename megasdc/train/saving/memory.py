@@ -6,7 +6,6 @@ import logging
 import shutil
 from pathlib import Path
 
-from megasdc.checkpoint.marks import find_corruption
 from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
@@ -18,9 +17,10 @@ from megasdc.checkpoint.snapshots.held import (
     remove_forgotten,
     write_line,
 )
+from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
-from megasdc.checkpoint.snapshots.room import GIB, why_not
+from megasdc.checkpoint.verification_marks import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.shared_memory import is_own_folder
 from megasdc.config import MemorySection, RunConfig

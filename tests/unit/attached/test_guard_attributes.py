@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.attributes import attributes_kept
-from megasdc.attached.probe import Batch, BatchReplayer, Sent
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
 from megasdc.attached.record import Recorder, choose_watched
 from megasdc.common.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.probe import Batch, Sent
+from megasdc.attached.batch_replayer import Batch, Sent
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.exhibits.calls import Exhibit
 from megasdc.sdc.fp64 import noise
-from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.incidents.opinion import Opinion
 from tools.bench.guard.pair import Side, judge_pair
 

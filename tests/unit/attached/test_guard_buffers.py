@@ -15,7 +15,7 @@ from megasdc.attached.buffers import StillBuffers
 from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import heard
-from megasdc.sdc.replay import RankVerdict
+from megasdc.sdc.verdict import RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.guard.pair import Side, build_model, draw_batch

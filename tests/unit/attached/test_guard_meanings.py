@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasdc.attached.batch_replayer import BatchReplayer
 from megasdc.attached.nonfinite import (
     CHOSEN,
     EMPTY,
@@ -23,7 +24,6 @@ from megasdc.attached.nonfinite import (
     MicroBatches,
     Warnings,
 )
-from megasdc.attached.probe import BatchReplayer
 from megasdc.attached.record import ROOT, Recorder
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims

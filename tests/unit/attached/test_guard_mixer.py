@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megasdc.attached.probe import Batch, Sent
-from megasdc.sdc.replay import OWN_CODE
+from megasdc.attached.batch_replayer import Batch, Sent
+from megasdc.sdc.verdict import OWN_CODE
 from tools.bench.guard.disputes import SDPA, wrong_attention
 from tools.bench.guard.pair import Judged, Side, judge_pair
 from tools.bench.guard.trainings import PERSISTENT, Planted

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import heard
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.replay import OWN_CODE, REFEREE
+from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from tools.bench.guard.disputes import SDPA, bench_disputes, wrong_attention
 from tools.bench.guard.options import DisputeOptions
 from tools.bench.guard.pair import Judged, Side, build_model, draw_batch, judge_pair

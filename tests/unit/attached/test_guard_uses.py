@@ -7,7 +7,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megasdc.attached.probe import count_uses
+from megasdc.attached.batch_replayer import count_uses
 
 
 class _Model(nn.Module):

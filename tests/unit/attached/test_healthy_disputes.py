@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.attached.probe import Batch, Sent
+from megasdc.attached.batch_replayer import Batch, Sent
 from megasdc.sdc.fp64.noise import Unfit, estimate
 from tools.bench.guard.modules import InnerAutocast, InnerCast, NarrowNorm, Step
 from tools.bench.guard.numerics import ORDER, Other, use_kernel

@@ -13,7 +13,7 @@ from megasdc.config import FaultSpec, parse_config
 from megasdc.config.sections.detection import AlwaysOnSection
 from megasdc.config.sections.faults import spec_problems
 from megasdc.events import EventLog
-from megasdc.sdc.covered import Shape, coverage_rows, render_coverage
+from megasdc.sdc.coverage import Shape, coverage_rows, render_coverage
 from tools.bench.detection.live_chain import (
     ACCUSED,
     ALARM,

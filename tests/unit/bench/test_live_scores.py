@@ -16,8 +16,8 @@ from megasdc.config import parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import MAJORITY as RELATIVE
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import MAJORITY as RELATIVE
 from tools.bench.detection.golden_rank import KINDS, campaign_config
 from tools.bench.detection.live_cases import (
     ALONE,

@@ -13,11 +13,13 @@ from hand_made import write_checkpoint
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.aside import move_aside
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from megasdc.checkpoint.marks import (
+from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.quarantine import move_aside
+from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
+from megasdc.checkpoint.verification_marks import (
     Standing,
     clear_corruption,
     find_corruption,
@@ -28,8 +30,6 @@ from megasdc.checkpoint.marks import (
     mark_verified,
     read_mark,
 )
-from megasdc.checkpoint.places import Place
-from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import room

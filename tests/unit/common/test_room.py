@@ -19,8 +19,8 @@ from megasdc.common.durable import append_bounded
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
 from megasdc.metrics.writer import MetricsWriter, read_metrics
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.journal import Journal, read_journal
-from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megasdc.data.deal import UnevenSplit
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Order, Position, merge_positions
+from megasdc.data.uneven_split import UnevenSplit
 
 
 class Numbers:

@@ -15,7 +15,7 @@ from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.parallel import local_ranks
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, rank_environment
-from megasdc.parallel.meeting import join_store
+from megasdc.parallel.rendezvous import join_store
 
 
 def test_a_free_port_is_no_port_of_connections() -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from test_local_ranks import listening
 
 from megasdc.common.errors import HangError, LaunchError
-from megasdc.parallel import meeting
+from megasdc.parallel import rendezvous as meeting
 from megasdc.parallel.identity import Identity, differences
 from megasdc.parallel.local_ranks import LocalMeeting, free_port
-from megasdc.parallel.meeting import MEETING_NAME_VARIABLE, AskedRanks, join_store, meet
+from megasdc.parallel.rendezvous import MEETING_NAME_VARIABLE, AskedRanks, join_store, meet
 from megasdc.parallel.stores import MEETING_VARIABLE, folder_store
 from megasdc.train.process.known_errors import as_known_error
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.config import MegasdcSection, parse_config
-from megasdc.sdc.covered import Shape, coverage_notes, coverage_rows, render_coverage, table_head
+from megasdc.sdc.coverage import Shape, coverage_notes, coverage_rows, render_coverage, table_head
 
 ROOT = Path(__file__).parents[3]
 SHAPE = Shape(replicas=3, tensor=1, micro_batches=4, covered=1, recomputes=True)

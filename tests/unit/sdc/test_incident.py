@@ -33,7 +33,7 @@ from megasdc.sdc.incidents.incident import (
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.sdc.incidents.page import headline, render_page, write_incident
 from megasdc.sdc.incidents.settled import Settled
-from megasdc.sdc.replay import MAJORITY, PERSISTENT, RankVerdict
+from megasdc.sdc.verdict import MAJORITY, PERSISTENT, RankVerdict
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 SUBMODULES = ["0.embedding", "1.layer.self_attention.linear_qkv", "1.layer.mlp.linear_fc1", "2.head"]

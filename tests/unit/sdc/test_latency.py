@@ -9,7 +9,7 @@ import pytest
 
 from megasdc.config.sections.detection import AuditSection
 from megasdc.sdc.budget import Cadence
-from megasdc.sdc.covered import EVERY_STEP, Rotation, in_turn, latency, of_audits, of_micro_batches
+from megasdc.sdc.coverage import EVERY_STEP, Rotation, in_turn, latency, of_audits, of_micro_batches
 
 Sees = Callable[[int, int], bool]
 """Whether a step sees a place."""

@@ -22,7 +22,9 @@ from megasdc.sdc.exhibits.calls import kept_calls
 from megasdc.sdc.exhibits.make import make_exhibit
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
-from megasdc.sdc.fp64.bounds import (
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses
+from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.rounding_bounds import (
     Exact,
     Moments,
     activated,
@@ -34,8 +36,6 @@ from megasdc.sdc.fp64.bounds import (
     product,
     residual,
 )
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.sdc.fp64.referee import agreed, is_within, judge
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 

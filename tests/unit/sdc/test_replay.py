@@ -11,7 +11,8 @@ from megasdc.common.addresses import Address
 from megasdc.config.sections.detection import PolicySection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.ballot import Ballot, Dispute, Flag
-from megasdc.sdc.replay import (
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import (
     GOLDEN,
     INCONCLUSIVE,
     INTERMITTENT,
@@ -25,7 +26,6 @@ from megasdc.sdc.replay import (
     settle,
     to_repeat,
 )
-from megasdc.sdc.trace import Trace
 
 WHERE = Address(3, 0, "forward", "1.mlp.linear_fc2", "output")
 A, B, C = 11, 22, 33

@@ -9,7 +9,8 @@ import pytest
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
-from megasdc.sdc.replay import (
+from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import (
     GOLDEN,
     INCONCLUSIVE,
     INTERMITTENT,
@@ -21,7 +22,6 @@ from megasdc.sdc.replay import (
     settle,
     to_repeat,
 )
-from megasdc.sdc.trace import Trace
 from megasdc.sdc.vote import vote
 
 PHASES = ["forward"] * 4 + ["recompute"] * 2 + ["backward", "weight_grad"] * 2

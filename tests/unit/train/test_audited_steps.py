@@ -15,9 +15,9 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.checks import CheckSettings, StepChecker
 from megasdc.train.detection.coverage import CheckPlan, share_text
 from megasdc.train.detection.slices.hook import Checkable
+from megasdc.train.detection.step_checker import CheckSettings, StepChecker
 
 
 def detection(folder: Path, save_interval: int, **audit: Any) -> StepChecker:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.marks import find_corruption, list_verified
+from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.common.errors import CorruptionError
 from megasdc.config import parse_config
@@ -27,9 +27,8 @@ from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incidents.incident import incident_from_json
 from megasdc.sdc.recompute import Repeats
-from megasdc.sdc.replay import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.sdc.trace import Trace
-from megasdc.train.detection.disputes import FindingPolicy
+from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -43,6 +42,7 @@ from megasdc.train.detection.evidence import (
     TOKENS,
     Evidence,
 )
+from megasdc.train.detection.finding_policy import FindingPolicy
 from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
@@ -99,7 +99,7 @@ def test_what_cannot_be_compared_is_told_at_the_start(
     disputes._dims = ParallelDims(2, 1, 2)
     for differing, left in (({1}, "at 1 of 2 positions"), ({0, 1}, "-")):
         keys = [{"gpu": "a" if rank < 2 or rank - 2 not in differing else "b"} for rank in range(4)]
-        monkeypatch.setattr("megasdc.train.detection.disputes.gather_objects", lambda own, group, keys=keys: keys)
+        monkeypatch.setattr("megasdc.train.detection.finding_policy.gather_objects", lambda own, group, keys=keys: keys)
         assert disputes.on_start(run) == {"audit": left}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megasdc.common.run_lock import LockedFolders, read_holder
-from megasdc.train.process import hold_folder
+from megasdc.train.process import folder_locks
 
 
 def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
@@ -20,7 +20,7 @@ def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
 
     def hold(rank: int, held: LockedFolders) -> int:
         time.sleep(0.0 if rank else 1.0)
-        return len(hold_folder.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
+        return len(folder_locks.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
 
     held = [LockedFolders(), LockedFolders()]
     with ThreadPoolExecutor(2) as pool:

@@ -21,9 +21,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, watches_of
-from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
+from megasdc.train.detection.step_checker import StepChecker
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from tools.bench.rank import Messages, join_ranks

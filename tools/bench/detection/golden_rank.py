@@ -22,9 +22,9 @@ from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
-from megasdc.sdc.replay import INCONCLUSIVE
+from megasdc.sdc.golden_compare import DIVERGENT, Finding, GoldenVerdict, find, judge
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import DIVERGENT, Finding, GoldenVerdict, find, judge
+from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.golden_key import golden_key

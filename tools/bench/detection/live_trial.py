@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasdc.sdc.replay import MAJORITY as RELATIVE
+from megasdc.sdc.verdict import MAJORITY as RELATIVE
 from tools.bench.detection.live_cases import (
     ALONE,
     CLEAN,
@@ -38,7 +38,7 @@ no golden trace shows it."""
 
 @dataclass(frozen=True)
 class Named:
-    """One verdict of a trial, with its basis, as in ``megasdc.sdc.replay``, and the address of the first wrong result.
+    """One verdict of a trial, with its basis, as in ``megasdc.sdc.verdict``, and the address of the first wrong result.
 
     ``rank`` is None where none could be named.
     """

@@ -36,9 +36,9 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
-from megasdc.train.detection.checks import StepChecker
 from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
+from megasdc.train.detection.step_checker import StepChecker
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device

@@ -25,7 +25,9 @@ from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended
 from megasdc.sdc.fp64.attention_gradients import elements, given, head_gradients
-from megasdc.sdc.fp64.bounds import (
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses
+from megasdc.sdc.fp64.referee import judge
+from megasdc.sdc.fp64.rounding_bounds import (
     Exact,
     Moments,
     activated,
@@ -36,8 +38,6 @@ from megasdc.sdc.fp64.bounds import (
     product,
     residual,
 )
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.sdc.fp64.referee import judge
 from tools.bench.clocks import cpu_threads, devices_here
 from tools.bench.detection.options import RefereeOptions
 from tools.bench.machine import describe_machine

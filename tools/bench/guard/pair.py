@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.audit import build_referee
-from megasdc.attached.probe import Batch, BatchReplayer, Sent
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
 from megasdc.attached.record import Recorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.replay import RankVerdict, differences, settle
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import RankVerdict, differences, settle
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.guard.modules import OwnCode

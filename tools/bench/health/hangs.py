@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.ops.health.board import node_name
+from megasdc.ops.health.shared_folder_heartbeat import node_name
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.drills import Layout, layout_text, tables

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.events import read_events
-from megasdc.ops.supervise.engine import union
 from megasdc.ops.supervise.history import History
 from megasdc.ops.supervise.journal import FOLDER, read_journal
+from megasdc.ops.supervise.launch_backend import union
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout
 from tools.bench.health.hangs import prepare_texts

@@ -18,7 +18,7 @@ import psutil
 from megasdc.common.errors import ConfigError, DataError, MegasdcError, StorageError
 from megasdc.common.shared_memory import own_prefix
 from megasdc.ops.launch.command import NODE_MODULE
-from megasdc.ops.supervise import front
+from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
 from megasdc.ops.supervise.slurm import fields_of
 from tools.bench.supervised.target import LOCAL, LONG_S, RUN_BYTES, SPARES, SUPERVISOR, Target
@@ -92,7 +92,7 @@ def _supervisor_and_rank_killed(run: Target) -> None:
 
 
 def _front_killed(run: Target) -> None:
-    run.kill(run.processes(front.MODULE))
+    run.kill(run.processes(attempt_process.MODULE))
 
 
 def _launchers_killed(run: Target) -> None:
@@ -295,7 +295,7 @@ def _signal(number: int, *more: str) -> Callable[[Target], None]:
     """A signal to a front, a launcher, an agent, a rank, or what has these words in its command line."""
 
     def strike(run: Target) -> None:
-        words = run.chance.choice([front.MODULE, NODE_MODULE, _AGENT, "", *more])
+        words = run.chance.choice([attempt_process.MODULE, NODE_MODULE, _AGENT, "", *more])
         found = run.launchers() if words == NODE_MODULE else run.processes(words) if words else run.a_rank()
         found = [one for one in found if "python" in Path(one.info["cmdline"][0]).name]  # not what enters a host
         run.kill([run.chance.choice(found)] if found else [], number)

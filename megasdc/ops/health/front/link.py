@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from megasdc.common.wire import Messages, connect
-from megasdc.ops.health.board import LOST_S, OwnState
 from megasdc.ops.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.ops.health.front.clocks import ClockMeasurement, Reading
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S, OwnState
 
 RETRY_S = 10.0
 

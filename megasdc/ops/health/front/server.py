@@ -22,10 +22,10 @@ from megasdc.common.alert import LIMIT_S, alert
 from megasdc.common.moment import HostClock
 from megasdc.common.process_state import PAUSE_S
 from megasdc.common.wire import SECRET_BYTES, Door, Messages, WireError
-from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.ops.health.front.clocks import CLOCKS_FILE, HostClocks, Reading
 from megasdc.ops.health.incident import Conclusion, conclude
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 
 LOOK_S = 0.5
 """Seconds between two looks at the hosts."""

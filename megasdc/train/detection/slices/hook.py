@@ -23,13 +23,13 @@ from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot, Dispute
-from megasdc.sdc.fp64.bounds import Exact
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.fp64.sums import mean_of
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.replay import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
+from megasdc.sdc.verdict import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
@@ -147,7 +147,7 @@ SUMS, KEPT_STATE, UPDATES = "reduction", "state", "update"
 MISSED = "missed"
 """Flag of a rank that has not looked at all there is to a slice."""
 OWN_COPY, MEAN = "own copy", "mean of the replicas' gradients"
-"""Bases of their rulings, besides those of ``megasdc.sdc.replay``."""
+"""Bases of their rulings, besides those of ``megasdc.sdc.verdict``."""
 REPEATS = 5
 SHOWN = 16
 """Elements of an update that an event names one by one."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from megasdc.engine.engine import TrainingEngine
 from megasdc.optim.zero1 import master_partitions
 from megasdc.sdc.fp64.adam import AdamSlice, adam_bounds, adam_step
-from megasdc.sdc.fp64.bounds import Exact
+from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import roll
 from megasdc.train.detection.settings import UsedSettings

@@ -9,8 +9,8 @@ import pytest
 
 from megasdc.common.errors import ConfigError, HangError, LaunchError, PeerError, TraceError, error_of_rank
 from megasdc.ops.golden import verify
-from megasdc.ops.golden.cells import RankReport, watch
 from megasdc.ops.golden.result import judge_reports
+from megasdc.ops.golden.watched_ranks import RankReport, watch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, save_golden
 

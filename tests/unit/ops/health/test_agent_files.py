@@ -13,9 +13,9 @@ import pytest
 
 from megasdc.ops.health import agent as background
 from megasdc.ops.health import agent as journal
-from megasdc.ops.health import board
+from megasdc.ops.health import shared_folder_heartbeat
 from megasdc.ops.health.agent import AgentLog, RetryingWorker
-from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
+from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(now=1000.0)
     wall = itertools.cycle([86_400.0, 0.0, 3.0e9])
     both = SimpleNamespace(monotonic=lambda: found.now, time=lambda: next(wall))
-    monkeypatch.setattr(board, "time", both)
+    monkeypatch.setattr(shared_folder_heartbeat, "time", both)
     monkeypatch.setattr(journal, "time", both)
     return found
 
@@ -74,7 +74,7 @@ def test_a_host_is_lost_by_the_readers_clock(tmp_path: Path, clock: SimpleNamesp
         first.exchange()
     assert first.lost() == [1] and first.all_stuck()
     second.exchange()
-    clock.now += board.SIGN_S
+    clock.now += shared_folder_heartbeat.SIGN_S
     first.exchange()
     assert first.lost() == []
 
@@ -86,7 +86,7 @@ def test_without_an_answer_of_the_folder_nothing_is_known_of_others(tmp_path: Pa
     for one in (second, first):
         one.exchange()
     assert not first.all_stuck()
-    clock.now += board.LOST_S + 1
+    clock.now += shared_folder_heartbeat.LOST_S + 1
     assert first.all_stuck() and first.lost() == [] and [one["states"] for one in first.reports()] == [[0]]
 
 

@@ -18,15 +18,15 @@ import pytest
 
 from megasdc.common import wire
 from megasdc.common.wire import WireError
-from megasdc.ops.health import agent_process, board
+from megasdc.ops.health import agent_process, shared_folder_heartbeat
 from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
-from megasdc.ops.health.board import LOST_S, OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.front import server as front_server
 from megasdc.ops.health.front.address import FrontAddress, Hello, front_path, take_front
 from megasdc.ops.health.front.link import CoordinatorClient
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.health.phases import Phase
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S, OwnState, SharedFolderHeartbeat
 
 
 @pytest.fixture
@@ -309,4 +309,4 @@ def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server
         assert path.exists() == (expected is None), "that of another launch stays"
     path.unlink()
     assert take_front(tmp_path, "launch-1") is None
-    assert board.LOST_S == front_server.LOST_S
+    assert shared_folder_heartbeat.LOST_S == front_server.LOST_S

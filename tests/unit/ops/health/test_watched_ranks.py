@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.process_state import started_at
-from megasdc.ops.health import board, watched
-from megasdc.ops.health.board import OwnState, SharedFolderHeartbeat
+from megasdc.ops.health import shared_folder_heartbeat, watched
 from megasdc.ops.health.limits import Limits
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import HeartbeatWriter, Identity
+from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.watched import WatchedRanks
 
 SHORT = Limits(0.2, 0.2, 1.0, {})
@@ -56,7 +56,7 @@ def test_a_rank_that_moves_while_it_is_asked_is_not_reported(
 
 def test_other_hosts_are_not_read_while_the_front_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their signs are looked at again once it does no more."""
-    monkeypatch.setattr(board, "SIGN_S", 0.0)
+    monkeypatch.setattr(shared_folder_heartbeat, "SIGN_S", 0.0)
     first, second = (SharedFolderHeartbeat(tmp_path, "r", node, 2) for node in range(2))
     second.exchange()
     first.is_read = False

@@ -42,10 +42,10 @@ from megasdc.ops.launch.records import (
 )
 from megasdc.ops.launch.remote import Transport
 from megasdc.ops.launch.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
-from megasdc.ops.supervise import engine as engine_module
+from megasdc.ops.supervise import launch_backend as engine_module
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.history import Process
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 
 PATIENT = "import time; time.sleep(60)"
 WAITS = """

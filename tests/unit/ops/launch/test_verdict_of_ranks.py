@@ -8,21 +8,12 @@ import pytest
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.config import TraceSection
-from megasdc.ops.golden.cells import RankReport
 from megasdc.ops.golden.result import judge_reports
+from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.replay import INCONCLUSIVE
+from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT, HEALTHY, NOT_COMPARABLE, Finding, find, judge, trace_gaps
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import (
-    AFFECTED,
-    DIVERGENT,
-    HEALTHY,
-    NOT_COMPARABLE,
-    Finding,
-    find,
-    judge,
-    trace_gaps,
-)
+from megasdc.sdc.verdict import INCONCLUSIVE
 
 LAYOUT = ParallelDims(2, 2, 1)
 REPLICAS = ParallelDims(1, 1, 2)

@@ -16,8 +16,8 @@ from megasdc.ops.launch.verdict import SHOWN, Met, lines_of, read_met
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.summary import render, summarize
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.met import all_met, by_entry, name_of, of_journal
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher

@@ -19,13 +19,13 @@ from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.ops.launch.front import LaunchResult
 from megasdc.ops.launch.records import write_done
 from megasdc.ops.launch.request import LaunchRequest
-from megasdc.ops.supervise import front
+from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.attempt_process import FrontResult
 from megasdc.ops.supervise.diagnosis import diagnose
-from megasdc.ops.supervise.engine import LaunchBackend
-from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.journal import FOLDER
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import RULES, Action, Rule
 from megasdc.train.process.signals import STOPPED_START
 
@@ -59,7 +59,7 @@ def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int, st
     """Nobody has asked the supervisor: the run is started again, and it counts as no failure; also a program's."""
     attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
     engine = LaunchBackend(tmp_path, steps, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
-    path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path = attempt_process.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(code, None, None, ["stopped"], stopped_by=signal.SIGHUP))))
     found = diagnose(engine.evidence(attempt, {}))
@@ -77,7 +77,7 @@ def test_a_start_that_all_ranks_leave_is_no_failure(
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, attempt.launch_id)
     for rank, end in enumerate(ends):
         write_done(tmp_path, rank, 0, end=end)
-    path = front.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path = attempt_process.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(0, None, None, ["all 2 ranks are done"]))))
     found = diagnose(engine.evidence(attempt, {}))
@@ -102,15 +102,15 @@ def test_a_signal_after_the_ranks_have_ended_does_not_hide_how(tmp_path: Path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path.write_text(text)
 
-    monkeypatch.setattr(front, "launch_run", launched)
-    monkeypatch.setattr(front, "write_durably", write)
+    monkeypatch.setattr(attempt_process, "launch_run", launched)
+    monkeypatch.setattr(attempt_process, "write_durably", write)
     request = {"launch": asdict(LaunchRequest(Path("c.json"))), "result": str(result)}
     monkeypatch.setattr(sys, "argv", ["front", json.dumps(request, default=str)])
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert front.main() == 0 and len(tries) == 2
+        assert attempt_process.main() == 0 and len(tries) == 2
     finally:
         room.end_waits_when(bool)
     assert signal.getsignal(signal.SIGTERM) == before
-    found = front.load_result(result)
+    found = attempt_process.load_result(result)
     assert found is not None and (found.exit_code, found.stopped_by, found.lines) == (0, None, done.lines)

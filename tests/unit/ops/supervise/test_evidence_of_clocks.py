@@ -25,16 +25,16 @@ from megasdc.ops.health.incident import INCIDENT_FOLDER
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import HeartbeatWriter, Identity
 from megasdc.ops.launch.request import LaunchRequest
-from megasdc.ops.supervise import front
+from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.attempt_process import FrontResult
+from megasdc.ops.supervise.attempt_progress import trained_in
 from megasdc.ops.supervise.diagnosis import RewindTarget, diagnose
-from megasdc.ops.supervise.engine import LaunchBackend
-from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import FOLDER, Journal
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import Action, Failure, Limits, decide
-from megasdc.ops.supervise.trained import trained_in
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.sdc.incidents.settled import DONE
@@ -101,7 +101,7 @@ def engine(folder: Path, attempt: Attempt, code: int) -> LaunchBackend:
     """Of a run of 30 steps, whose attempt has ended with a code."""
     (folder / "run" / FOLDER).mkdir(parents=True, exist_ok=True)
     result = FrontResult(code, None, None, [f"ended with {code}"])
-    front.file_of(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
+    attempt_process.file_of(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
         json.dumps(asdict(result))
     )
     return LaunchBackend(folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
@@ -206,7 +206,7 @@ def test_the_last_step_of_an_attempt_is_what_its_agents_saw(
         assert ended.evidence(attempt, {}).last == 51, "the agent of the launch before is another one's"
         watched(run, tmp_path / f"records-{number}", attempt, step, f"f00d.{number}")
         result = FrontResult(1, 0, "n2" if number == 3 else hosts[0], ["boom"])
-        front.file_of(run / FOLDER, number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+        attempt_process.file_of(run / FOLDER, number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
         found = ended.evidence(attempt, {})
         assert found.last == step - 1 and found.trained is not None
         failures.append(Failure(NOW + 4000 * number, hosts, 1, diagnose(found), found.last, found.trained.resumed))

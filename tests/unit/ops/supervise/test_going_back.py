@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.marks import mark_verified
 from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.verification_marks import mark_verified
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
 from megasdc.ops.supervise.diagnosis import Evidence, RewindTarget, diagnose
-from megasdc.ops.supervise.engine import find_back, overrides_of
 from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import Entry
+from megasdc.ops.supervise.launch_backend import find_back, overrides_of
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.ops.supervise.command import _open
 from megasdc.ops.supervise.goodput import PARTS, Goodput, goodput
 from megasdc.ops.supervise.history import History
 from megasdc.ops.supervise.journal import Entry, Journal
-from megasdc.ops.supervise.trained import AttemptProgress
 
 
 def entries(*turns: tuple[str, float, dict[str, Any]]) -> list[Entry]:

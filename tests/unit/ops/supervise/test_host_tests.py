@@ -14,7 +14,7 @@ import pytest
 
 from megasdc.ops.launch.remote import Watch
 from megasdc.ops.launch.request import LaunchRequest
-from megasdc.ops.supervise import front, host_tests
+from megasdc.ops.supervise import attempt_process, host_tests
 from megasdc.ops.supervise.diagnosis import Checked
 from megasdc.ops.supervise.fitness import HostChecks
 from megasdc.ops.supervise.host_tests import StressTests
@@ -150,11 +150,11 @@ def test_a_front_that_is_stopped_while_it_looks_at_hosts_says_so(
     launch = asdict(LaunchRequest(config, hostfile=hostfile, launch_id="one"))
     words = json.dumps({"launch": launch, "result": result}, default=str)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    command = [sys.executable, "-m", front.MODULE, words]
+    command = [sys.executable, "-m", attempt_process.MODULE, words]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True) as one:
         started = pids_in(pids, 2)
         one.send_signal(signal.SIGTERM)
         assert one.wait(30) == 128 + signal.SIGTERM
-    found = front.load_result(result)
+    found = attempt_process.load_result(result)
     assert found is not None and (found.exit_code, found.stopped_by) == (143, signal.SIGTERM)
     assert have_ended(started)

@@ -12,11 +12,11 @@ import pytest
 
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import open_lock_file
-from megasdc.ops.supervise import ledger as ledger_module
+from megasdc.ops.supervise import host_reliability_log as ledger_module
 from megasdc.ops.supervise.command import _suspect
 from megasdc.ops.supervise.history import HOSTS, History
+from megasdc.ops.supervise.host_reliability_log import DAY_S, HostReliabilityLog, HostUsage, judge
 from megasdc.ops.supervise.journal import Journal
-from megasdc.ops.supervise.ledger import DAY_S, HostReliabilityLog, HostUsage, judge
 
 NOW = 100 * DAY_S
 

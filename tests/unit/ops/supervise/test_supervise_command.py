@@ -13,8 +13,8 @@ from megasdc.ops.launch.remote import Transport
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise.command import _allocation, supervise_run
 from megasdc.ops.supervise.history import Attempt
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE, Journal
-from megasdc.ops.supervise.ledger import HostReliabilityLog, HostUsage
 
 TWO = "a slots=1\nb slots=1\n"
 

@@ -25,17 +25,17 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.launch.verdict import Met
 from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.attempt_process import file_of
+from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.ops.supervise.diagnosis import Evidence
-from megasdc.ops.supervise.engine import overrides_of
-from megasdc.ops.supervise.front import file_of
 from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog
 from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import Entry, Journal
-from megasdc.ops.supervise.ledger import HostReliabilityLog
+from megasdc.ops.supervise.launch_backend import overrides_of
 from megasdc.ops.supervise.policy import Limits, may_return
 from megasdc.ops.supervise.salvage import complete
 from megasdc.ops.supervise.supervise import Supervisor
-from megasdc.ops.supervise.trained import AttemptProgress
 
 STEPS = 50
 LIMITS = Limits(pause_s=0.01, returns=0)

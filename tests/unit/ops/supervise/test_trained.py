@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.origin import Launch
-from megasdc.ops.supervise.trained import AttemptProgress, trained_in
+from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 
 
 def metrics(folder: Path, *rows: dict[str, Any]) -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from megasdc.ops.launch.request import LaunchRequest
-from megasdc.ops.supervise import front
+from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.attempt_process import FrontResult
 from megasdc.ops.supervise.command import _allocation
 from megasdc.ops.supervise.diagnosis import Evidence, diagnose
-from megasdc.ops.supervise.engine import LaunchBackend
 from megasdc.ops.supervise.fitness import HostChecks
-from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.host_tests import StressTests
 from megasdc.ops.supervise.journal import FOLDER
+from megasdc.ops.supervise.launch_backend import LaunchBackend
 
 SSH = """#!/bin/sh
 echo "$*" >> {asked}
@@ -45,7 +45,7 @@ def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | N
     def ended(code: int | None) -> Evidence:
         if code is not None:
             result = FrontResult(code, None, None, [f"ended with {code}"])
-            front.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+            attempt_process.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
         request = LaunchRequest(tmp_path / "config.json")
         return LaunchBackend(tmp_path / "run", 30, [], 1, request, allocation, {}).evidence(attempt, {"n3": 1})
 

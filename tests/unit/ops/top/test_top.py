@@ -21,8 +21,8 @@ from megasdc.cli import app
 from megasdc.common.errors import DataError, MegasdcError
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
-from megasdc.ops.health.board import LOST_S
 from megasdc.ops.health.hosts import FileClock
+from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.top.follow import RunFollower

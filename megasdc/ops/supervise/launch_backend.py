@@ -6,7 +6,7 @@ torch is imported where checkpoints are looked at after NaN and Inf.
 
 The log of an attempt: a process that takes what the front and all that it starts say, and writes it to a file.
 
-    python -m megasdc.ops.supervise.engine FILE LIMIT_S < pipe
+    python -m megasdc.ops.supervise.launch_backend FILE LIMIT_S < pipe
 
 A file system without room is an error to who writes to it, and to a pipe it is none: what is said is kept here, and
 written once there is room. It ends when nobody has the other end of the pipe any more.
@@ -42,14 +42,14 @@ from megasdc.ops.launch.records import collect
 from megasdc.ops.launch.remote import Watch
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.launch.verdict import RUN_MEMORY, Met
-from megasdc.ops.supervise import front
+from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
+from megasdc.ops.supervise.attempt_process import FrontResult
+from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence, RewindTarget
 from megasdc.ops.supervise.fitness import HostChecks, tell_every
-from megasdc.ops.supervise.front import FrontResult
 from megasdc.ops.supervise.history import ENDED, Attempt, Process
 from megasdc.ops.supervise.journal import FOLDER
-from megasdc.ops.supervise.trained import AttemptProgress, trained_in
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.train.process.signals import STOPPED_START
 
@@ -104,7 +104,7 @@ def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> RewindTarget | N
     """To the checkpoint of ``find_way_back``, if the attempt has gone on from a newer one; ``resumed``: its steps."""
     if not resumed or resumed[-1] is None:
         return None
-    from megasdc.checkpoint.marks import find_way_back
+    from megasdc.checkpoint.verification_marks import find_way_back
 
     try:
         section = parse_json((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
@@ -208,7 +208,7 @@ class LaunchBackend:
         run_dir: of the run; in its folder ``supervise`` are hostfiles and what fronts say.
         steps: of the run; 0: not known, it is done when it ends well.
         skip: samples that the configuration skips, ranges [first, end).
-        rewind_steps: see ``megasdc.ops.supervise.engine.find_back``.
+        rewind_steps: see ``megasdc.ops.supervise.launch_backend.find_back``.
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
         sizes: settings of an attempt by its number of hosts, as of ``--set``.
@@ -257,7 +257,11 @@ class LaunchBackend:
                 except OSError:  # it has ended
                     continue
                 ticks = run_lock.start_ticks(int(path.parent.name))
-                if front.MODULE in words and any(attempt.launch_id in word for word in words) and ticks is not None:
+                if (
+                    attempt_process.MODULE in words
+                    and any(attempt.launch_id in word for word in words)
+                    and ticks is not None
+                ):
                     return Process(int(path.parent.name), ticks)
             time.sleep(0.1)
         return ENDED
@@ -291,11 +295,11 @@ class LaunchBackend:
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
         assert self._log.stdin is not None, "it is a pipe"
         # Blocked for the front too, so that it lives to tell of a signal that it gets while it is loaded.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, front.HELD)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, attempt_process.HELD)
         try:
             with self._log.stdin as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", front.MODULE, words],
+                    [sys.executable, "-m", attempt_process.MODULE, words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -359,7 +363,7 @@ class LaunchBackend:
         self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
     ) -> Evidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
-        result = front.load_result(self._file(attempt, "json"))
+        result = attempt_process.load_result(self._file(attempt, "json"))
         if result is None and self._ended_with == StorageError.exit_code:  # which had no room either
             result = FrontResult(StorageError.exit_code, None, None, ["the front of the launch could write no result"])
         code = None if result is None else result.exit_code
@@ -471,7 +475,7 @@ class LaunchBackend:
         return max(seen, trained.last)  # metrics may be those of some steps ago
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
-        return front.file_of(self._folder, attempt.number, attempt.launch_id, ending)
+        return attempt_process.file_of(self._folder, attempt.number, attempt.launch_id, ending)
 
     def _said(self, attempt: Attempt) -> str:
         """What an attempt has printed."""
@@ -535,7 +539,7 @@ def _hosts_of_ranks(attempt: Attempt) -> tuple[str, ...]:
     return tuple(host for host, slots in attempt.slots.items() for _ in range(slots))
 
 
-MODULE = "megasdc.ops.supervise.engine"
+MODULE = "megasdc.ops.supervise.launch_backend"
 _BLOCK_BYTES = 1 << 16
 
 

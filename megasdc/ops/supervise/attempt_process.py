@@ -1,6 +1,6 @@
 """The process of one attempt: the front of a launch, which leaves how it ended in a file.
 
-    python -m megasdc.ops.supervise.front REQUEST
+    python -m megasdc.ops.supervise.attempt_process REQUEST
 
 ``REQUEST`` is JSON: ``launch``, the fields of ``LaunchRequest``, and ``result``, the file. A front that is killed
 leaves none.
@@ -27,7 +27,7 @@ from megasdc.ops.launch.supervision import say
 from megasdc.ops.supervise.diagnosis import SIGNALS
 from megasdc.train.process.signals import ExitSignals, exiting_on_signals
 
-MODULE = "megasdc.ops.supervise.front"
+MODULE = "megasdc.ops.supervise.attempt_process"
 HELD = (signal.SIGINT, signal.SIGTERM)
 """Signals that who starts a front blocks for it, until it can write down that they have ended it."""
 

@@ -1,7 +1,7 @@
 """Worker process of a host: reads tasks, a JSON line each, and answers each with a line.
 
-Started as ``python -m megasdc.ops.stress.slot NUMBER`` by ``megasdc.ops.stress.host``; one process for each device, and
-on a CPU at least two, so that a host can run collectives among its own processes.
+Started as ``python -m megasdc.ops.stress.worker NUMBER`` by ``megasdc.ops.stress.host``; one process for each device,
+and on a CPU at least two, so that a host can run collectives among its own processes.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from megasdc.engine.run import Run
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.referee import Referee
-from megasdc.sdc.covered import AUDIT, GOLDEN, NOTHING
+from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
+from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT
 from megasdc.sdc.incidents.settled import Settled, describe
-from megasdc.sdc.replay import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.suspects import Suspects
-from megasdc.sdc.verdict import AFFECTED, DIVERGENT
+from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.train.detection.evidence import (
     AUDITED,

@@ -39,7 +39,6 @@ from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.chain import Chain, Links
-from megasdc.train.detection.disputes import FindingPolicy, is_of_place
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -58,6 +57,7 @@ from megasdc.train.detection.evidence import (
     Evidence,
     Rehearse,
 )
+from megasdc.train.detection.finding_policy import FindingPolicy, is_of_place
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.permuted import PermutedReplay

@@ -12,9 +12,9 @@ from itertools import chain, count
 from pathlib import Path
 
 from megasdc.checkpoint.files import LATEST_FILE, step_folder
-from megasdc.checkpoint.marks import clear_corruption
 from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint
+from megasdc.checkpoint.verification_marks import clear_corruption
 from megasdc.common.durable import rename_durably, write_durably
 
 ASIDE_FOLDER = "unverified"
