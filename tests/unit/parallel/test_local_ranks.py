@@ -101,7 +101,7 @@ def listening(pid: int) -> set[str]:
 RANK = """
 import os, torch, torch.distributed as dist
 from megasdc.parallel.identity import Identity
-from megasdc.parallel.meeting import meet
+from megasdc.parallel.rendezvous import meet
 rank = int(os.environ["RANK"])
 store = meet(Identity.own(rank, 2, None), 60.0)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

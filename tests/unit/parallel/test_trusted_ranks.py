@@ -43,7 +43,7 @@ RANK = """
 import os, sys, torch.distributed as dist
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
 from megasdc.parallel.identity import Identity
-from megasdc.parallel.meeting import meet
+from megasdc.parallel.rendezvous import meet
 rank = int(sys.argv[1])
 own = Identity(rank, 2, "launch", None, None, "n", "b", "0", (1, 1))
 try:
@@ -59,7 +59,7 @@ except Exception as error:
 """A rank of a launch."""
 STRANGER = """
 import contextlib, os, sys, time, torch.distributed as dist
-from megasdc.parallel import meeting
+from megasdc.parallel import rendezvous
 from megasdc.parallel.identity import Identity
 
 
@@ -77,14 +77,14 @@ def reach():
 
 own = Identity(1, 2, "launch", None, None, "n", "b", "0", (1, 1))
 if sys.argv[1] == "forger":  # the rank has met, and he is faster than its gloo
-    meeting.meet(own, 30.0)
+    rendezvous.meet(own, 30.0)
     store = reach()
     while not (keys := [key for key in store.list_keys() if "cpu" in key and key.endswith("/0")]):
         time.sleep(0.01)
     store.set(keys[0][:-1] + "1", b"forged")
     input()
 if sys.argv[1] == "insider":  # it has come into the group, by gloo's sockets
-    store = meeting.meet(own, 30.0)
+    store = rendezvous.meet(own, 30.0)
 else:
     store = dist.PrefixStore("meeting/0", reach())
     store.set("rank/1", own.encode())

@@ -63,15 +63,15 @@ def test_a_stop_during_the_start(number, met, closed, stuck, code, said):
 RANKS = """
 import os, sys, time
 import torch.distributed as dist
-from megasdc.parallel import meeting
+from megasdc.parallel import rendezvous
 from megasdc.parallel.identity import Identity
 from megasdc.train.process import signals
 def leave(code, error):
     print("left", type(error).__name__, flush=True)
     os._exit(code)
 stop = signals.StopSignals(leave)
-store = meeting.meet(Identity.own(int(os.environ["RANK"]), 2, None), 60.0)
-stop.start.met(meeting.AskedRanks(int(os.environ["RANK"]), 2))
+store = rendezvous.meet(Identity.own(int(os.environ["RANK"]), 2, None), 60.0)
+stop.start.met(rendezvous.AskedRanks(int(os.environ["RANK"]), 2))
 print("ready", flush=True)
 if sys.argv[1] == "waits":
     try:
