@@ -25,6 +25,12 @@ class Hook:
     in_replays: bool = False
     """Whether the calls around passes are made, too, in a replay or an extra micro-batch (``engine.is_replaying``)."""
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a hook with a state and no name for it: the state would be lost at a resume, with nothing said."""
+        super().__init_subclass__()
+        if bool(cls.saved_as) != (cls.state_dict is not Hook.state_dict):
+            raise TypeError(f"{cls.__name__}: a hook needs both state_dict and a name in saved_as, or neither")
+
     # --- between steps ------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
