@@ -70,6 +70,15 @@ def test_steps_come_back_and_what_is_there_is_not_stored_again(
     assert pull(address, tmp_path / "again").step == 4
 
 
+def test_content_comes_back_with_its_last_bytes(store: ObjectStore) -> None:
+    """Ends of lines, blanks, a zero, dashes at the end of an object: none is cut off."""
+    files = Store(store.address("last"))
+    for number, end in enumerate((b"\r", b"\n", b"\r\n", b"\n\n", b" ", b"\t", b"\0", b"--", b"\xff")):
+        content = b"block" + end
+        files.write(f"{number}", content)
+        assert files.read(f"{number}", 100) == content
+
+
 def test_a_push_that_was_killed_is_taken_up(
     store: ObjectStore, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,8 @@ def _open(address: str) -> tuple[Any, str]:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        command = f"pip install {PACKAGES[scheme]}" if scheme in PACKAGES else f"install what fsspec needs: {error}"
+        package = f"pip install '{PACKAGES[scheme]}>=2024.2'" if scheme in PACKAGES else None
+        command = package or f"install what fsspec needs: {error}"
         raise LaunchError(f'"{scheme}://" addresses need a package that is not installed: {command}') from error
     except ValueError as error:
         known = "a folder, or a URL of s3://, gs://, abfs:// or another file system of fsspec"

@@ -310,7 +310,7 @@ def test_places_that_cannot_be_used_are_named(
         monkeypatch.delitem(_registry, scheme, raising=False)  # another test may have loaded it
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     code, text = invoke("list", "gs://bucket/a")
-    assert code == 78 and "pip install gcsfs" in text
+    assert code == 78 and "pip install 'gcsfs>=2024.2'" in text
     (tmp_path / "file").touch()
     code, text = invoke("push", checkpoints, tmp_path / "file" / "archive")
     assert code == 77 and str(tmp_path / "file" / "archive") in text
