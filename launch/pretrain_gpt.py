@@ -37,7 +37,7 @@ def main() -> NoReturn:
     from megasdc.ops.launch.orphans import follow_parent
     from megasdc.ops.launch.records import write_done, write_started
     from megasdc.parallel.identity import NODE_RANK_VARIABLE
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     refuse_pipes()
     if NODE_RANK_VARIABLE in os.environ:

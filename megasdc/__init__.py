@@ -18,7 +18,7 @@ for _message in (
 
 
 _PUBLIC = {
-    "attach": "megasdc.attached.attach",
+    "attach": "megasdc.guarded",
     "check_settings": "megasdc.attached.attach",
     "GradientHook": "megasdc.optim.hooks",
     "GradientPart": "megasdc.optim.hooks",

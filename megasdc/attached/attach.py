@@ -43,8 +43,6 @@ from megasdc.config.problems.without_effect import idle_warnings
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
-from megasdc.ops.health.attached import GuardPhases, GuardStragglers
-from megasdc.ops.health.program_health import current_health
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
 from megasdc.sdc.device import gather_places
@@ -234,6 +232,7 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 _starts: dict[Path, Origin] = {}
 """Starts that this process has counted, by run folder."""
 P = TypeVar("P", bound=Part)
+BuildPart = Callable[[Training], Part | None]
 
 
 def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> GuardSettings:
@@ -263,7 +262,9 @@ def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> 
     return found
 
 
-def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings) -> Guard | TrainerGuard:
+def attach(
+    engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings, more: Sequence[BuildPart] = ()
+) -> Guard | TrainerGuard:
     """Protect a training: call after ``deepspeed.initialize``, on all ranks.
 
     Args:
@@ -271,6 +272,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
             such a configuration, whose engine is guarded once training begins.
         settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``. Or what
             ``check_settings`` has returned.
+        more: make protections that are added to those of this room, or None where they are not asked for.
 
     Returns:
         The guard; its ``close`` undoes everything.
@@ -287,8 +289,8 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     if is_trainer(engine):
         check_trainer(engine, found)
         hides = bool(engine.args.logging_nan_inf_filter)
-        return TrainerGuard(engine, lambda made: _guard(made, found, trial, hides_losses=hides))
-    return _guard(engine, found, trial)
+        return TrainerGuard(engine, lambda made: _guard(made, found, trial, more, hides_losses=hides))
+    return _guard(engine, found, trial, more)
 
 
 def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, ReproRun | None]:
@@ -297,13 +299,20 @@ def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple
     return (found if trial is None else trial.applied(found)), trial
 
 
-def _guard(engine: Any, settings: GuardSettings, trial: ReproRun | None, *, hides_losses: bool = False) -> Guard:
+def _guard(
+    engine: Any,
+    settings: GuardSettings,
+    trial: ReproRun | None,
+    more: Sequence[BuildPart],
+    *,
+    hides_losses: bool = False,
+) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
     _check_environment(engine.device.type, settings)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
-    guard = Guard(engine, settings, trial, hides_losses=hides_losses)
+    guard = Guard(engine, settings, trial, more, hides_losses=hides_losses)
     _guarded.add(engine)
     return guard
 
@@ -321,7 +330,13 @@ class Guard:
     """
 
     def __init__(
-        self, engine: Any, settings: GuardSettings, trial: ReproRun | None = None, *, hides_losses: bool = False
+        self,
+        engine: Any,
+        settings: GuardSettings,
+        trial: ReproRun | None = None,
+        more: Sequence[BuildPart] = (),
+        *,
+        hides_losses: bool = False,
     ) -> None:
         self.dims = dims_of(engine)
         self._undo = ExitStack()
@@ -331,13 +346,14 @@ class Guard:
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
             self._verdicts = Verdicts(training, self._saves)
             self._parts = self._attach(training)
+            for build in more:
+                if (part := build(training)) is not None:
+                    self._parts.append(self._keep(part))
             self._left = None if trial is None else trial.steps
             """Steps until a trial ends."""
-            if self._parts:
+            if any(part.acts for part in self._parts):
                 engine._take_model_step = partial(self._before, engine._take_model_step)
                 self._undo.callback(vars(engine).pop, "_take_model_step")
-            if (health := current_health()) is not None:
-                self._keep(GuardPhases(training, health))
         except BaseException:
             self._undo.close()
             raise
@@ -392,8 +408,6 @@ class Guard:
             parts.append(self._audit)
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
-        if (ratio := settings.health.slow_ratio) is not None and self.dims.data > 1:
-            parts.append(self._keep(GuardStragglers(training, ratio)))
         return parts
 
     def _begin(self, engine: Any, settings: GuardSettings) -> Training:

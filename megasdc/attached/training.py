@@ -63,6 +63,12 @@ class Training:
 class Part:
     """One protection. It attaches where it is made, and acts around optimizer steps until it is closed."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether it does anything around optimizer steps."""
+        kind = type(self)
+        return kind.before_step is not Part.before_step or kind.after_step is not Part.after_step
+
     def before_step(self, step: int) -> Iterable[Settled]:
         """Act before the optimizer steps; what was found, each settled once it is asked for.
 

@@ -14,7 +14,7 @@ class Hook:
     """Base class of hooks; each method does nothing unless overridden.
 
     Hooks are called on every rank, in the order of the engine's list, which is the one of
-    ``megasdc.train.build_hooks``. They may call collectives, except in ``close``. A hook calls no other hook. On a rank
+    ``megasdc.features``. They may call collectives, except in ``close``. A hook calls no other hook. On a rank
     that fails, no further hook is called but for ``close``; where all ranks leave replicas out, ``before_isolation``.
     """
 

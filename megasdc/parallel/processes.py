@@ -42,8 +42,8 @@ PRELOAD = (
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization",
     "megatron.core",
-    "megasdc.train.build",
-    "megasdc.train.main",
+    "megasdc.features",
+    "megasdc.pretrain",
     "megasdc.common.imports.frozen",
 )
 """Imported once by the server, in this order."""

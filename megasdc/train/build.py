@@ -23,7 +23,7 @@ from megasdc.common.origin import Origin
 from megasdc.common.run_identity import count_start
 from megasdc.common.run_lock import LockedFolders
 from megasdc.common.versions.installed import component_versions, untested_versions
-from megasdc.config import DataSection, Layout, RunConfig, check_layout, replica_config
+from megasdc.config import DataSection, Layout, MegasdcSection, RunConfig, check_layout, replica_config
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
@@ -35,16 +35,13 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
-from megasdc.lab.studies.hook import Study, StudyPart, agree_on_checkpoint, meet
-from megasdc.lab.studies.replica_link import ReplicaLink
-from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import ParallelDims, groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.build_engine import build_training_engine, check_memory_here
-from megasdc.train.build_hooks import Drills, HookParts, build_hooks
 from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
 from megasdc.train.faults import build_injector, build_process_faults
@@ -56,6 +53,7 @@ from megasdc.train.process.startup import StartClock
 from megasdc.train.saving.resume import resume
 from megasdc.train.saving.saver import checkpoint_folder
 from megasdc.train.sinks import FILE_SINKS, sink_folder
+from megasdc.train.start import Features, Injection, SharedLaunch, Start
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,8 @@ def build_run(
     clock: StartClock,
     signals: StopSignals,
     held: LockedFolders,
-    cut: ReplicaWorld | None = None,
+    features: Features,
+    world: ReplicaWorld | None = None,
     remaining: SurvivingRanks | None = None,
 ) -> Run:
     """Build everything that a training rank needs, and resume from a checkpoint where there is one.
@@ -74,7 +73,8 @@ def build_run(
         clock: records the end of each part of the start.
         signals: received by this rank since it started.
         held: gets the folders that this rank locks; they are released when the run has ended.
-        cut: place of this rank in a launch of several replicas; None without a study.
+        features: what is added to the core.
+        world: place of this rank in a launch of several replicas; None without a study.
         remaining: the ranks that are left of the launch; None: all.
 
     Returns:
@@ -86,15 +86,16 @@ def build_run(
     Collective: all ranks of the world.
     """
     clock.mark("imports")
-    place = _place(config, cut)
+    place = _place(config, world, features)
     config, sections = place.config, place.config.megasdc
     layout, manifests = _check_host(config, None if remaining is None else remaining.launch_size)
     clock.mark("checks")
-    bridge = _meet(place, signals)
+    _meet(place, signals)
+    shared = place.shared
     dims = groups.init_model_parallel(layout.tensor, layout.pipeline, sections.parallel.timeout_s)
     clock.mark("groups")
-    launch = (dims.rank, dims.world_size) if cut is None else (cut.launch_rank, cut.launch_size)
-    store = groups.default_store() if bridge is None else bridge.store
+    launch = (dims.rank, dims.world_size) if world is None else (world.launch_rank, world.launch_size)
+    store = groups.default_store() if shared is None else shared.store
     folders = _own_folders(place.whole)
     locks = hold_folders(folders, store, *launch, sections.parallel.timeout_s, held)
     assert held.token is not None, "the folders are held"
@@ -102,38 +103,36 @@ def build_run(
     held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
     events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
-        events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
-        _tell_untested(events, speaks=launch[0] == 0)
+        _tell_start(events, dims, speaks=launch[0] == 0, remaining=remaining)
         _tell_unchecked(sections.data, manifests, events)
-        if remaining is not None:
-            remaining.tell(events, dims.data)
     engine = build_training_engine(config, layout, dims, manifests[0].tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
     run, kept = _assemble(config, engine, loader, events, split)
     run.initial_dims = None if remaining is None else remaining.place_of(dims)
-    drills = Drills(
-        build_injector(sections, run),
-        build_process_faults(sections, run),
-        DelayReport(sections.delay, sections.logging.interval, run) if sections.delay else None,
-    )
-    part = place.part
-    agree = None if bridge is None else partial(agree_on_checkpoint, bridge)
-    hook_states = resume(run, config, agree, None if part is None else part.section)
+    injection = _build_injection(sections, run)
+    agree, study = (None, None) if shared is None else (shared.agree_on_checkpoint, shared.section)
+    hook_states = resume(run, config, agree, study)
     _deal_from_here(run)
     if dims.rank == 0:  # only now: a refused resume must not change the run folder
-        _write_resolved(run.folder, config)
-        if part is not None and part.cut.launch_rank == 0:
-            _write_resolved(part.folder, place.whole)
+        _write_resolved(place)
     clock.mark("resume")
-    study = None
-    if part is not None and bridge is not None:
-        study = Study(part, bridge, run, eval_loader, sections.checkpoint.interval)
-    run.hooks = build_hooks(
-        HookParts(
-            *(config, run, manifests[0], eval_loader, kept, split, clock),
-            *(signals, study, drills, locks, fence, remaining),
+    run.hooks = features.build_hooks(
+        Start(
+            config=config,
+            run=run,
+            manifest=manifests[0],
+            eval_loader=eval_loader,
+            batches=kept,
+            split=split,
+            clock=clock,
+            signals=signals,
+            injection=injection,
+            locks=locks,
+            fence=fence,
+            remaining=remaining,
+            shared=shared,
         )
     )
     _load_hooks(run, hook_states)
@@ -146,16 +145,18 @@ class _Place:
 
     config: RunConfig
     whole: RunConfig
-    part: StudyPart | None
+    shared: SharedLaunch | None
 
 
-def _place(whole: RunConfig, cut: ReplicaWorld | None) -> _Place:
+def _place(whole: RunConfig, world: ReplicaWorld | None, features: Features) -> _Place:
     if whole.megasdc.model.fuse:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
-    if cut is None:
+    if world is None:
         return _Place(whole, whole, None)
-    part = StudyPart(whole.megasdc.study, cut, prepare_run_folder(Path(whole.megasdc.logging.run_dir)))
-    return _Place(replica_config(whole, cut.replica), whole, part)
+    folder = prepare_run_folder(Path(whole.megasdc.logging.run_dir))
+    return _Place(
+        replica_config(whole, world.replica), whole, features.share_launch(whole.megasdc.study, world, folder)
+    )
 
 
 def _check_host(config: RunConfig, launch_size: int | None) -> tuple[Layout, list[Manifest]]:
@@ -172,25 +173,25 @@ def _check_host(config: RunConfig, launch_size: int | None) -> tuple[Layout, lis
     return layout, manifests
 
 
-def _meet(place: _Place, signals: StopSignals) -> ReplicaLink | None:
-    """Join the process group of this run; returns the bridge to the other replicas of a study.
+def _meet(place: _Place, signals: StopSignals) -> None:
+    """Join the process group of this run, and in a study the other replicas.
 
     Collective: all ranks of the launch.
     """
-    section = place.config.megasdc.parallel
+    section, shared = place.config.megasdc.parallel, place.shared
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if place.part is not None:
-        rank, size = place.part.cut.launch_rank, place.part.cut.launch_size
+    if shared is not None:
+        rank, size = shared.world.launch_rank, shared.world.launch_size
     on_met = (lambda: None) if signals.start is None else partial(signals.start.met, AskedRanks(rank, size))
-    if place.part is not None:
-        return meet(place.part, section, on_met)
+    if shared is not None:
+        shared.meet(section, on_met)
+        return
     groups.init_process_group(
         section.timeout_s,
         run_dir=place.config.megasdc.logging.run_dir,
         on_met=on_met,
         share_devices=section.share_devices,
     )
-    return None
 
 
 def _count_start(folder: Path, rank: int) -> Origin:
@@ -211,6 +212,14 @@ def _count_start(folder: Path, rank: int) -> Origin:
     if identity is None:
         raise StorageError(problem)
     return Origin(identity.run, identity.attempt, device_uuid())
+
+
+def _tell_start(events: EventLog, dims: ParallelDims, *, speaks: bool, remaining: SurvivingRanks | None) -> None:
+    """Write the events of a start; with ``speaks`` log untested versions, too."""
+    events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
+    _tell_untested(events, speaks)
+    if remaining is not None:
+        remaining.tell(events, dims.data)
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:
@@ -358,5 +367,18 @@ def _own_folders(config: RunConfig) -> list[Path]:
     return [folder] if inside else [folder, checkpoints]
 
 
-def _write_resolved(folder: Path, config: RunConfig) -> None:
-    write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+def _build_injection(sections: MegasdcSection, run: Run) -> Injection:
+    return Injection(
+        build_injector(sections, run),
+        build_process_faults(sections, run),
+        DelayReport(sections.delay, sections.logging.interval, run) if sections.delay else None,
+    )
+
+
+def _write_resolved(place: _Place) -> None:
+    """Write the configuration into the run's folder, and the launch's into that of the study."""
+    configs = {Path(place.config.megasdc.logging.run_dir): place.config}
+    if place.shared is not None and place.shared.world.launch_rank == 0:
+        configs[place.shared.folder] = place.whole
+    for folder, config in configs.items():
+        write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")

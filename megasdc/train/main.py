@@ -29,7 +29,7 @@ from megasdc.config import (
 )
 from megasdc.config.environment import record_collectives, set_deterministic_environment
 from megasdc.events import EventLog
-from megasdc.lab.studies.replica_world import ReplicaWorld
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from megasdc.engine.run import Run
     from megasdc.train.process.isolation import SurvivingRanks
     from megasdc.train.process.startup import StartClock
+    from megasdc.train.start import Features
 
 logger = logging.getLogger("megasdc")
 
@@ -52,6 +53,8 @@ def pretrain(
     allow_changed: Sequence[str] = (),
     leave: Leave | None = None,
     on_end: Callable[[str], object] = lambda end: None,
+    *,
+    features: Callable[[], Features],
 ) -> tuple[int, BaseException | None]:
     """Train as one rank of a run.
 
@@ -63,6 +66,7 @@ def pretrain(
             starting and may be stuck; None: such a signal is only recorded.
         on_end: is told how a training ended that has not failed: ``ALL_DONE``, or where and why it stopped before. Who
             returns 0 without it was ended by something else.
+        features: returns what is added to the core; called once, when PyTorch may be imported.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -103,18 +107,13 @@ def pretrain(
         if rank == 0:
             for warning in find_warnings(config):
                 logger.warning("%s", warning)
-        on_end(_train(config, cut, started_at, signals, held))
+        on_end(_train(config, started_at, cut, signals, held, features))
     except Exception as error:
         if signals.start is not None:
             signals.start.wait_where_all_leave()
-        known = as_known_error(error)
-        if known is None:
-            logger.error("unexpected error\n%s", traceback.format_exc())
-        else:
-            logger.error("%s", known)
-        code = 1 if known is None else known.exit_code
-        tell_failure(folder, code, known or error, process_started, held)
-        return code, known or error
+        code, known = _explain(error)
+        tell_failure(folder, code, known, process_started, held)
+        return code, known
     except KeyboardInterrupt as error:  # the record of the end must still be written
         logger.error("interrupted by a second SIGINT; steps since the last checkpoint are lost")
         code = 128 + signal.SIGINT
@@ -125,6 +124,16 @@ def pretrain(
         held.release()
         signals.close()
     return 0, None
+
+
+def _explain(error: Exception) -> tuple[int, Exception]:
+    """Log an error; its exit code, and the documented error that it is, if it is one."""
+    known = as_known_error(error)
+    if known is None:
+        logger.error("unexpected error\n%s", traceback.format_exc())
+        return 1, error
+    logger.error("%s", known)
+    return known.exit_code, known
 
 
 def tell_failure(
@@ -187,8 +196,29 @@ class _Start:
     remaining: SurvivingRanks | None = None
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """What all starts of training in this process have in common.
+
+    Args:
+        world: place of this rank in a launch of several replicas; None without a study.
+        library: lines of libraries.
+    """
+
+    world: ReplicaWorld | None
+    signals: StopSignals
+    held: LockedFolders
+    library: LibraryLines
+    features: Features
+
+
 def _train(
-    config: RunConfig, cut: ReplicaWorld | None, started_at: float, signals: StopSignals, held: LockedFolders
+    config: RunConfig,
+    started_at: float,
+    world: ReplicaWorld | None,
+    signals: StopSignals,
+    held: LockedFolders,
+    features: Callable[[], Features],
 ) -> str:
     """Train to the end; where replicas are left out, this rank starts once more or ends. Returns how it ended."""
     library = LibraryLines()
@@ -197,8 +227,10 @@ def _train(
         from megasdc.train.process.isolation import free_memory
         from megasdc.train.process.startup import StartClock
 
+        rank = _Rank(world, signals, held, library, features())
+
     start = _Start(config, StartClock(started_at), started_at)
-    while not isinstance(remaining := _train_from(start, cut, signals, held, library), str):
+    while not isinstance(remaining := _train_from(start, rank), str):
         began_at = time.monotonic()
         free_memory()
         whole = check_layout(config, remaining.launch_size)
@@ -207,17 +239,16 @@ def _train(
     return remaining
 
 
-def _train_from(
-    start: _Start, cut: ReplicaWorld | None, signals: StopSignals, held: LockedFolders, library: LibraryLines
-) -> SurvivingRanks | str:
+def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
     """Train until the run ends: how; or until replicas are left out: the ranks that go on, this one among them."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.loop import train
     from megasdc.train.process.isolation import IsolationError, leave_out
 
+    signals, held, library = rank.signals, rank.held, rank.library
     try:
-        run = build_run(start.config, start.clock, signals, held, cut, start.remaining)
+        run = build_run(start.config, start.clock, signals, held, rank.features, rank.world, start.remaining)
     except BaseException:
         library.keep_on_console()
         raise

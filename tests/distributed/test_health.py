@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_and_leave(config: str) -> NoReturn:
     """Body of a rank that its agent can end, as the entry script can be."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     code, _ = pretrain(config, [], (), lambda code, _: os._exit(code))
     os._exit(code)

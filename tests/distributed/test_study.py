@@ -293,7 +293,7 @@ def test_a_killed_study_goes_on(tmp_path: Path, data: Path, mode: str) -> None:
 
 def _stop_one(config: str) -> int:
     """Body of a rank: train; the last replica is sent SIGTERM when it has taken a step."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     metrics = Path(json.loads(Path(config).read_text())["megasdc"]["logging"]["run_dir"]) / "replica_1/metrics.jsonl"
 

@@ -112,7 +112,7 @@ def sizes_of(layout: tuple[int, int, int]) -> dict[str, int]:
 
 def pretrain_rank(config: str, overrides: list[str], allow: tuple[str, ...] = ()) -> tuple[int, str | None]:
     """Body of a rank: train as the entry script does; returns exit code and message."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     code, error = pretrain(config, overrides, allow)
     sys.stderr.flush()
@@ -124,7 +124,7 @@ def pretrain_within(config: str, overrides: list[str], memory_bytes: int) -> tup
 
     Returns the exit code, and the message or, where the code is not a documented one, the traceback.
     """
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     code, error = pretrain(config, overrides)

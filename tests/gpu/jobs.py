@@ -14,7 +14,7 @@ def train(config: str, overrides: list[str] | None = None) -> dict[str, Any]:
     import numpy
     import torch
 
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     # A process seeds them by the clock; their states are saved, and compared here with those of another process.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):

@@ -33,7 +33,6 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.lab.studies.replica_link import ReplicaLink
-from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.lab.studies.results import ResultSync
 from megasdc.lab.studies.tables import describe, summarize_study
 from megasdc.model.loss import TokenLoss
@@ -43,6 +42,7 @@ from megasdc.optim.zero1 import Fragment, counts_here, master_partitions, owned_
 from megasdc.parallel import groups, rendezvous
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.identity import Identity
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.parallel.stores import prefix_store
 from megasdc.train.detection.observe import Watch
 
@@ -254,27 +254,53 @@ def _take_plain(engine: TrainingEngine, plain: dict[str, Any]) -> None:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StudyPart:
-    """Place of a rank in its study; ``folder`` is the launch's run folder."""
+class StudyLaunch:
+    """Part of a rank in a study: a launch that several whole runs share, the replicas.
 
-    section: StudySection
-    cut: ReplicaWorld
-    folder: Path
+    Args:
+        world: place of this rank in the launch.
+        folder: of the launch.
 
-
-def meet(part: StudyPart, section: ParallelSection, on_met: Callable[[], None]) -> ReplicaLink:
-    """Join the replica's own process group, and connect to the ranks at the same place in the other replicas.
-
-    ``on_met`` is called when all ranks of the replica have met.
-
-    Collective: all ranks of the launch.
+    Attributes:
+        link: to the ranks at the same place of the other replicas, once they have met.
     """
-    cut = part.cut
-    store = rendezvous.meet(Identity.own(cut.launch_rank, cut.launch_size, str(part.folder)), section.timeout_s)
-    own = prefix_store(f"replica/{cut.replica}", store)
-    groups.init_process_group(section.timeout_s, own, on_met=on_met, share_devices=section.share_devices)
-    return ReplicaLink(cut, part.section.trusted, store, section.timeout_s)
+
+    def __init__(self, section: StudySection, world: ReplicaWorld, folder: Path) -> None:
+        self.section, self.world, self.folder = section, world, folder
+        self._link: ReplicaLink | None = None
+
+    @property
+    def link(self) -> ReplicaLink:
+        """See the class."""
+        assert self._link is not None, "the ranks of the launch have met"
+        return self._link
+
+    @property
+    def store(self) -> Any:
+        """Of all ranks of the launch, once they have met."""
+        return self.link.store
+
+    def meet(self, section: ParallelSection, on_met: Callable[[], None]) -> None:
+        """Join the replica's own process group, and connect to the ranks at the same place in the other replicas.
+
+        ``on_met`` is called when all ranks of the replica have met.
+
+        Collective: all ranks of the launch.
+        """
+        world = self.world
+        own = Identity.own(world.launch_rank, world.launch_size, str(self.folder))
+        store = rendezvous.meet(own, section.timeout_s)
+        of_run = prefix_store(f"replica/{world.replica}", store)
+        groups.init_process_group(section.timeout_s, of_run, on_met=on_met, share_devices=section.share_devices)
+        self._link = ReplicaLink(world, self.section.trusted, store, section.timeout_s)
+
+    def agree_on_checkpoint(self, step: int) -> int | None:
+        """None if all replicas have found a checkpoint of the same step (0: none); else the earliest, to search again.
+
+        Collective: the ranks of equal place in all replicas.
+        """
+        steps = [round(found) for (found,) in self.link.gather([float(step)])]
+        return None if len(set(steps)) == 1 else min(steps)
 
 
 class Study(Hook):
@@ -284,7 +310,7 @@ class Study(Hook):
     the same step, and a rank's log is complete for a saved step.
 
     Args:
-        bridge: to the other replicas.
+        launch: whose ranks have met.
         eval_loader: this replica's validation samples; None: none.
         save_interval: steps between checkpoints; 0: only at the end.
 
@@ -292,22 +318,20 @@ class Study(Hook):
         in_step: the hook of mode parameter_sync, which comes after fault injection and before bounds; else None.
     """
 
-    def __init__(
-        self, part: StudyPart, bridge: ReplicaLink, run: Run, eval_loader: EvalLoader | None, save_interval: int
-    ) -> None:
-        self._part = part
-        self.section = part.section
+    def __init__(self, launch: StudyLaunch, run: Run, eval_loader: EvalLoader | None, save_interval: int) -> None:
+        self._launch, bridge = launch, launch.link
+        self.section = launch.section
         self._bridge = bridge
         self._eval_loader = eval_loader
         self._save_interval = save_interval
-        self._log = StudyLog(part.folder, part.cut.launch_rank, part.cut.replica, run.step)
+        self._log = StudyLog(launch.folder, launch.world.launch_rank, launch.world.replica, run.step)
         self._write_start(run)
         self._results: ResultSync | None = None
         self._distances: ShardNorms | None = None
         self.in_step: ParameterSync | None = None
-        mode, submodules = part.section.mode, list_submodules(run.engine.module)
+        mode, submodules = self.section.mode, list_submodules(run.engine.module)
         if mode == COMPUTATION_SYNC:
-            self._results = ResultSync(part.section, bridge, self._log.tell)
+            self._results = ResultSync(self.section, bridge, self._log.tell)
             self._fqns = frozenset(one.fqn for one in submodules)
         else:
             self._distances = ShardNorms(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
@@ -322,13 +346,13 @@ class Study(Hook):
         return [Watch(self._results, lambda step: self._fqns, harms=True)]
 
     def _write_start(self, run: Run) -> None:
-        part, dims = self._part, run.dims
+        launch, dims = self._launch, run.dims
         self._log.tell(
             "start",
             run.step,
-            mode=part.section.mode,
-            replicas=part.cut.replicas,
-            trusted=part.section.trusted,
+            mode=launch.section.mode,
+            replicas=launch.world.replicas,
+            trusted=launch.section.trusted,
             replica_rank=dims.rank,
             dp_rank=dims.dp_rank,
             pp_rank=dims.pp_rank,
@@ -344,18 +368,18 @@ class Study(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         """Log the step's comparison, and agree on stopping."""
         losses = [loss for (loss,) in self._bridge.gather([result.loss])]
-        trusted = losses[self._part.section.trusted]
+        trusted = losses[self.section.trusted]
         if run.dims.rank == 0:
             self._log.tell("loss", run.step, loss=result.loss, trusted_loss=trusted)
         self._agree_to_stop(run)
-        due = run.step % self._part.section.interval == 0 or run.is_last_step
+        due = run.step % self.section.interval == 0 or run.is_last_step
         saves = bool(self._save_interval) and run.step % self._save_interval == 0
         if self._results is not None and (due or saves):
             self._results.flush(run.step)
-        if self._part.section.mode == FREE_RUN and due:
+        if self._launch.section.mode == FREE_RUN and due:
             assert self._distances is not None, "made for every mode but computation_sync"
             self._tell_distances("parameters", run.step, self._distances.measure(lambda fragment: fragment.master))
-        if self._part.section.mode == FREE_RUN and run.step >= run.steps:
+        if self._launch.section.mode == FREE_RUN and run.step >= run.steps:
             self._evaluate(run)
         self._log.flush()
 
@@ -371,7 +395,7 @@ class Study(Hook):
             run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
 
     def _tell_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:
-        if self._part.cut.rank != 0:
+        if self._launch.world.rank != 0:
             return
         for one in distances:
             self._log.tell(kind, step, **vars(one), ratio=one.ratio)
@@ -402,7 +426,7 @@ class Study(Hook):
             "evaluation",
             run.step,
             loss=loss,
-            trusted_loss=losses[self._part.section.trusted][0],
+            trusted_loss=losses[self.section.trusted][0],
             tokens=tokens,
             disagreeing=disagreeing,
             correct=correct,
@@ -413,11 +437,11 @@ class Study(Hook):
         """End together, since one of the ranks holds the rendezvous store; summarize this host's files."""
         self._log.flush()
         self._bridge.gather([0.0])
-        if self._part.cut.launch_rank != 0:
+        if self._launch.world.launch_rank != 0:
             return
-        summary = summarize_study(self._part.folder)
+        summary = summarize_study(self._launch.folder)
         text = json.dumps(summary.as_dict(), indent=2) + "\n"
-        (self._part.folder / STUDY_FOLDER / "summary.json").write_text(text, encoding="utf-8")
+        (self._launch.folder / STUDY_FOLDER / "summary.json").write_text(text, encoding="utf-8")
         for line in describe(summary):
             logger.info("%s", line)
 
@@ -445,12 +469,3 @@ class ParameterSync(Hook):
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Overwrite this replica's state with the trusted one's."""
         overwrite_training_state(engine, self._bridge)
-
-
-def agree_on_checkpoint(bridge: ReplicaLink, step: int) -> int | None:
-    """None if all replicas have found a checkpoint of the same step (0: none); else the earliest, to search again from.
-
-    Collective: the ranks of equal place in all replicas.
-    """
-    steps = [round(found) for (found,) in bridge.gather([float(step)])]
-    return None if len(set(steps)) == 1 else min(steps)

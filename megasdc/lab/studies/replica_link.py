@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.lab.studies.replica_world import ReplicaWorld
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.parallel.stores import check_size, launch_secret, sign, verify
 
 T = TypeVar("T")

@@ -89,7 +89,7 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
         }
         with open(logs / f"rank_{rank}.log", "ab") as log:
             streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
-            processes.append(Fork(context, "megasdc.lab.sweeps.rank", [str(config)], environment, streams))
+            processes.append(Fork(context, "megasdc.pretrain", [str(config)], environment, streams))
     return RunningRanks(processes, meeting)
 
 

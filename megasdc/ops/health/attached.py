@@ -14,12 +14,27 @@ from megasdc.engine.time_split import mark
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.limits import FIRST_STEPS
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.program_health import ProgramHealth
+from megasdc.ops.health.program_health import ProgramHealth, current_health
 from megasdc.ops.health.slow.report import SlowReport, Where
 from megasdc.ops.health.slow.stragglers import EVERY, LONG, Stragglers
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
+
+
+def build_phases(training: Training) -> Part | None:
+    """Phases of this rank, where ``megasdc run`` has started it and watches its health."""
+    health = current_health()
+    return None if health is None else GuardPhases(training, health)
+
+
+def build_stragglers(training: Training) -> Part | None:
+    """The watch for slow ranks, where it is asked for and there are replicas to compare.
+
+    Collective: all ranks of the world.
+    """
+    ratio = training.settings.health.slow_ratio
+    return None if ratio is None or training.dims.data == 1 else GuardStragglers(training, ratio)
 
 
 class GuardPhases(Part):

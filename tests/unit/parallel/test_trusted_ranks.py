@@ -23,12 +23,12 @@ from test_local_ranks import listening
 
 from megasdc.common.errors import LaunchError
 from megasdc.lab.studies.replica_link import ReplicaLink
-from megasdc.lab.studies.replica_world import ReplicaWorld
 from megasdc.ops.launch.on_host import private
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
 from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.rendezvous import AskedRanks, join_store
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.parallel.stores import (
     check_size,
     launch_secret,

@@ -31,7 +31,7 @@ def main() -> None:
     config, *names = sys.argv[1:]
     for name in names:
         rename_host(name)
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     def leave(code: int, _error: BaseException | None) -> NoReturn:
         os._exit(code)

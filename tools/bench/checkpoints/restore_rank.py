@@ -136,16 +136,17 @@ def _timed(clock: Clock, part: str, call: Callable[..., Any]) -> Callable[..., A
 def _pretrain(config: Path, hosts: Sequence[str], ending: Callable[[Sequence[Hook], Any], Hook]) -> None:
     """Train as the entry script does, with one more hook, whose ``EnoughError`` is no failure."""
     name_host(hosts[int(os.environ["RANK"])])
-    from megasdc.train import build
-    from megasdc.train.main import pretrain
+    from megasdc import features
+    from megasdc.pretrain import pretrain
+    from megasdc.train.start import Features
 
-    hooks_of = build.build_hooks
+    hooks_of = features.FEATURES.build_hooks
 
     def with_ending(parts: Any) -> list[Hook]:
         hooks = hooks_of(parts)
         return [*hooks, ending(hooks, parts)]
 
-    build.build_hooks = with_ending  # type: ignore[assignment]
+    features.FEATURES = Features(with_ending, features.FEATURES.share_launch)
     code, error = pretrain(str(config), [])
     if not isinstance(error, EnoughError):
         sys.exit(code or 1)

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megasdc import features
 from megasdc.config import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field
-from megasdc.train import build
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import Saver, WaitForSnapshots
+from megasdc.train.start import Features, Start
 from tools.bench.checkpoints.stall_clock import Moved, SaveClock
 from tools.bench.rank import Messages
 
@@ -192,13 +193,13 @@ class Rounds(Hook):
 
 def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snapshots: int) -> None:
     """Train, and send step by step how far it is, in the end what was measured."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
-    hooks_of, clock = build.build_hooks, SaveClock()
+    hooks_of, clock = features.FEATURES.build_hooks, SaveClock()
     clock.attach()
     program = [*[""] * quiet, *_round(quiet, snapshots) * rounds]
 
-    def with_rounds(parts: build.HookParts) -> list[Hook]:
+    def with_rounds(parts: Start) -> list[Hook]:
         savers: dict[str, Asked] = {}
         found: list[Hook] = []
         for hook in hooks_of(parts):
@@ -214,7 +215,7 @@ def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snap
                 found.append(hook)
         return [*found, Rounds(messages, clock, savers, beside, program)]
 
-    build.build_hooks = with_rounds  # type: ignore[assignment]
+    features.FEATURES = Features(with_rounds, features.FEATURES.share_launch)
     code, _ = pretrain(str(config), [])
     if code:
         sys.exit(code)

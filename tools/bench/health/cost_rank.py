@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megasdc import features
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -24,7 +25,7 @@ from megasdc.ops.health.hooks.links import LinkPings
 from megasdc.ops.health.hooks.progress import PHASES, Health
 from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train import build
+from megasdc.train.start import Features, Start
 from tools.bench.health.cost_clocks import AgentClock, OutermostClock, StepCost
 from tools.bench.rank import Messages
 
@@ -103,11 +104,11 @@ def _thread_s() -> float:
 
 def measure_rank(messages: Messages, config: Path, settle_s: float) -> None:
     """Train, and send step by step how far it is, in the end what was measured."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
-    hooks_of, clock = build.build_hooks, OutermostClock()
+    hooks_of, clock = features.FEATURES.build_hooks, OutermostClock()
 
-    def with_clock(parts: build.HookParts) -> list[Hook]:
+    def with_clock(parts: Start) -> list[Hook]:
         attached = _clock_instructions(parts.run.engine, clock)
         hooks = hooks_of(parts)
         found = {PARTS[type(hook)]: hook for hook in hooks if type(hook) in PARTS}
@@ -121,7 +122,7 @@ def measure_rank(messages: Messages, config: Path, settle_s: float) -> None:
         parts.run.enter = partial(clock.timed, PARTS[Health], parts.run.enter)
         return [*hooks, Recorder(messages, clock, told, settle_s)]
 
-    build.build_hooks = with_clock  # type: ignore[assignment]
+    features.FEATURES = Features(with_clock, features.FEATURES.share_launch)
     code, _ = pretrain(str(config), [])
     if code:
         sys.exit(code)

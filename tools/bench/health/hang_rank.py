@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megasdc import features
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
-from megasdc.train import build
+from megasdc.train.start import Features, Start
 from tools.bench.health.hang_kinds import Strike
 
 
@@ -108,17 +109,17 @@ class Hang(Hook):
 
 def main() -> None:
     """Train; the first argument is the request: ``config``, ``strike`` (None: none), and the file ``struck``."""
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     request = json.loads(sys.argv[1])
     if request["strike"] is not None:
         strike = Strike(**{**request["strike"], "ranks": tuple(request["strike"]["ranks"])})
-        hooks_of = build.build_hooks
+        hooks_of = features.FEATURES.build_hooks
 
-        def with_hang(parts: build.HookParts) -> list[Hook]:
+        def with_hang(parts: Start) -> list[Hook]:
             return [*hooks_of(parts), Hang(strike, parts.run, Path(request["struck"]))]
 
-        build.build_hooks = with_hang  # type: ignore[assignment]
+        features.FEATURES = Features(with_hang, features.FEATURES.share_launch)
 
     def leave(code: int, _error: BaseException | None) -> NoReturn:
         os._exit(code)

@@ -19,7 +19,7 @@ def run_launches(messages: Messages, launches: list[tuple[str, list[str], int]],
     Rank 0 sends the exit codes by rank once all ranks of a launch have ended.
     """
     from megasdc.parallel import groups
-    from megasdc.train.main import pretrain
+    from megasdc.pretrain import pretrain
 
     given = dict(os.environ)
     rank = int(given["RANK"])

@@ -70,7 +70,7 @@ def test_a_missing_name_refuses_the_start(monkeypatch):
 CHILD = """
 import deepspeed.runtime.{module} as module
 del module.{name}
-from megasdc.train.main import pretrain
+from megasdc.pretrain import pretrain
 print("exit code", pretrain("{config}", ["train_batch_size=8"])[0])
 """
 

@@ -32,7 +32,8 @@ from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.summary import Failure, RunSummary, render, summarize
 from megasdc.ops.supervise.journal import FOLDER, Journal
-from megasdc.train.main import pretrain, tell_end, tell_failure
+from megasdc.pretrain import pretrain
+from megasdc.train.main import tell_end, tell_failure
 
 RUN = RunSummary(
     run_dir="runs/a",
