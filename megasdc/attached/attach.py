@@ -46,9 +46,9 @@ from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
 from megasdc.sdc.device import gather_places
+from megasdc.sdc.incidents.finding import Finding, describe
 from megasdc.sdc.incidents.incident import Environment, Script
 from megasdc.sdc.incidents.page import write_incident
-from megasdc.sdc.incidents.settled import Settled, describe
 from megasdc.sdc.suspects import Suspects
 
 COMPILES = (
@@ -173,7 +173,7 @@ class Verdicts:
         self._agreed = step
         self._saves.agreed(step)
 
-    def act(self, step: int, found: Settled) -> None:
+    def act(self, step: int, found: Finding) -> None:
         """Report a finding, and end the training if its policy is to halt.
 
         Raises:
@@ -198,7 +198,7 @@ class Verdicts:
             training.tell("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
             raise CorruptionExit(text)
 
-    def _report(self, step: int, found: Settled, action: str) -> str | None:
+    def _report(self, step: int, found: Finding, action: str) -> str | None:
         training = self._training
         try:
             incident = found.incident(

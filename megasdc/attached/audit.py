@@ -34,7 +34,7 @@ from megasdc.sdc.exhibits.own import HOOKS, own_result, result_between
 from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
 from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.golden.machine import machine_key
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.vote import comparable_positions, differing_names
 
@@ -189,7 +189,7 @@ class GuardAudit(Part):
         """Look at no further forward pass."""
         self._probe.close()
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Audit a step that is due; what is found, each settled once it is asked for.
 
         Raises:
@@ -267,7 +267,7 @@ class GuardAudit(Part):
             "an audit would do, too: register it as a buffer, or set it to false."
         ]
 
-    def _settle(self, audited: Audited) -> Iterator[Settled]:
+    def _settle(self, audited: Audited) -> Iterator[Finding]:
         """What an audit has found, with rulings; nothing: all agrees."""
         agreed = audited.agreed
         if agreed.differing[COPIES]:  # ranks with other parameters compute other results
@@ -296,7 +296,7 @@ class GuardAudit(Part):
 
         return PermutedResult(again(), again, lambda: places.learn(step, compute))
 
-    def _settle_buffers(self, step: int) -> Iterator[Settled]:
+    def _settle_buffers(self, step: int) -> Iterator[Finding]:
         """Buffers that differ though nothing has written to them; the results of the audit are of one replica's."""
         names = self._buffers.differing()
         if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
@@ -304,15 +304,15 @@ class GuardAudit(Part):
             again = self._buffers.trace(step, names, again=True)
             yield self._settle_held(self._buffers.trace(step, names), again)
 
-    def _settle_copies(self, audited: Audited) -> Settled:
+    def _settle_copies(self, audited: Audited) -> Finding:
         return self._settle_held(audited.copies, read_copies(self._engine, self._algorithm, audited.step))
 
-    def _settle_held(self, held: Trace, again: Trace) -> Settled:
+    def _settle_held(self, held: Trace, again: Trace) -> Finding:
         """Rule on what replicas hold alike; ``again``: read once more."""
         found, repeated = (gather_traces(one, self._dims, self._world) for one in (held, again))
         rulings = judge_copies(found, repeated, self._dims)
         named = [one.rank for one in rulings if one.rank is not None]
-        return Settled("parameters", None, rulings, *count_differing(found, self._dims, named))
+        return Finding("parameters", None, rulings, *count_differing(found, self._dims, named))
 
     def _check_model(self) -> None:
         """Refuse to audit a model whose submodules are others than when the guard was attached."""

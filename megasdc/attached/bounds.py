@@ -19,7 +19,7 @@ from megasdc.optim.bounds import ShardBounds
 from megasdc.optim.clip_factors import clip_factor
 from megasdc.optim.step_control import StepControl
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GuardBounds(Part):
         """Give the optimizer back its own norm and skip."""
         self._control.close()
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Bound this rank's shards, and agree on norm and skip.
 
         Raises:

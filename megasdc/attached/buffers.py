@@ -23,7 +23,7 @@ MOST_MOVES = 2
 
 
 @dataclass(frozen=True)
-class Held:
+class BufferState:
     """A buffer of one rank.
 
     Args:
@@ -47,9 +47,9 @@ class StillBuffers:
     def __init__(self, model: nn.Module, algorithm: ChecksumAlgorithm, gather: Callable[[Any], list[Any]]) -> None:
         self._model, self._algorithm, self._gather = model, algorithm, gather
         self._moves: Counter[str] = Counter()
-        self._before: dict[str, Held] = {}
+        self._before: dict[str, BufferState] = {}
         self._alike: tuple[str, ...] = ()
-        self._now: dict[str, Held] = self._read()
+        self._now: dict[str, BufferState] = self._read()
         self._keep_alike(gather({name: one.checksum for name, one in self._now.items()}))
 
     def look(self) -> tuple[int, bool]:
@@ -97,13 +97,13 @@ class StillBuffers:
         self._alike = tuple(name for name in names if len({one.get(name) for one in found}) == 1)
         self._before = {name: self._now[name] for name in self._alike}
 
-    def _read(self) -> dict[str, Held]:
+    def _read(self) -> dict[str, BufferState]:
         named: list[tuple[str, Tensor]] = [(name, one.detach()) for name, one in self._model.named_buffers()]
         usable = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta and one.numel()]
         checksums = read_back([self._algorithm.start(_real(one)) for _, one in usable])
         objects: Mapping[str, Any] = dict(self._model.named_buffers())
         return {
-            name: Held((id(objects[name]), one.data_ptr(), _version(one)), checksum)
+            name: BufferState((id(objects[name]), one.data_ptr(), _version(one)), checksum)
             for (name, one), checksum in zip(usable, checksums, strict=True)
         }
 

@@ -49,7 +49,7 @@ from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judg
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.golden.machine import machine_key
 from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_bytes, trace_to_bytes, write_sealed
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.trace import Trace, digest
 from megasdc.tensors.nested import map_in
 
@@ -351,7 +351,7 @@ class GuardGolden(Protection):
         """Look at no further forward pass."""
         self._probe.close()
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Record or verify, if it is due.
 
         Raises:
@@ -435,7 +435,7 @@ class GuardGolden(Protection):
 
     # --- verification ---------------------------------------------------------------------------------------------
 
-    def _verify(self, step: int) -> Iterable[Settled]:
+    def _verify(self, step: int) -> Iterable[Finding]:
         began = time.monotonic()
         runs = [[one] for one in self._run_all()]
         if any(one.finding.key for of_rank in runs for one in of_rank):
@@ -451,7 +451,7 @@ class GuardGolden(Protection):
         name, compared = ("differs" if rulings else "agreed"), answer.compared
         self._tell("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))
         if rulings:
-            yield Settled("golden", None, rulings, compared, answer.counts)
+            yield Finding("golden", None, rulings, compared, answer.counts)
 
     def _run_all(self) -> list[GoldenRun]:
         return gather_objects(self._together(self._run), self._world)

@@ -30,13 +30,13 @@ from megasdc.determinism import capture_rng
 from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, Origin, explain, origin_here
 from megasdc.tensors.nested import map_in, tensors_in
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptMicroBatch:
     """A micro-batch.
 
     Args:
@@ -75,7 +75,7 @@ class MicroBatches:
 
     def __init__(self, model: nn.Module, device: torch.device, step: Callable[[], int], most_bytes: int) -> None:
         self._model, self._device, self._step, self._most_bytes = model, device, step, most_bytes
-        self.kept: list[Kept] = []
+        self.kept: list[KeptMicroBatch] = []
         self.finite = FiniteRecorder()
         self.losses: frozenset[str] = frozenset()
         self.seen_losses: frozenset[str] = frozenset()
@@ -115,10 +115,10 @@ class MicroBatches:
         batch = Batch(map_in(Tensor, args, reference), map_in(Tensor, options, reference), autocast, {})
         size = sum(one.numel() * one.element_size() for one in tensors)
         if self._bytes + size > self._most_bytes:
-            self.kept.append(Kept(None, {}, ()))
+            self.kept.append(KeptMicroBatch(None, {}, ()))
             return
         self._bytes += size
-        self.kept.append(Kept(batch, capture_rng(), tuple((one, _version(one)) for one in tensors)))
+        self.kept.append(KeptMicroBatch(batch, capture_rng(), tuple((one, _version(one)) for one in tensors)))
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not self._trains():
@@ -191,7 +191,7 @@ class GuardNonFinite(Part):
         self._batches.close()
         self._probe.close()
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Look at loss and gradients, and search if they are not finite.
 
         Collective: all ranks of the world; one reduction of two numbers.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megasdc.attached.training import Part, Training
 from megasdc.checkpoint.formats.records import Record, read_record, write_record
-from megasdc.checkpoint.places import Place, Ranks, Storage, find_place
+from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, Storage, find_place
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.common.room import END_S, wait_for_room
@@ -56,13 +56,13 @@ class Saved(Record):
     files: dict[str, list[int]]
 
 
-def find_makers(training: Training) -> Place:
+def find_makers(training: Training) -> FolderRanks:
     """The place of this rank, whose ``nodes`` are the devices that compute, by host.
 
     Collective: all ranks of the world.
     """
     storage: Storage = "node_local" if training.engine.use_node_local_storage() else "shared"
-    place, device = find_place(Ranks(storage, training.world)), training.origin.device
+    place, device = find_place(CheckpointGroup(storage, training.world)), training.origin.device
     nodes = dict[str, list[int]]()
     for rank, name in enumerate(place.gather(place.node if device is None else f"{place.node} ({device})")):
         nodes.setdefault(name, []).append(rank)
@@ -75,7 +75,7 @@ def forget_save(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def note_save(folder: Path, training: Training, place: Place, number: int) -> None:
+def note_save(folder: Path, training: Training, place: FolderRanks, number: int) -> None:
     """Write who has saved a checkpoint; OSError: it cannot be.
 
     Args:
@@ -115,7 +115,7 @@ def read_saved(folder: Path) -> Saved:
     return saved
 
 
-def check_makers(saved: Saved, training: Training, place: Place) -> None:
+def check_makers(saved: Saved, training: Training, place: FolderRanks) -> None:
     """Check that all who have saved a checkpoint take part in audits now, and that all of it was loaded.
 
     Raises:

@@ -15,7 +15,7 @@ from megasdc.attached.training import Part, Training
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PARAMETER
 from megasdc.sdc.device import device_name
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
 
@@ -57,7 +57,7 @@ class GuardTrace(Part):
             self._step = step
             self._recorder.attach(step)
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Record nothing from now on; what was recorded as another step, before a checkpoint was loaded, goes."""
         self._recorder.detach()
         if self._step not in (None, step):

@@ -13,7 +13,7 @@ from megasdc.attached.record import Watched
 from megasdc.common.origin import Origin
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.suspects import Suspects
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm
 
@@ -69,7 +69,7 @@ class Part:
         kind = type(self)
         return kind.before_step is not Part.before_step or kind.after_step is not Part.after_step
 
-    def before_step(self, step: int) -> Iterable[Settled]:
+    def before_step(self, step: int) -> Iterable[Finding]:
         """Act before the optimizer steps; what was found, each settled once it is asked for.
 
         Collective: all ranks of the world.

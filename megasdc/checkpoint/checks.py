@@ -11,7 +11,7 @@ from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, rank_state_file
 from megasdc.checkpoint.formats.allowlist import check_pickle
 from megasdc.checkpoint.formats.deepspeed_names import layer_file, layer_of, shard_files, stage_file, stage_number
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.common.errors import CheckpointError, MegasdcError
 
 
@@ -62,7 +62,7 @@ def check_share(
     folder: Path,
     manifest: HasFiles,
     files: Sequence[FileRecord],
-    place: Place,
+    place: FolderRanks,
     *,
     checksums: bool,
     progress: Callable[[int], None] | None = None,
@@ -78,7 +78,7 @@ def check_share(
     ]
 
 
-def share_of(files: Sequence[FileRecord], place: Place) -> list[FileRecord]:
+def share_of(files: Sequence[FileRecord], place: FolderRanks) -> list[FileRecord]:
     """Files that fall to this rank when the ranks of a folder divide them by size."""
     by_size = sorted(files, key=lambda record: (-record.size_bytes, record.name))
     return [by_size[index] for index in place.share(len(by_size))]

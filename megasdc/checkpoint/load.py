@@ -18,7 +18,7 @@ from megasdc.checkpoint.files import plain_path, rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.manifest import Layout
-from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.resume import SelectedCheckpoint
 from megasdc.checkpoint.save import SavedState, describe_engine
 from megasdc.checkpoint.writer import describe_tensors
@@ -41,7 +41,7 @@ def load_checkpoint(
     engine: Any,
     chosen: SelectedCheckpoint,
     dims: ParallelDims,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     *,
     check: Callable[[dict[str, Any]], None] = lambda shared_state: None,
 ) -> LoadedState:
@@ -64,7 +64,7 @@ def load_checkpoint(
     what = f"{chosen.path} cannot be loaded, nothing was changed"
     shared_state: dict[str, Any] = {}
     rank_state: dict[str, Any] = {}
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     try:
         shared_state = read_shared_state(chosen.path)
         check(shared_state)
@@ -74,7 +74,7 @@ def load_checkpoint(
             load_checked(chosen.path / name, mmap=True)
         rank_state = load_checked(chosen.path / rank_state_file(place.rank))
     except (CheckpointError, ValueError) as error:
-        problem = Problem(str(error), storage=False)
+        problem = RankProblem(str(error), storage=False)
     except OSError as error:
         problem = replace(describe_error(error, f"read {error.filename or chosen.path}"), storage=False)
     # No rank changes its engine unless all can load.
@@ -158,7 +158,7 @@ class CheckedReader:
         return load_checked(path, map_location, mmap=True)
 
 
-def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem | None, dict[str, Any]]:
+def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[RankProblem | None, dict[str, Any]]:
     """Let DeepSpeed load a folder into a PipelineEngine, each file checked against the allow-list first.
 
     Returns this rank's problem, None if there is none, and the client state; raises nothing: the ranks must agree. The
@@ -169,7 +169,7 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
     on the CPU: ``Optimizer.load_state_dict`` moves tensors to another device, and keeps those that are there, which
     must not stay those of a file.
     """
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
     reader = engine.checkpoint_engine = CheckedReader(inner)
@@ -181,9 +181,11 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[Problem |
             loaded, client_state = engine.load_checkpoint(str(path), tag=".")
             _own_memory(engine.optimizer.optimizer)
         if loaded is None:
-            problem = Problem("DeepSpeed found no checkpoint there", storage=False)
+            problem = RankProblem("DeepSpeed found no checkpoint there", storage=False)
         elif engine.global_steps != steps:
-            problem = Problem(f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False)
+            problem = RankProblem(
+                f"the engine is at step {engine.global_steps} after it, saved was {steps}", storage=False
+            )
     except Exception as error:  # reported to every rank: the others would go on
         problem = replace(describe_error(error, f"load {reader.last or folder} into the engine"), storage=False)
     finally:

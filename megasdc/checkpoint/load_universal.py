@@ -18,7 +18,7 @@ import torch
 from megasdc.checkpoint.checks import check_share
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import compare_engine, load_engine
-from megasdc.checkpoint.places import Place, Problem, Ranks, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, RankProblem, find_place, raise_on_all_ranks
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.common.errors import CheckpointError
 
@@ -35,10 +35,10 @@ class OpenUniversal:
     path: Path
     manifest: UniversalManifest
     shared_state: dict[str, Any]
-    place: Place
+    place: FolderRanks
 
 
-def open_universal(folder: Path | str, ranks: Ranks, *, verify: bool = True) -> OpenUniversal:
+def open_universal(folder: Path | str, ranks: CheckpointGroup, *, verify: bool = True) -> OpenUniversal:
     """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
 
     Args:
@@ -87,11 +87,11 @@ def load_universal(engine: Any, found: OpenUniversal) -> None:
     Collective: all ranks of the world.
     Sync: waits for the device.
     """
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     try:
         _compare(engine, found)
     except CheckpointError as error:
-        problem = Problem(str(error), storage=False)
+        problem = RankProblem(str(error), storage=False)
     raise_on_all_ranks(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
     with _universal_load(engine) as finish:
         problem, _ = load_engine(engine, found.path, found.manifest.engine.get("global_steps"))

@@ -22,7 +22,7 @@ Storage = Literal["shared", "node_local"]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class CheckpointGroup:
     """The ranks that save, look for and load checkpoints together; all of them make each call.
 
     Attributes:
@@ -41,7 +41,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderRanks:
     """The checkpoint folder that a rank sees.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
     nodes: dict[str, list[int]]
     ranks: list[int]
     save_id: str
-    among: Ranks = field(default_factory=Ranks)
+    among: CheckpointGroup = field(default_factory=CheckpointGroup)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank.
@@ -97,7 +97,7 @@ class Place:
         return self.rank == same[0]
 
 
-def find_place(among: Ranks) -> Place:
+def find_place(among: CheckpointGroup) -> FolderRanks:
     """Find the ranks that share this rank's checkpoint folder.
 
     Collective: all ranks.
@@ -109,11 +109,11 @@ def find_place(among: Ranks) -> Place:
     for other, (name, _) in enumerate(answers):
         nodes.setdefault(name, []).append(other)
     ranks = list(range(len(answers))) if among.storage == "shared" else nodes[own]
-    return Place(rank, own, nodes, ranks, answers[0][1], among)
+    return FolderRanks(rank, own, nodes, ranks, answers[0][1], among)
 
 
 @dataclass(frozen=True)
-class Problem:
+class RankProblem:
     """An error on one rank.
 
     Args:
@@ -126,7 +126,7 @@ class Problem:
     no_room: bool = False
 
 
-def describe_error(error: BaseException, doing: str) -> Problem:
+def describe_error(error: BaseException, doing: str) -> RankProblem:
     """An exception as a problem to send to other ranks; ``doing``: what failed, such as ``write /data/x.pt``."""
     # torch's file writer reports every failed write as a RuntimeError of inline_container.cc, without an errno.
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
@@ -136,10 +136,10 @@ def describe_error(error: BaseException, doing: str) -> Problem:
         full = " (the disk is full)"
     is_storage = isinstance(error, OSError) or failed_write
     said = f"cannot {doing}: {type(error).__name__}: {text}{full}"
-    return Problem(said, is_storage, no_room=lacks_room(error) or failed_write)
+    return RankProblem(said, is_storage, no_room=lacks_room(error) or failed_write)
 
 
-def raise_on_all_ranks(problem: Problem | None, place: Place, what: str) -> None:
+def raise_on_all_ranks(problem: RankProblem | None, place: FolderRanks, what: str) -> None:
     """Raise on every rank if any rank has a problem.
 
     Args:

@@ -12,7 +12,14 @@ from itertools import chain, count
 from pathlib import Path
 
 from megasdc.checkpoint.files import LATEST_FILE, step_folder
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint
 from megasdc.checkpoint.verification_marks import clear_corruption
 from megasdc.common.durable import rename_durably, write_durably
@@ -22,7 +29,9 @@ ASIDE_FOLDER = "unverified"
 logger = logging.getLogger(__name__)
 
 
-def quarantine(folder: Path | str, chosen: SelectedCheckpoint | NoneUsableError | None, ranks: Ranks) -> list[int]:
+def quarantine(
+    folder: Path | str, chosen: SelectedCheckpoint | NoneUsableError | None, ranks: CheckpointGroup
+) -> list[int]:
     """Move the candidates that a resume passed over aside, then clear the corruption mark.
 
     If the process dies in between, the mark is still there and the next resume finishes.
@@ -41,7 +50,7 @@ def quarantine(folder: Path | str, chosen: SelectedCheckpoint | NoneUsableError 
     """
     path, place = Path(folder), find_place(ranks)
     moved: list[tuple[int, str]] = []
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     if place.leader and chosen is not None and chosen.candidates:
         try:
             moved = move_aside(path, chosen.candidates)
@@ -84,7 +93,7 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     return [(step, f"{target.name}/{step_folder(step)}") for step in there]
 
 
-def _tell(path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: Place) -> None:
+def _tell(path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: FolderRanks) -> None:
     """Log and events of rank 0."""
     for step, name in sorted(moved.items()):
         logger.warning("the checkpoint of step %d is now %s; delete it when you no longer need it", step, path / name)

@@ -27,7 +27,14 @@ from megasdc.checkpoint.checks import (
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
 from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.errors import CheckpointError
 from megasdc.common.progress import tell_bytes
@@ -77,7 +84,7 @@ class NoneUsableError(CheckpointError):
 def find_checkpoint(
     folder: Path | str,
     dims: ParallelDims | None,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     *,
     verify: bool = True,
     resume: Literal["auto", "never", "must"] = "auto",
@@ -160,7 +167,7 @@ def too_new(newest: int) -> str:
     return f"megasdc.checkpoint.resume_at_most is {newest}"
 
 
-def _refuse_any(path: Path, place: Place) -> None:
+def _refuse_any(path: Path, place: FolderRanks) -> None:
     """Raise a CheckpointError on all ranks if there are checkpoints."""
     if steps := _look_together(path, place, clean=False).steps:
         raise CheckpointError(
@@ -169,14 +176,14 @@ def _refuse_any(path: Path, place: Place) -> None:
         )
 
 
-def _tell_skipped(path: Path, step: int, problems: list[str], place: Place) -> None:
+def _tell_skipped(path: Path, step: int, problems: list[str], place: FolderRanks) -> None:
     """Log and emit why a checkpoint is passed over."""
     if place.rank == 0:
         logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
     place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path))
 
 
-def _tell_non_finite(chosen: SelectedCheckpoint, place: Place) -> None:
+def _tell_non_finite(chosen: SelectedCheckpoint, place: FolderRanks) -> None:
     """Log and emit that no finite checkpoint can be used."""
     if place.rank == 0:
         logger.warning(
@@ -185,7 +192,7 @@ def _tell_non_finite(chosen: SelectedCheckpoint, place: Place) -> None:
     place.emit("resume", "not_finite", step=chosen.step, path=str(chosen.path), files=chosen.manifest.not_finite)
 
 
-def _tell_corruption(found: _Found, require_verified: RequireVerified, place: Place) -> None:
+def _tell_corruption(found: _Found, require_verified: RequireVerified, place: FolderRanks) -> None:
     """Log and emit the consequence of a corruption mark, if there is one."""
     if found.corruption is None or not found.steps:
         return
@@ -220,11 +227,11 @@ class _Found:
     corruption: str | None
 
 
-def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
+def _look_together(path: Path, place: FolderRanks, *, clean: bool = True) -> _Found:
     """List the folders of all nodes; clean them first, or include what cleaning would restore."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     if place.leader:
         try:
             cleaned = remove_leftovers(path) if clean else []
@@ -244,7 +251,9 @@ def _look_together(path: Path, place: Place, *, clean: bool = True) -> _Found:
     )
 
 
-def _examine(folder: Path, place: Place, dims: ParallelDims | None, verify: bool) -> tuple[Manifest | None, list[str]]:
+def _examine(
+    folder: Path, place: FolderRanks, dims: ParallelDims | None, verify: bool
+) -> tuple[Manifest | None, list[str]]:
     """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
     CheckpointError on all ranks if it is complete but of another layout than ``dims``; None: it may have any.
@@ -274,7 +283,7 @@ def _examine(folder: Path, place: Place, dims: ParallelDims | None, verify: bool
     return manifest, problems
 
 
-def _check_share(folder: Path, manifest: Manifest, place: Place, verify: bool) -> list[str]:
+def _check_share(folder: Path, manifest: Manifest, place: FolderRanks, verify: bool) -> list[str]:
     """Do the checks of every rank, check the files that this rank loads, and its share of those that no rank loads.
 
     What a rank has read for its checksum is in its host's cache when it is loaded.

@@ -40,7 +40,14 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.retention import Retention, apply_retention
 from megasdc.checkpoint.verification_marks import list_verified
 from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
@@ -103,7 +110,7 @@ def save_checkpoint(
     step: int,
     state: SavedState,
     dims: ParallelDims,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     keep: Retention | None = None,
 ) -> SaveResult:
     """Save one checkpoint as ``folder/step_NNNNNNNN``, through DeepSpeed.
@@ -159,7 +166,7 @@ class Written:
     records: list[FileRecord] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
 
-    def gather(self, place: Place) -> Written:
+    def gather(self, place: FolderRanks) -> Written:
         """Those of all ranks.
 
         Collective: all ranks.
@@ -235,7 +242,7 @@ class SaveJob:
     folder: Path
     step: int
     dims: ParallelDims
-    place: Place
+    place: FolderRanks
     engine: dict[str, Any]
     finite_step: int | None = None
     wrong_place: str | None = None
@@ -260,7 +267,7 @@ class SaveJob:
         if self.place.among.fence is not None:
             self.place.among.fence.check()
 
-    def prepare(self) -> Problem | None:
+    def prepare(self) -> RankProblem | None:
         """Create the folder under its temporary name; the leader calls it."""
         try:
             self.check_fence()
@@ -314,7 +321,7 @@ class SaveJob:
             if manifest.save_id == self.place.save_id and not has_marker(self.final, manifest):
                 delete_folder(self.final)
 
-    def agree(self, problem: Problem | None, *, saved: bool = False) -> None:
+    def agree(self, problem: RankProblem | None, *, saved: bool = False) -> None:
         """Continue if no rank has a problem, else clean up and raise on all ranks; ``saved``: the checkpoint stays.
 
         Collective: all ranks.
@@ -355,7 +362,7 @@ def _write(job: SaveJob, engine: Any, state: SavedState) -> Written:
         if problem is None:
             records = [_describe(path, place, tensors) for path, tensors in writer.written.items()]
     except CheckpointError as error:
-        problem = Problem(str(error), storage=False)
+        problem = RankProblem(str(error), storage=False)
     except (OSError, TypeError, ValueError) as error:
         problem = describe_error(error, f"finish {job.temporary}")
     job.agree(problem)
@@ -376,7 +383,7 @@ def shared_state_text(state: SavedState) -> str:
     return json.dumps(state.shared_state, indent=1) + "\n"
 
 
-def _describe(path: Path, place: Place, tensors: dict[str, str] | None) -> FileRecord:
+def _describe(path: Path, place: FolderRanks, tensors: dict[str, str] | None) -> FileRecord:
     if path.suffix == ".pt":
         check_pickle(path)
     return describe_file(path.parent, path.name, rank=place.rank, node=place.node, tensors=tensors)
@@ -402,7 +409,7 @@ def _point(job: SaveJob) -> None:
     write_durably(job.folder / LATEST_FILE, job.final.name + "\n")
 
 
-def _attempt(job: SaveJob, action: Callable[[], None]) -> Problem | None:
+def _attempt(job: SaveJob, action: Callable[[], None]) -> RankProblem | None:
     """Run an action on the disk and return its problem, if any."""
     try:
         job.check_fence()

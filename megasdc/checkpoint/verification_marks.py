@@ -20,7 +20,7 @@ from pathlib import Path
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import Record, read_record, record_text, write_record
 from megasdc.checkpoint.manifest import has_marker, list_continued, read_complete, read_manifest
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.common.room import END_S, wait_for_room, write_whole
 from megasdc.events import EventLog
@@ -121,7 +121,7 @@ def mark_verified(
     folder: Path | str,
     up_to_step: int,
     audit_step: int,
-    place: Place,
+    place: FolderRanks,
     *,
     skipped_checkpoint_steps: Collection[int] = (),
     events: EventLog | None = None,
@@ -218,7 +218,7 @@ def find_way_back(folder: Path | str) -> WayBack | None:
     return None if step is None else WayBack(step, Path(folder) / step_folder(step), bool(verified))
 
 
-def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: Place) -> None:
+def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: FolderRanks) -> None:
     """Write ``corruption.json`` beside the checkpoints of a run that ends because of corruption.
 
     It calls no collective, so that it works while ranks are missing. An earlier mark is replaced.

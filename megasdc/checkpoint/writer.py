@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
-from megasdc.checkpoint.places import Problem, describe_error
+from megasdc.checkpoint.places import RankProblem, describe_error
 from megasdc.common.durable import sync_path
 from megasdc.tensors.bits import dtype_name
 from megasdc.tensors.finite import are_finite
@@ -33,7 +33,7 @@ class RecordingWriter:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.problem: Problem | None = None
+        self.problem: RankProblem | None = None
         self.written: dict[Path, dict[str, str] | None] = {}
         self.not_finite: list[str] = []
 

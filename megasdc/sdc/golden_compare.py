@@ -26,7 +26,7 @@ FINEST = "gemm"
 
 
 @dataclass(frozen=True)
-class Finding:
+class GoldenComparison:
     """Comparison of one rank's trace of one run with the golden one.
 
     Args:
@@ -62,14 +62,14 @@ class GoldenVerdict:
     compared: int = 0
 
 
-def find(expected: Trace, got: Trace, dims: ParallelDims) -> Finding:
+def find(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenComparison:
     """Compare one rank's trace of one run with the golden one; ``dims`` are the rank's in its cell."""
     divergences = compare_rank(dims.rank, expected, got)
     compared = max(len(expected), len(got))
     if not divergences:
-        return Finding(compared, 0)
+        return GoldenComparison(compared, 0)
     key, place = min((execution_key(one.address, one.place, dims), index) for index, one in enumerate(divergences))
-    return Finding(compared, len(divergences), divergences[place].address, key)
+    return GoldenComparison(compared, len(divergences), divergences[place].address, key)
 
 
 def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
 
 
 def judge(
-    findings: Mapping[int, Iterable[Finding]], layout: ParallelDims, gaps: Sequence[str] = ()
+    findings: Mapping[int, Iterable[GoldenComparison]], layout: ParallelDims, gaps: Sequence[str] = ()
 ) -> dict[int, GoldenVerdict]:
     """Name the divergent ranks of one cell.
 
@@ -97,15 +97,15 @@ def judge(
         By rank: healthy, divergent, affected, inconclusive, or not comparable where nothing was compared.
     """
     runs = {rank: list(findings.get(rank, ())) for rank in range(layout.world_size)}
-    given: dict[int, list[tuple[str, str, Finding]]] = {rank: [] for rank in runs}
+    given: dict[int, list[tuple[str, str, GoldenComparison]]] = {rank: [] for rank in runs}
     for number in range(max(map(len, runs.values()), default=0)):
         of_run = {rank: of_rank[number] for rank, of_rank in runs.items() if number < len(of_rank)}
         for rank, (status, reason) in _judge_run(of_run, layout, gaps).items():
-            given[rank].append((status, reason, of_run.get(rank, Finding(0, 0))))
+            given[rank].append((status, reason, of_run.get(rank, GoldenComparison(0, 0))))
     return {rank: _of_all_runs(runs[rank], given[rank]) for rank in runs}
 
 
-def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> GoldenVerdict:
+def _of_all_runs(runs: list[GoldenComparison], given: list[tuple[str, str, GoldenComparison]]) -> GoldenVerdict:
     compared = sum(finding.compared for finding in runs)
     for status in (DIVERGENT, INCONCLUSIVE):
         those = [(reason, finding) for one, reason, finding in given if one == status]
@@ -120,7 +120,9 @@ def _of_all_runs(runs: list[Finding], given: list[tuple[str, str, Finding]]) -> 
     return GoldenVerdict(AFFECTED if given else HEALTHY, len(runs), compared=compared)
 
 
-def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequence[str]) -> dict[int, tuple[str, str]]:
+def _judge_run(
+    of_run: Mapping[int, GoldenComparison], layout: ParallelDims, gaps: Sequence[str]
+) -> dict[int, tuple[str, str]]:
     """Status and reason by rank, of the ranks that differ or are suspect in one run."""
     differing = {rank: finding for rank, finding in of_run.items() if finding.key}
     if not differing:
@@ -146,7 +148,7 @@ def _judge_run(of_run: Mapping[int, Finding], layout: ParallelDims, gaps: Sequen
     return given
 
 
-def _causes(differing: Mapping[int, Finding], layout: ParallelDims) -> list[list[int]]:
+def _causes(differing: Mapping[int, GoldenComparison], layout: ParallelDims) -> list[list[int]]:
     """Groups of ranks; as far as can be known, exactly one rank of each group is a cause."""
     start = min(differing.values(), key=lambda finding: finding.key).first
     assert start is not None, "a finding with a key has an address"

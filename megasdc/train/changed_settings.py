@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megasdc.checkpoint.load_universal import place_steps
-from megasdc.checkpoint.places import Problem
+from megasdc.checkpoint.places import RankProblem
 from megasdc.common.errors import CheckpointError
 from megasdc.config import RunConfig, StudySection
 from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
@@ -63,12 +63,12 @@ class ChangedSettings:
             raise CheckpointError(explain_refusal(refused))
         self.changes = changes
 
-    def problem_of(self, saved: Mapping[str, Any], data: int) -> Problem | None:
+    def problem_of(self, saved: Mapping[str, Any], data: int) -> RankProblem | None:
         """The changes that `check` refuses of a universal checkpoint; None: none."""
         try:
             self.check(saved, data, universal=True)
         except CheckpointError as error:
-            return Problem(str(error), storage=False)
+            return RankProblem(str(error), storage=False)
         return None
 
     def apply(self, run: Run) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megasdc.checkpoint.load import LoadedState, load_checkpoint
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
@@ -106,16 +106,16 @@ class Run:
             self.engine.global_steps,
             SavedState({"positions": [self.consumed]}, {"rng": capture_rng(), "consumed": self.consumed}),
             self.dims,
-            Ranks(**ranks),
+            CheckpointGroup(**ranks),
             Retention(keep_last, keep_every),
         )
 
     def resume(self, folder: Path | str, resume: Any = "auto", **ranks: Any) -> LoadedState | None:
         """Go on from the newest usable checkpoint."""
-        chosen = find_checkpoint(folder, self.dims, Ranks(**ranks), resume=resume)
+        chosen = find_checkpoint(folder, self.dims, CheckpointGroup(**ranks), resume=resume)
         if chosen is None:
             return None
-        loaded = load_checkpoint(self.engine, chosen, self.dims, Ranks(**ranks))
+        loaded = load_checkpoint(self.engine, chosen, self.dims, CheckpointGroup(**ranks))
         restore_rng(loaded.rank_state["rng"])
         self.consumed = loaded.rank_state["consumed"]
         return loaded

@@ -14,7 +14,7 @@ from small_disk import small_disk
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
@@ -29,7 +29,9 @@ class Beside:
 
     def __init__(self, folder: str, layout: dict[str, Any] | None = None, keep_last: int = 0, **ranks: Any) -> None:
         self.run = Run(**(layout or {}))
-        self.saver = DiskSaver(Path(folder), self.run.dims, Ranks(**ranks), torch.device("cpu"), Retention(keep_last))
+        self.saver = DiskSaver(
+            Path(folder), self.run.dims, CheckpointGroup(**ranks), torch.device("cpu"), Retention(keep_last)
+        )
         self.agreement = StepAgreement(None)
         step = self.run.engine._INSTRUCTION_MAP
         names = {kind.__name__: kind for kind in step}

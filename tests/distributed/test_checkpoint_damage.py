@@ -19,7 +19,7 @@ from small_disk import small_disk
 import megasdc.checkpoint.save as save_module
 from megasdc.checkpoint import files, retention, writer
 from megasdc.checkpoint.manifest import Manifest, describe_file, read_manifest, write_manifest
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.events import EventLog, read_events
@@ -122,11 +122,11 @@ def _damage_one_by_one(folder: str, run_dir: str) -> dict[str, Any]:
             shutil.copytree(backup, newest)
             damage(newest)
         torch.distributed.barrier()
-        chosen = find_checkpoint(folder, run.dims, Ranks(events=events))
+        chosen = find_checkpoint(folder, run.dims, CheckpointGroup(events=events))
         assert chosen is not None
         found[name] = (chosen.step, chosen.skipped)
         if name in (f"flip {KINDS[0]}", f"truncate {KINDS[0]}"):
-            unverified = find_checkpoint(folder, run.dims, Ranks(), verify=False)
+            unverified = find_checkpoint(folder, run.dims, CheckpointGroup(), verify=False)
             assert unverified is not None
             assert unverified.step == (2 if name.startswith("flip") else 1)
     run.resume(folder)
@@ -136,7 +136,7 @@ def _damage_one_by_one(folder: str, run_dir: str) -> dict[str, Any]:
         _flip(Path(folder) / "step_00000001" / KINDS[0])
     torch.distributed.barrier()
     try:
-        find_checkpoint(folder, run.dims, Ranks())
+        find_checkpoint(folder, run.dims, CheckpointGroup())
     except CheckpointError as error:
         found["none left"] = str(error)
     return found
@@ -328,7 +328,7 @@ def _save_what_cannot_be_loaded(folder: str) -> str:
     run.train(1)
     try:
         save_module.save_checkpoint(
-            run.engine, folder, 1, save_module.SavedState({}, {"hook": Payload("x")}), run.dims, Ranks()
+            run.engine, folder, 1, save_module.SavedState({}, {"hook": Payload("x")}), run.dims, CheckpointGroup()
         )
     except CheckpointError as error:
         return str(error)

@@ -13,7 +13,7 @@ from harness import run_distributed
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.common.errors import CheckpointError
 from megasdc.events import EventLog, read_events
@@ -80,13 +80,13 @@ def _refusals(folder: str) -> dict[str, str]:
         except CheckpointError as error:
             found[resume] = str(error)
     assert run.resume(folder + "_empty") is None
-    chosen = find_checkpoint(folder, run.dims, Ranks())
+    chosen = find_checkpoint(folder, run.dims, CheckpointGroup())
     assert chosen is not None
     if torch.distributed.get_rank() == 1:
         _fail_once(run.engine, "load_checkpoint")
     for case in ("one rank fails", "file gone"):
         try:
-            load_checkpoint(run.engine, chosen, run.dims, Ranks())
+            load_checkpoint(run.engine, chosen, run.dims, CheckpointGroup())
         except CheckpointError as error:
             found[case] = str(error)
         torch.distributed.barrier()

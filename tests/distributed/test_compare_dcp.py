@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megasdc.checkpoint.views.view import View
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.checkpoints import Finding, compare_checkpoints
+from megasdc.lab.checkpoints.checkpoints import CheckpointMismatch, compare_checkpoints
 from megasdc.lab.checkpoints.views.dcp import Blocks, place_of
 from megasdc.lab.checkpoints.views.open import open_view
 
@@ -156,7 +156,7 @@ def _tamper(folder: Path, name: str, change: Callable[[Tensor], None], offset: t
     (folder / "part.pt").unlink()
 
 
-def _one(good: View, harmed: Path) -> Finding:
+def _one(good: View, harmed: Path) -> CheckpointMismatch:
     (found,) = compare_checkpoints([good, open_view(harmed)]).findings
     return found
 

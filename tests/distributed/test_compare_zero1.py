@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megasdc.checkpoint.views.view import View
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.checkpoints import Finding, compare_checkpoints
+from megasdc.lab.checkpoints.checkpoints import CheckpointMismatch, compare_checkpoints
 from megasdc.lab.checkpoints.views.open import open_view
 
 pytestmark = pytest.mark.distributed
@@ -200,7 +200,7 @@ def _harmed(made: Path, variant: str, folder: Path, name: str, *keys: Any, at: i
     return copy
 
 
-def _one(good: View, harmed: Path) -> Finding:
+def _one(good: View, harmed: Path) -> CheckpointMismatch:
     (found,) = compare_checkpoints([good, open_view(harmed)]).findings
     return found
 

@@ -14,7 +14,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 
 from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.places import Ranks, find_place
+from megasdc.checkpoint.places import CheckpointGroup, find_place
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import (
@@ -28,7 +28,7 @@ from megasdc.checkpoint.snapshots.held import (
 )
 from megasdc.checkpoint.snapshots.memory_budget import why_not
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.recover import Found, find_in_memory, restore
+from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory, restore
 from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.step_agreement import StepAgreement
@@ -82,7 +82,7 @@ def _harm(what: str, folder: Path, rank: int) -> None:
 
 def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str, dict[int, str], bool]:
     rank = torch.distributed.get_rank()
-    folder, ranks = Path(base) / f"host{rank}", Ranks("node_local", node=f"host{rank}")
+    folder, ranks = Path(base) / f"host{rank}", CheckpointGroup("node_local", node=f"host{rank}")
     folder.mkdir(mode=0o700)
     run = Run(pipeline=pipeline, dtype=dtype)
     saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)
@@ -116,7 +116,7 @@ def _recover(base: str, what: str, pipeline: int, dtype: str) -> tuple[int, str,
     return found.step, found.origin, found.skipped, again.digest() == digests[found.step]
 
 
-def _audit_on(hosts: tuple[str, str], folder: Path, found: Found, ranks: Ranks) -> None:
+def _audit_on(hosts: tuple[str, str], folder: Path, found: InMemoryCheckpoint, ranks: CheckpointGroup) -> None:
     """Start 2 goes on from what was found, on hosts of which each has one rank, and an audit of it agrees."""
     place = replace(find_place(ranks), nodes={host: [rank] for rank, host in enumerate(hosts)})
     write_line(folder, found.line(2, place))
@@ -147,7 +147,7 @@ def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
     """Three ranks on two hosts, so that one writer keeps copies for nobody and is missed by nobody."""
     rank = torch.distributed.get_rank()
     host = f"host{min(rank, 1)}"
-    folder, ranks = Path(base) / host, Ranks("node_local", node=host)
+    folder, ranks = Path(base) / host, CheckpointGroup("node_local", node=host)
     folder.mkdir(mode=0o700, exist_ok=True)
     run = Run()
     saver = MemorySaver(folder, RUN, 1, run.dims, find_place(ranks), torch.device("cpu"), 2)

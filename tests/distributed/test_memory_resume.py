@@ -24,7 +24,7 @@ from whole_runs import (
 
 from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.verification_marks import mark_corruption
@@ -164,7 +164,7 @@ def test_candidates_on_the_disk_are_left_behind(failed: tuple[Path, Path, Path],
     config, run_dir, memory = failed
     newest = _steps_held(memory, _run_of(run_dir))[-1]
     mark_verified_up_to(memory, newest)
-    here = Place(0, "here", {"here": [0, 1]}, [0, 1], "")
+    here = FolderRanks(0, "here", {"here": [0, 1]}, [0, 1], "")
     mark_corruption(run_dir / "checkpoints", 5, "incident.json", here)
     assert train_run(config, 2) == [(0, None)] * 2
     (event,) = events_of(run_dir, "resume", "memory")

@@ -15,7 +15,7 @@ from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state
 from megasdc.checkpoint import quarantine as quarantine_module
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.places import Place, Ranks, find_place
+from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.quarantine import quarantine
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.verification_marks import find_corruption, list_verified, mark_corruption, mark_verified
@@ -47,7 +47,7 @@ def _resume(
     run: Run, folder: Path, events: EventLog | None = None, require_verified: Any = "auto", **options: Any
 ) -> int | None:
     """As a run does it: choose, load, leave behind what was not trusted."""
-    ranks = Ranks(events=events, **options)
+    ranks = CheckpointGroup(events=events, **options)
     chosen = find_checkpoint(folder, run.dims, ranks, require_verified=require_verified)
     if chosen is not None:
         loaded = load_checkpoint(run.engine, chosen, run.dims, ranks)
@@ -59,7 +59,7 @@ def _resume(
 
 def _after_corruption(root: str, storage: str) -> dict[str, Any]:
     folder, options = _folder(root, storage)
-    place = find_place(Ranks(**options))
+    place = find_place(CheckpointGroup(**options))
     run = Run()
     events = EventLog(root, place.rank)
     run.train(2)
@@ -74,7 +74,7 @@ def _after_corruption(root: str, storage: str) -> dict[str, Any]:
         (folder / "corruption.json").unlink()
     torch.distributed.barrier()
     other = Run(seed=5)
-    ignored = find_checkpoint(folder, other.dims, Ranks(events=events, **options), require_verified="never")
+    ignored = find_checkpoint(folder, other.dims, CheckpointGroup(events=events, **options), require_verified="never")
     assert ignored is not None
     found: dict[str, Any] = {"never": ignored.step}
     found["auto"] = _resume(other, folder, events, **options)
@@ -116,7 +116,7 @@ def test_a_resume_after_corruption_lands_at_the_newest_verified_checkpoint(tmp_p
 
 def _interrupted(root: str) -> dict[str, Any]:
     folder, options = _folder(root, "node_local")
-    place = find_place(Ranks(**options))
+    place = find_place(CheckpointGroup(**options))
     run = Run()
     _save_often(run, folder, options, 2, 4)
     mark_verified(folder, 2, 3, place)
@@ -156,7 +156,7 @@ def test_the_corruption_mark_stays_until_every_node_has_moved_its_candidates(tmp
 
 def _refused(root: str) -> dict[str, Any]:
     folder, options = _folder(root, "shared")
-    place = find_place(Ranks())
+    place = find_place(CheckpointGroup())
     run = Run()
     found: dict[str, Any] = {}
     mark_corruption(folder, 1, "incident.json", place)
@@ -211,7 +211,7 @@ def test_without_a_verified_checkpoint_a_run_does_not_go_on(tmp_path: Path) -> N
 
 def _retention(root: str, storage: str) -> dict[str, Any]:
     folder, options = _folder(root, storage)
-    place = find_place(Ranks(**options))
+    place = find_place(CheckpointGroup(**options))
     run = Run()
     _save_often(run, folder, options, 1, 2)
     if storage == "shared" or place.rank == 0:  # the other node has no mark: both must keep the same
@@ -239,7 +239,7 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
     clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean", checkpoint__interval=2)
     config = write_config(tmp_path / "run.json", data, tmp_path / "run", checkpoint__interval=2)
     host = socket.gethostname()
-    leader = Place(rank=0, node=host, nodes={host: [0, 1]}, ranks=[0, 1], save_id="x")
+    leader = FolderRanks(rank=0, node=host, nodes={host: [0, 1]}, ranks=[0, 1], save_id="x")
     folder = tmp_path / "run" / "checkpoints"
     assert [code for code, _ in train_run(clean, 2)] == [0, 0]
     assert [code for code, _ in train_run(config, 2, "megasdc.training.stop_step=5")] == [0, 0]

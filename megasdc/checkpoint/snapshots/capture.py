@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
-from megasdc.checkpoint.places import Place, Problem, describe_error
+from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots.torch_file import Layout, lay_out
 from megasdc.checkpoint.writer import describe_tensors, with_plain_stage, wrapped_writer
@@ -63,7 +63,7 @@ class CapturingWriter:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.problem: Problem | None = None
+        self.problem: RankProblem | None = None
         self.captured: list[CapturedFile] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -85,8 +85,8 @@ class CapturingWriter:
 
 
 def capture_engine(
-    engine: Any, dims: ParallelDims, place: Place, state: SavedState
-) -> tuple[list[CapturedFile], Problem | None]:
+    engine: Any, dims: ParallelDims, place: FolderRanks, state: SavedState
+) -> tuple[list[CapturedFile], RankProblem | None]:
     """The files that this rank would write in a save, and why they cannot be saved.
 
     Collective: all ranks of the world.

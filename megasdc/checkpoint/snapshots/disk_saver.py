@@ -23,7 +23,7 @@ from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, st
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import FileRecord
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place
+from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, RankProblem, describe_error, find_place
 from megasdc.checkpoint.retention import Retention, list_due
 from megasdc.checkpoint.save import (
     SavedState,
@@ -66,7 +66,7 @@ class _Save:
     stages: list[Callable[[_Save], None]]
     stalled_s: float = 0.0
     answer: Answer | None = None
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     written: Written = field(default_factory=Written)
     due: list[int] = field(default_factory=list)
     saved: bool = False
@@ -89,7 +89,12 @@ class DiskSaver:
     """
 
     def __init__(
-        self, folder: Path, dims: ParallelDims, ranks: Ranks, device: torch.device, keep: Retention | None = None
+        self,
+        folder: Path,
+        dims: ParallelDims,
+        ranks: CheckpointGroup,
+        device: torch.device,
+        keep: Retention | None = None,
     ) -> None:
         self.folder, self._dims, self._keep = folder, dims, keep or Retention()
         self._place = find_place(ranks)
@@ -184,7 +189,7 @@ class DiskSaver:
         if save.answer is None and save.problem is None and not self._snapshot.is_copying:
             save.answer = self._writer.answer()
             if save.answer is not None and save.answer.problem:
-                save.problem = Problem(save.answer.problem, save.answer.is_storage, save.answer.no_room)
+                save.problem = RankProblem(save.answer.problem, save.answer.is_storage, save.answer.no_room)
         return float(save.answer is not None)
 
     def _own_trouble(self) -> float | None:
@@ -297,7 +302,7 @@ class DiskSaver:
         self._snapshot.close()
 
 
-def _record(stored: StoredFile, place: Place) -> FileRecord:
+def _record(stored: StoredFile, place: FolderRanks) -> FileRecord:
     return FileRecord(
         name=stored.name,
         size_bytes=stored.size_bytes,

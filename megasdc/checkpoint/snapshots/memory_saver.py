@@ -20,7 +20,7 @@ import torch
 
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.checkpoint.places import Place, Problem, describe_error
+from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, make_within, rank_folder
@@ -84,7 +84,7 @@ class MemorySaver:
         run: str | None,
         start: int,
         dims: ParallelDims,
-        place: Place,
+        place: FolderRanks,
         device: torch.device,
         interval: int,
     ) -> None:
@@ -101,7 +101,7 @@ class MemorySaver:
         self._sent: deque[_Slot] = deque()
         self._newest = self._adopted = 0
         self._non_finite = 0
-        self._problem: Problem | None = None
+        self._problem: RankProblem | None = None
         self.skipped = self.failed = 0
         self.stalled_s = 0.0
         self._whole = Field(self._own_newest, reduction=MIN)
@@ -232,7 +232,7 @@ class MemorySaver:
         while self._sent and (answer := self._writer.answer()) is not None:
             slot = self._sent.popleft()
             if answer.problem:
-                self._problem = Problem(answer.problem, answer.is_storage)
+                self._problem = RankProblem(answer.problem, answer.is_storage)
             else:
                 self._newest, slot.is_whole = slot.step, True
         return float(self._newest)

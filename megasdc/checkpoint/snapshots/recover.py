@@ -32,7 +32,14 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.resume import SelectedCheckpoint, too_new
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
@@ -53,7 +60,7 @@ _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """Where a rank's files of a step are: ``leader``: rank that reads for the host; ``is_guest``: kept for another."""
 
     leader: int
@@ -61,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Found:
+class InMemoryCheckpoint:
     """A step that can be restored.
 
     Attributes:
@@ -73,7 +80,7 @@ class Found:
 
     step: int
     start: int
-    sources: dict[int, Source]
+    sources: dict[int, FileSource]
     verified: bool
     skipped: dict[int, str]
 
@@ -88,7 +95,7 @@ class Found:
         guests = [rank for rank, source in self.sources.items() if source.held.is_guest]
         return f"memory, ranks {', '.join(map(str, guests))} from their partners" if guests else "memory"
 
-    def line(self, start: int, place: Place) -> Lineage:
+    def line(self, start: int, place: FolderRanks) -> Lineage:
         """What counts from now on, where a start goes on from it.
 
         Args:
@@ -111,11 +118,11 @@ def find_in_memory(
     folder: Path,
     run: str | None,
     dims: ParallelDims | None,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     *,
     newest: int | None = None,
     verified_only: bool,
-) -> Found | None:
+) -> InMemoryCheckpoint | None:
     """The newest step that all hosts together hold; None: there is none.
 
     Args:
@@ -134,7 +141,7 @@ def find_in_memory(
     for line in (line for _, lines, _ in answers for line in lines):
         logger.warning("memory: %s", line)
     line = max((one for _, _, one in answers), key=lambda one: (one.start, one.verified))
-    sources = [Source(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
+    sources = [FileSource(leader, one) for leader, (those, _, _) in enumerate(answers) for one in those]
     skipped: dict[int, str] = {}
     for (step, start), those in sorted(_by_step(sources).items(), reverse=True):
         layout = _layout(those[0].held.record)
@@ -150,7 +157,7 @@ def find_in_memory(
             chosen = {rank: own[0] for rank, own in _by_rank(whole, place).items()}
             lacking = sorted(set(range(layout.world_size)) - chosen.keys())
             if not lacking:
-                return Found(step, start, chosen, line.verifies(those[0].held.record), skipped)
+                return InMemoryCheckpoint(step, start, chosen, line.verifies(those[0].held.record), skipped)
             problem = f"files of rank {lacking[0]} were changed"
         skipped[step] = problem
         place.emit("skip", "memory", step=step, reason=problem)
@@ -159,23 +166,23 @@ def find_in_memory(
     return None
 
 
-def _by_step(sources: Sequence[Source]) -> dict[tuple[int, int], list[Source]]:
-    found: dict[tuple[int, int], list[Source]] = {}
+def _by_step(sources: Sequence[FileSource]) -> dict[tuple[int, int], list[FileSource]]:
+    found: dict[tuple[int, int], list[FileSource]] = {}
     for one in sources:
         found.setdefault((one.held.record.step, one.held.record.start), []).append(one)
     return found
 
 
-def _by_rank(sources: Sequence[Source], place: Place) -> dict[int, list[Source]]:
+def _by_rank(sources: Sequence[FileSource], place: FolderRanks) -> dict[int, list[FileSource]]:
     """Sources of each rank: first those on the host where it runs now, and a rank's own before a guest's."""
     leader_of = {rank: ranks[0] for ranks in place.nodes.values() for rank in ranks}
-    found: dict[int, list[Source]] = {}
+    found: dict[int, list[FileSource]] = {}
     for one in sorted(sources, key=lambda one: (one.leader != leader_of.get(one.held.record.rank), one.held.is_guest)):
         found.setdefault(one.held.record.rank, []).append(one)
     return found
 
 
-def _why_not(sources: Sequence[Source], wanted: Layout) -> str | None:
+def _why_not(sources: Sequence[FileSource], wanted: Layout) -> str | None:
     """Why a step cannot be restored, whatever its files are like."""
     layouts = {str(_layout(one.held.record)) for one in sources}
     if layouts != {str(wanted)}:
@@ -186,7 +193,7 @@ def _why_not(sources: Sequence[Source], wanted: Layout) -> str | None:
     return None
 
 
-def _check(sources: Sequence[Source], place: Place) -> list[Source]:
+def _check(sources: Sequence[FileSource], place: FolderRanks) -> list[FileSource]:
     """The sources whose files all have their digests; each host's ranks share the work.
 
     Collective: all ranks.
@@ -219,11 +226,13 @@ def _is_whole(folder: Path, file: HeldFile, advance: Callable[[int], None] | Non
 class _Plan:
     """Files of a host's restored folder: ``links``: on it already; ``sent``: from another host, by its leader."""
 
-    links: dict[str, Source] = field(default_factory=dict)
-    sent: dict[str, Source] = field(default_factory=dict)
+    links: dict[str, FileSource] = field(default_factory=dict)
+    sent: dict[str, FileSource] = field(default_factory=dict)
 
 
-def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals: Sequence[int]) -> SelectedCheckpoint:
+def restore(
+    found: InMemoryCheckpoint, folder: Path, dims: ParallelDims, ranks: CheckpointGroup, totals: Sequence[int]
+) -> SelectedCheckpoint:
     """Put together on every host what its ranks need of a step, as a checkpoint to load.
 
     Args:
@@ -237,7 +246,7 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals
     """
     place = find_place(ranks)
     target = folder / RESTORE / step_folder(found.step)
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     if place.leader:
         try:
             shutil.rmtree(folder / RESTORE, ignore_errors=True)
@@ -265,7 +274,7 @@ def restore(found: Found, folder: Path, dims: ParallelDims, ranks: Ranks, totals
     return SelectedCheckpoint(target, found.step, manifest, {}, [], False)
 
 
-def _plan(leader: int, needed: Iterable[tuple[Source, list[str]]]) -> _Plan:
+def _plan(leader: int, needed: Iterable[tuple[FileSource, list[str]]]) -> _Plan:
     """Where the files come from that the ranks of a leader's host need; of several sources one on it is taken."""
     plan = _Plan()
     for source, names in needed:
@@ -276,7 +285,7 @@ def _plan(leader: int, needed: Iterable[tuple[Source, list[str]]]) -> _Plan:
     return plan
 
 
-def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[str]]]:
+def _needed(found: InMemoryCheckpoint, ranks: Sequence[int]) -> Iterator[tuple[FileSource, list[str]]]:
     """Files that these ranks need: their own, the weights and the file of their stages, the shared state."""
     names = _names(found)
     for rank in ranks:
@@ -289,8 +298,8 @@ def _needed(found: Found, ranks: Sequence[int]) -> Iterator[tuple[Source, list[s
 
 
 def _needed_of_other(
-    found: Found, ranks: Sequence[int], dims: ParallelDims, totals: Sequence[Sequence[int]]
-) -> Iterator[tuple[Source, list[str]]]:
+    found: InMemoryCheckpoint, ranks: Sequence[int], dims: ParallelDims, totals: Sequence[Sequence[int]]
+) -> Iterator[tuple[FileSource, list[str]]]:
     """Files of another layout that these ranks need: shards, all of them where stages or tensor ranks are others.
 
     Besides, the files of all stages and the shared state; ``totals``: of each rank.
@@ -312,18 +321,18 @@ def _needed_of_other(
         yield found.sources[_holder(found, name, ranks[0])], [name]
 
 
-def _names(found: Found) -> dict[int, list[str]]:
+def _names(found: InMemoryCheckpoint) -> dict[int, list[str]]:
     """Names of each rank's files."""
     return {rank: [one.name for one in source.held.record.files] for rank, source in found.sources.items()}
 
 
-def _holder(found: Found, name: str, leader: int) -> int:
+def _holder(found: InMemoryCheckpoint, name: str, leader: int) -> int:
     """The first rank that has a file, one whose files are on a leader's host before others."""
     holders = [rank for rank, names in _names(found).items() if name in names]
     return min(holders, key=lambda rank: (found.sources[rank].leader != leader, rank))
 
 
-def _move(plans: Mapping[str, _Plan], target: Path, place: Place) -> None:
+def _move(plans: Mapping[str, _Plan], target: Path, place: FolderRanks) -> None:
     """Link what is here, and send what is not, host after host in the same order on all ranks.
 
     Raises:
@@ -387,7 +396,7 @@ def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup |
         raise OSError(f"{told.name} did not arrive as it was sent")
 
 
-def _manifest(found: Found, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
+def _manifest(found: InMemoryCheckpoint, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
     """``node``: whose files these are; None: they are those of all ranks."""
     record: SlotManifest = found.sources[0].held.record
     names = {**plan.links, **plan.sent}

@@ -22,7 +22,7 @@ from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.load import LoadedInPartError, compare_engine
 from megasdc.checkpoint.load_universal import full_shapes, place_steps
 from megasdc.checkpoint.manifest import Manifest
-from megasdc.checkpoint.places import Place, Problem, describe_error, raise_on_all_ranks
+from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error, raise_on_all_ranks
 from megasdc.checkpoint.views.deepspeed import States, locate_states
 from megasdc.checkpoint.views.view import Slot
 from megasdc.common.errors import CheckpointError
@@ -32,7 +32,7 @@ from megasdc.optim.zero1 import Fragment, owned_fragments
 MOMENTS: tuple[Slot, ...] = ("exp_avg", "exp_avg_sq")
 
 
-def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, place: Place) -> None:
+def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, place: FolderRanks) -> None:
     """Load weights, moments, learning rate schedule and counters into an engine of the same model.
 
     Args:
@@ -50,7 +50,7 @@ def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, pla
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     here = {name for some in place.gather(sorted(names.values())) for name in some}
     states: States | None = None
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     try:
         states = locate_states(path, set(names.values()))
         _compare(engine, manifest, states, here, precision)

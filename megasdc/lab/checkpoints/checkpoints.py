@@ -43,7 +43,7 @@ from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.damage import Classifying, Damage, Pattern, PieceDamage
 from megasdc.lab.checkpoints.measure import Measuring
 from megasdc.lab.checkpoints.ranges import BATCH_BYTES, PendingDigest, Range, RangeDigester
-from megasdc.lab.checkpoints.report import Finding, Options, Report
+from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
 from megasdc.lab.checkpoints.votes import all_intact, find_expected
 
 _MEASURED_BYTES = 1 << 18
@@ -217,7 +217,7 @@ def _common_rows(entries: list[Entry]) -> int | None:
     return next(iter(rows)) if len(shapes) > 1 and len(rows) == 1 else None
 
 
-__all__ = ["Finding", "Options", "Report", "compare_checkpoints", "tensors_to_compare"]
+__all__ = ["CheckpointMismatch", "Options", "Report", "compare_checkpoints", "tensors_to_compare"]
 
 _RANKLESS = ("engine/", "optimizer/")
 """Scalars that represent those of all ranks; compared only where layouts differ."""
@@ -343,7 +343,7 @@ def _nothing() -> Tensor:
     raise FileNotFoundError
 
 
-def _settle(findings: list[Finding], num_tensors: Mapping[Slot, int]) -> list[Finding]:
+def _settle(findings: list[CheckpointMismatch], num_tensors: Mapping[Slot, int]) -> list[CheckpointMismatch]:
     """Give findings with one cause the same pattern.
 
     In a file of which most tensors hold another state, few differing elements are not damage: one step changes few bf16

@@ -51,7 +51,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckpointMismatch:
     """One tensor or value of one checkpoint that differs from the expected one.
 
     Attributes:
@@ -130,7 +130,7 @@ class Report(Outcome):
     views: list[View]
     num_compared: int = 0
     num_tolerated: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckpointMismatch] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
@@ -149,7 +149,7 @@ class Report(Outcome):
         """Add a finding in ``view``; the arguments are its attributes. Reads its files again, see ``View.changed``."""
         states = {one.piece.file: view.changed(one.piece.file) for one in damage.pieces}
         self.findings.append(
-            Finding(
+            CheckpointMismatch(
                 *key,
                 checkpoint=str(view.path),
                 against=str(against.path),

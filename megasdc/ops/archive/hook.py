@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.checkpoint.places import Ranks, find_place
+from megasdc.checkpoint.places import CheckpointGroup, find_place
 from megasdc.checkpoint.verification_marks import read_mark
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megasdc.config.sections.megasdc import CheckpointSection
@@ -217,7 +217,7 @@ def build_archiver(
     """
     if section.archive.address is None:
         return None
-    place = find_place(Ranks(section.storage, run.host_group))
+    place = find_place(CheckpointGroup(section.storage, run.host_group))
     if not place.leader:
         return None
     return Archiver(

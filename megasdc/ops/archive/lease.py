@@ -26,7 +26,7 @@ WAIT_S = STALE_S + RENEW_S
 _POLL_S = 2.0
 
 
-class Held:
+class OwnLease:
     """A lease that this process holds."""
 
     def __init__(self, store: Store, kind: Literal["push", "prune"], what: str) -> None:
@@ -80,13 +80,13 @@ class Held:
 
 
 @contextlib.contextmanager
-def pushing(store: Store, what: str, say: Callable[[str], None]) -> Iterator[Held]:
+def pushing(store: Store, what: str, say: Callable[[str], None]) -> Iterator[OwnLease]:
     """Context of a push; waits while a prune goes on.
 
     Raises:
         StorageError: it goes on for longer than 6 minutes.
     """
-    held = Held(store, "push", what)
+    held = OwnLease(store, "push", what)
     try:
         deadline = time.monotonic() + WAIT_S
         while others := held.others("prune"):
@@ -103,13 +103,13 @@ def pushing(store: Store, what: str, say: Callable[[str], None]) -> Iterator[Hel
 
 
 @contextlib.contextmanager
-def pruning(store: Store, what: str) -> Iterator[Held]:
+def pruning(store: Store, what: str) -> Iterator[OwnLease]:
     """Context of a prune.
 
     Raises:
         StorageError: a push or another prune goes on.
     """
-    held = Held(store, "prune", what)
+    held = OwnLease(store, "prune", what)
     try:
         refuse_others(store, held)
         held.remove_stale()
@@ -118,7 +118,7 @@ def pruning(store: Store, what: str) -> Iterator[Held]:
         held.end()
 
 
-def refuse_others(store: Store, held: Held) -> None:
+def refuse_others(store: Store, held: OwnLease) -> None:
     """StorageError if a push or another prune goes on beside this prune."""
     held.renew()
     if others := held.others("push") + held.others("prune"):

@@ -24,7 +24,7 @@ from megasdc.sdc.golden_compare import (
     HUNG,
     NOT_COMPARABLE,
     STOPPED,
-    Finding,
+    GoldenComparison,
     GoldenVerdict,
     judge,
     trace_gaps,
@@ -198,9 +198,11 @@ def _ended_alone(report: RankReport) -> bool:
     return report.ended in ("died", "absent") or (report.ended == "failed" and _FAILED.get(report.code) != STOPPED)
 
 
-def _finding(run: dict[str, Any]) -> Finding:
+def _finding(run: dict[str, Any]) -> GoldenComparison:
     first = run["first"]
-    return Finding(run["compared"], run["divergences"], None if first is None else Address(**first), tuple(run["key"]))
+    return GoldenComparison(
+        run["compared"], run["divergences"], None if first is None else Address(**first), tuple(run["key"])
+    )
 
 
 def render_result(result: VerifyResult, console: Console) -> None:

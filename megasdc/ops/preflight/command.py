@@ -24,7 +24,7 @@ from megasdc.ops.preflight.inputs import (
 )
 from megasdc.ops.preflight.job import Job, prepared
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, Finding, PreflightResult, Status, failed, not_done
+from megasdc.ops.preflight.result import CheckResult, PreflightFinding, PreflightResult, Status, failed, not_done
 from megasdc.ops.preflight.storage import check_storage
 
 SIGNAL_CODES = 128
@@ -40,7 +40,7 @@ class Check:
         uses: the check whose files it reads; empty: none.
     """
 
-    run: Callable[[Job], Finding]
+    run: Callable[[Job], PreflightFinding]
     after: tuple[str, ...] = ("configuration",)
     uses: str = ""
 
@@ -93,7 +93,7 @@ def run_preflight(
     return PreflightResult(results, tuple(str(one) for one in folders if one is not None))
 
 
-def _make(name: str, check: Check, job: Job | None, results: Sequence[CheckResult]) -> Finding:
+def _make(name: str, check: Check, job: Job | None, results: Sequence[CheckResult]) -> PreflightFinding:
     """Make a check, unless it is left out or lacks what it needs."""
     status = {one.name: one.finding.status for one in results}
     if lacking := [one for one in check.after if status.get(one) is Status.FAILED]:

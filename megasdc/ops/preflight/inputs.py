@@ -29,7 +29,7 @@ from megasdc.metrics.writer import read_metrics
 from megasdc.ops.launch.checks import inspect_hosts
 from megasdc.ops.preflight.commands import COMPARE, Done
 from megasdc.ops.preflight.job import Job, spares_only
-from megasdc.ops.preflight.result import Finding, Status, not_done, with_warnings
+from megasdc.ops.preflight.result import PreflightFinding, Status, not_done, with_warnings
 from megasdc.ops.preflight.storage import available_bytes, too_small
 
 MOST_BYTES = 64 << 30
@@ -37,7 +37,7 @@ MOST_BYTES = 64 << 30
 MIB = 1 << 20
 
 
-def check_configuration(job: Job) -> Finding:
+def check_configuration(job: Job) -> PreflightFinding:
     """Look for settings that an unattended run hardly wants; it was loaded before."""
     sections, layout = job.config.megasdc, check_layout(job.config, job.num_ranks)
     warnings = find_warnings(job.config)
@@ -54,7 +54,7 @@ def check_configuration(job: Job) -> Finding:
     return with_warnings(text, warnings)
 
 
-def check_data(job: Job) -> Finding:
+def check_data(job: Job) -> PreflightFinding:
     """Compare data with what was prepared, and count how often the run passes through them.
 
     Raises:
@@ -108,7 +108,7 @@ def _passes(job: Job, manifests: list[Manifest]) -> float:
     return found
 
 
-def check_hosts(job: Job) -> Finding:
+def check_hosts(job: Job) -> PreflightFinding:
     """Ask all hosts, as a launch does; what is wrong with a spare is a warning, since the run can begin.
 
     Raises:
@@ -145,7 +145,7 @@ NO_ANSWER, HEALTHY, BY_GOLDEN = "not tested", "healthy", "golden values"
 """Words of a verdict of ``megasdc stress``."""
 
 
-def check_golden(job: Job) -> Finding:
+def check_golden(job: Job) -> PreflightFinding:
     """Compare what all hosts compute with golden values."""
     folder = _golden(job)
     if folder is None:
@@ -155,7 +155,7 @@ def check_golden(job: Job) -> Finding:
         )
     hosts = {**job.slots, **job.spares}
     found = _stress(job, "golden", hosts, 1, GOLDEN_TESTS, folder)
-    if isinstance(found, Finding):
+    if isinstance(found, PreflightFinding):
         return found
     tested = [host for host in found["hosts"] if host["status"] != NO_ANSWER]
     without = [host["host"] for host in tested if BY_GOLDEN not in host["rests_on"].values()]
@@ -167,7 +167,7 @@ def check_golden(job: Job) -> Finding:
     return finding
 
 
-def check_spares(job: Job) -> Finding:
+def check_spares(job: Job) -> PreflightFinding:
     """Test the spares, or all hosts, as they are tested while a run is supervised."""
     hosts = {**job.slots, **job.spares} if job.request.stress_all else job.spares
     if not hosts:
@@ -177,7 +177,7 @@ def check_spares(job: Job) -> Finding:
     tests = TESTS + (LINKS if job.request.stress_all and len(hosts) > 1 else "")
     rounds = job.config.megasdc.supervise.test_rounds
     found = _stress(job, "spares", hosts, rounds, tests, _golden(job))
-    if isinstance(found, Finding):
+    if isinstance(found, PreflightFinding):
         return found
     what = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, {rounds} rounds of {tests.replace(',', ', ')}"
     links = found.get("links")
@@ -192,7 +192,7 @@ def _golden(job: Job) -> Path | None:
 
 def _stress(
     job: Job, name: str, hosts: dict[str, int], rounds: int, tests: str, golden: Path | None
-) -> dict[str, Any] | Finding:
+) -> dict[str, Any] | PreflightFinding:
     """The result of a test of hosts; a finding where there is none."""
     port = job.plan.transport.ssh_port
     done = job.commands.run(
@@ -204,12 +204,12 @@ def _stress(
         ],
     )
     if done.value is None:
-        return Finding(Status.FAILED, done.cause, done.exit_code or LaunchError.exit_code)
+        return PreflightFinding(Status.FAILED, done.cause, done.exit_code or LaunchError.exit_code)
     found: dict[str, Any] = done.value
     return found
 
 
-def judged(found: dict[str, Any], spares: Collection[str], text: str, warnings: list[str]) -> Finding:
+def judged(found: dict[str, Any], spares: Collection[str], text: str, warnings: list[str]) -> PreflightFinding:
     """What follows from a test of hosts; a spare that could not be tested is a warning, since the run can begin.
 
     Args:
@@ -230,7 +230,7 @@ def judged(found: dict[str, Any], spares: Collection[str], text: str, warnings: 
     if failing:
         code = CorruptionError.exit_code if wrong else LaunchError.exit_code
         told = "; ".join([text, *(said[host] for host in failing), "take them out of the hostfile"])
-        return Finding(Status.FAILED, told, code, figures)
+        return PreflightFinding(Status.FAILED, told, code, figures)
     return with_warnings(text, [*(said[host] for host in unknown), *warnings], figures)
 
 
@@ -245,7 +245,7 @@ MEMORY_WARNINGS = ("memory_without_partners", "memory_not_kept")
 HOUR_S = 3600
 
 
-def check_steps(job: Job) -> Finding:
+def check_steps(job: Job) -> PreflightFinding:
     """Train a few steps with the hosts, layout and data of the run."""
     memory = job.config.megasdc.checkpoint.memory
     values = {"megasdc.checkpoint.memory": "{}"}
@@ -254,7 +254,7 @@ def check_steps(job: Job) -> Finding:
         values = {"megasdc.checkpoint.memory.interval": str(interval), "megasdc.checkpoint.memory.linger_s": "0"}
     done = _launch(job, WHOLE, WHOLE, job.steps, values)
     if done.exit_code:
-        return Finding(Status.FAILED, done.cause, done.exit_code)
+        return PreflightFinding(Status.FAILED, done.cause, done.exit_code)
     rows = _rows(job, WHOLE)
     if not rows:
         raise LaunchError(f"no step was reported in {job.folder / WHOLE}: this host must see the run folder of rank 0")
@@ -269,7 +269,7 @@ def check_steps(job: Job) -> Finding:
     return with_warnings(text, [], {"steps": len(rows), "step_s": step_s, "tokens_per_s": tokens_per_s})
 
 
-def check_resume(job: Job) -> Finding:
+def check_resume(job: Job) -> PreflightFinding:
     """Stop a second run at half of the steps, resume it, and compare its last checkpoint with that of the first."""
     half = job.steps // 2
     if not half:
@@ -278,16 +278,16 @@ def check_resume(job: Job) -> Finding:
     for part, stop_step in (("before", half), ("after", job.steps)):
         done = _launch(job, f"{RESUMED}_{part}", RESUMED, stop_step, values)
         if done.exit_code:
-            return Finding(Status.FAILED, f"{part} the stop at step {half}: {done.cause}", done.exit_code)
+            return PreflightFinding(Status.FAILED, f"{part} the stop at step {half}: {done.cause}", done.exit_code)
     run_dir = job.folder / RESUMED
     if half not in [one.step for one in read_events(run_dir, kind="resume", rank=0)]:
-        return Finding(Status.FAILED, f"the run did not go on from step {half}", CheckpointError.exit_code)
+        return PreflightFinding(Status.FAILED, f"the run did not go on from step {half}", CheckpointError.exit_code)
     manifests = [_checkpoints(job, run) / step_folder(job.steps) / MANIFEST_FILE for run in (WHOLE, RESUMED)]
     if not all(map(Path.exists, manifests)):
         return not_done("checkpoints lie on the hosts alone: start the preflight on one of them")
     compared = job.commands.run("compare", ["--json", *map(str, manifests)], COMPARE)
     if compared.exit_code not in (0, DIFFERENT) or compared.value is None:
-        return Finding(Status.FAILED, compared.cause, CheckpointError.exit_code)
+        return PreflightFinding(Status.FAILED, compared.cause, CheckpointError.exit_code)
     here = ", files of this host" if job.config.megasdc.checkpoint.storage == "node_local" else ""
     text = f"stopped at step {half} and resumed to {job.steps}"
     if compared.exit_code == 0:
@@ -297,7 +297,7 @@ def check_resume(job: Job) -> Finding:
     where = f"{text}: the checkpoints differ{here}, first in {first['file']}: {first['name'] or first['detail']}"
     if reasons := _may_differ(job):
         return with_warnings(where, [f"that can be: {'; '.join(reasons)}"], {"same": False})
-    return Finding(Status.FAILED, where, DIFFERENT, {"same": False})
+    return PreflightFinding(Status.FAILED, where, DIFFERENT, {"same": False})
 
 
 def _may_differ(job: Job) -> list[str]:
@@ -309,7 +309,7 @@ def _may_differ(job: Job) -> list[str]:
     return found
 
 
-def check_cost(job: Job) -> Finding:
+def check_cost(job: Job) -> PreflightFinding:
     """Say what saves cost in the first short run, and advise on how often to save."""
     config = job.folder / "config.json"
     config.write_text(json.dumps(job.config.resolved()), encoding="utf-8")
@@ -334,7 +334,7 @@ def check_cost(job: Job) -> Finding:
     best = done.value["best"]["intervals"]
     figures = {**costs, "checkpoint_bytes": size, "best_interval": best["disk"], "best_memory_interval": best["memory"]}
     if problem := too_small(job, size, available_bytes(job)):
-        return Finding(Status.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
+        return PreflightFinding(Status.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
     return with_warnings(text, [*_cost_warnings(job, done.value)], figures)
 
 

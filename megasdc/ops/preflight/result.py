@@ -27,7 +27,7 @@ STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """What a check found.
 
     Args:
@@ -42,17 +42,17 @@ class Finding:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def failed(error: MegasdcError) -> Finding:
+def failed(error: MegasdcError) -> PreflightFinding:
     """The finding of a check that an error ended."""
-    return Finding(Status.FAILED, str(error), error.exit_code)
+    return PreflightFinding(Status.FAILED, str(error), error.exit_code)
 
 
-def not_done(text: str) -> Finding:
+def not_done(text: str) -> PreflightFinding:
     """The finding of a check that was not done, with the reason and how to get it."""
-    return Finding(Status.NOT_DONE, text)
+    return PreflightFinding(Status.NOT_DONE, text)
 
 
-def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | None = None) -> Finding:
+def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | None = None) -> PreflightFinding:
     """The finding of a check that was done: a warning where there are some.
 
     Args:
@@ -60,7 +60,7 @@ def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | 
         figures: the same as plain values.
     """
     status = Status.WARNING if warnings else Status.OK
-    return Finding(status, "; ".join([text, *warnings]), figures=figures or {})
+    return PreflightFinding(status, "; ".join([text, *warnings]), figures=figures or {})
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class CheckResult:
     """A check, what it found, and the seconds that it took."""
 
     name: str
-    finding: Finding
+    finding: PreflightFinding
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.gather import gather_traces, repeat_disputed
 from megasdc.sdc.golden_compare import DIVERGENT, find, judge
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import (
@@ -110,7 +110,7 @@ class AuditFindings:
         work: Work,
         comparable: Collection[tuple[int, int]] | None = None,
         ask_golden: Callable[[], Mapping[int, bool] | None] = lambda: None,
-    ) -> Settled:
+    ) -> Finding:
         """Rule on results of the audited micro-batch that differ between replicas.
 
         Args:
@@ -134,7 +134,7 @@ class AuditFindings:
         if self._sums:
             alone = {(rank, one.address) for one in shown for rank in one.alone}
             rulings = suspect_together(rulings, self._dims, alone)
-        return Settled(
+        return Finding(
             "audit", _micro_batch(rulings), rulings, *count_differing(audit, self._dims, named), opinions=shown
         )
 
@@ -158,7 +158,7 @@ class AuditFindings:
 
     # --- one device ---------------------------------------------------------------------------------------------------
 
-    def of_permuted(self, work: Work, moved: PermutedResult) -> Settled:
+    def of_permuted(self, work: Work, moved: PermutedResult) -> Finding:
         """Rule on results that changed when elements were in other places.
 
         Collective: all ranks of the world.
@@ -210,7 +210,7 @@ class AuditFindings:
             for one in compare_rank(rank, audit[rank], elsewhere[rank]):
                 of_submodule = counts.setdefault(one.address.phase, {}).setdefault(one.address.fqn, {})
                 of_submodule[rank] = of_submodule.get(rank, 0) + 1
-        return Settled("permuted", _micro_batch(rulings), tuple(rulings), sum(map(len, audit.values())), counts)
+        return Finding("permuted", _micro_batch(rulings), tuple(rulings), sum(map(len, audit.values())), counts)
 
     # --- events -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, Finding, GoldenVerdict, judge
+from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, GoldenComparison, GoldenVerdict, judge
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 
@@ -22,7 +22,7 @@ class GoldenRun:
     ``differing`` counts results by phase and submodule.
     """
 
-    finding: Finding
+    finding: GoldenComparison
     expected: int | None = None
     got: int | None = None
     differing: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -114,14 +114,14 @@ def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
     found = compare_rank(dims.rank, expected, got)
     compared = max(len(expected), len(got))
     if not found:
-        return GoldenRun(Finding(compared, 0))
+        return GoldenRun(GoldenComparison(compared, 0))
     key, first = min(((execution_key(one.address, one.place, dims), one) for one in found), key=lambda pair: pair[0])
     differing = Counter((one.address.phase, one.address.fqn) for one in found)
-    return GoldenRun(Finding(compared, len(found), first.address, key), first.expected, first.got, differing)
+    return GoldenRun(GoldenComparison(compared, len(found), first.address, key), first.expected, first.got, differing)
 
 
 def judge_replicas(
-    findings: Sequence[Finding], dims: ParallelDims, gaps: Sequence[str] = ()
+    findings: Sequence[GoldenComparison], dims: ParallelDims, gaps: Sequence[str] = ()
 ) -> dict[int, GoldenVerdict]:
     """Name the divergent ranks of one run, for each replica separately, since replicas exchange nothing before.
 

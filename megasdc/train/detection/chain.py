@@ -36,13 +36,13 @@ from megasdc.optim.zero1 import (
 )
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.evidence import CLIPPING, COPY, NORM, PART, STATE
-from megasdc.train.detection.slices.squares import BlockSums, Claim, wrong_of
+from megasdc.train.detection.slices.squares import BlockMismatch, BlockSums, wrong_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ SMALLEST_SQUARES = 1e-24
 GRADIENT = "gradient"
 """Submodule of an address that belongs to the whole gradient."""
 _Started = dict[tuple[Block, str], int | Tensor]
-Act = Callable[[int, Callable[[Collection[int]], Settled]], bool]
+Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
 """Settles a finding of a step that was committed: gets the devices found wrong before."""
 
 
@@ -87,7 +87,7 @@ class Links:
     parts: tuple[float, ...] = ()
     sum: float | None = None
     own: float = 0.0
-    block: Claim | None = None
+    block: BlockMismatch | None = None
     norm_is_wrong: bool = False
     factor_is_wrong: bool = False
     state: tuple[Block, str] | None = None
@@ -332,7 +332,7 @@ class Chain(Hook):
         if raised[STATE]:
             self._act(links.step, lambda earlier: self._of_state(links, earlier))
 
-    def _of_norm(self, links: Links, earlier: Collection[int]) -> Settled:
+    def _of_norm(self, links: Links, earlier: Collection[int]) -> Finding:
         """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
         every: list[Links] = gather_objects(links, self._group)
         if any(one.block is not None for one in every):
@@ -340,8 +340,8 @@ class Chain(Hook):
             rest = self._without_blocks(every, links.step, earlier)
             named = {one.rank for one in rulings}
             rulings += tuple(one for one in rest if one.rank is not None and one.rank not in named)
-            return Settled(NORM, None, rulings, len(every))
-        return Settled(NORM, None, self._without_blocks(every, links.step, earlier), len(every))
+            return Finding(NORM, None, rulings, len(every))
+        return Finding(NORM, None, self._without_blocks(every, links.step, earlier), len(every))
 
     def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[RankVerdict, ...]:
         """Rulings on norms and parts alone."""
@@ -418,7 +418,7 @@ class Chain(Hook):
             positions.setdefault(self._dims.at(rank).first_replica_rank, []).append(rank)
         return list(positions.values())
 
-    def _of_clipping(self, links: Links, earlier: Collection[int]) -> Settled:
+    def _of_clipping(self, links: Links, earlier: Collection[int]) -> Finding:
         """A factor that does not follow from the rank's own norm, or that most ranks have not."""
         every: list[Links] = gather_objects(links, self._group)
         address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "clip factor")
@@ -428,9 +428,9 @@ class Chain(Hook):
             rulings = tuple(self._ruling(rank, OWN_NORM, address, earlier, got=factors) for rank in wrong)
         else:
             rulings = self._rule(factors, address, earlier, set())
-        return Settled(CLIPPING, None, rulings, len(every))
+        return Finding(CLIPPING, None, rulings, len(every))
 
-    def _of_state(self, links: Links, earlier: Collection[int]) -> Settled:
+    def _of_state(self, links: Links, earlier: Collection[int]) -> Finding:
         """State that changed between two steps: the memory of its rank."""
         mine = None
         if links.state is not None:
@@ -438,9 +438,9 @@ class Chain(Hook):
             mine = self._address(links.step, UPDATE, block, name)
         found = {rank: one for rank, one in enumerate(gather_objects(mine, self._group)) if one is not None}
         rulings = tuple(self._ruling(rank, OWN_DIGEST, address, earlier) for rank, address in found.items())
-        return Settled(STATE, None, rulings, self._dims.world_size)
+        return Finding(STATE, None, rulings, self._dims.world_size)
 
-    def of_copy(self, links: Links, earlier: Collection[int]) -> Settled:
+    def of_copy(self, links: Links, earlier: Collection[int]) -> Finding:
         """Parameters that are not the cast of their masters: gathered again, unless it is the masters that changed.
 
         Collective: all ranks of the world.
@@ -456,7 +456,7 @@ class Chain(Hook):
             rulings = [
                 self._ruling(rank, OWN_DIGEST, wrong[rank], earlier) for rank, (_, one) in enumerate(found) if one
             ]
-            return Settled(STATE, None, tuple(rulings), self._dims.world_size)
+            return Finding(STATE, None, tuple(rulings), self._dims.world_size)
         self._optimizer.update_lp_params()
         self.compare_copy()
         again = gather_objects(any(bool(differs) for _, differs in self._unequal), self._group)
@@ -464,7 +464,7 @@ class Chain(Hook):
         for rank, address in wrong.items():
             verdict = PERSISTENT if again[rank] else INTERMITTENT if rank in earlier else NOT_REPRODUCED
             rulings.append(RankVerdict(rank, verdict, MASTERS, address, int(again[rank]), 1))
-        return Settled(COPY, None, tuple(rulings), self._dims.world_size)
+        return Finding(COPY, None, tuple(rulings), self._dims.world_size)
 
     def _rule(
         self, values: dict[int, int], address: Address, earlier: Collection[int], right: Collection[int]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.audits.findings import PermutedResult
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.recompute import Repeats
 from megasdc.sdc.trace import Trace, digest
 from megasdc.train.detection.place import WrongPlace
@@ -59,7 +59,7 @@ class Evidence:
     rows: Rows | None = None
     given: Given | None = None
     settings: int = NONE
-    copy: Callable[[Collection[int]], Settled] | None = None
+    copy: Callable[[Collection[int]], Finding] | None = None
     wrong_place: WrongPlace | None = None
     places: int = NONE
 

@@ -24,7 +24,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT
-from megasdc.sdc.incidents.settled import Settled, describe
+from megasdc.sdc.incidents.finding import Finding, describe
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names
@@ -253,7 +253,7 @@ class FindingPolicy:
                 again = self._act(step, replace(found, rulings=rest), repaired) or again
         return again
 
-    def settle_slice(self, step: int, find: Callable[[Collection[int]], Settled]) -> bool:
+    def settle_slice(self, step: int, find: Callable[[Collection[int]], Finding]) -> bool:
         """Act by policy on what was found in a slice of a shard; returns whether what was not reproduced is repaired.
 
         ``find`` gets the ranks that were wrong in an earlier event of the run.
@@ -280,7 +280,7 @@ class FindingPolicy:
             return 0.0
         answer = self._ask(self._golden, step, self._section.repeats)
         if rulings := answer.rulings(step, self._suspects.ranks):
-            found = Settled("golden", None, rulings, answer.compared, answer.counts)
+            found = Finding("golden", None, rulings, answer.compared, answer.counts)
             self._act(step, found, repaired=False, in_step=False)
             self._commit(step, again=False)
         return answer.seconds
@@ -312,7 +312,7 @@ class FindingPolicy:
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def _act(self, step: int, found: Settled, repaired: bool, *, in_step: bool = True) -> bool:
+    def _act(self, step: int, found: Finding, repaired: bool, *, in_step: bool = True) -> bool:
         """Act by policy; returns whether the step is to be computed again, or what was found to be put right.
 
         ``in_step``: computing the step again may repair it; else only what was not reproduced can be repaired.

@@ -19,8 +19,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.findings import AuditFindings, PermutedResult, Work
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.evidence import Counts
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
@@ -75,7 +75,7 @@ class Findings:
         earlier: Collection[int],
         comparable: Collection[tuple[int, int]] | None,
         ask_golden: Callable[[], Mapping[int, bool] | None],
-    ) -> Settled:
+    ) -> Finding:
         """Rule on results of the shared micro-batch that differ between replicas; see ``AuditFindings``."""
         work = Work(engine.step_number, own, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_replicas(work, comparable, ask_golden)
@@ -87,14 +87,14 @@ class Findings:
         moved: PermutedResult,
         recompute_micro_batch: Rehearse,
         earlier: Collection[int],
-    ) -> Settled:
+    ) -> Finding:
         """Rule on results that changed when elements were in other places; see ``AuditFindings``."""
         work = Work(engine.step_number, audited, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_permuted(work, moved)
 
     def of_recompute(
         self, engine: TrainingEngine, own: Repeats, recompute_micro_batch: Rehearse, earlier: Collection[int]
-    ) -> Settled:
+    ) -> Finding:
         """Rule on forward results that their recomputation did not repeat; call in ``after_micro_batches``.
 
         ``earlier``: ranks that were wrong in an earlier event of the run.
@@ -115,7 +115,7 @@ class Findings:
                 for rank, pair in enumerate(gather_objects(mine, self._group)):
                     if rank in flagged and flagged[rank].address.micro_batch == micro_batch:
                         again[rank].append(pair)
-        return Settled(
+        return Finding(
             "recompute",
             min(one.address.micro_batch or 0 for one in flagged.values()),
             tuple(judge_recomputed(rank, one, again[rank], rank in earlier) for rank, one in flagged.items()),
@@ -123,7 +123,7 @@ class Findings:
             merge_counts(counts for *_, counts in found),
         )
 
-    def of_rows(self, engine: TrainingEngine, rows: Rows, earlier: Collection[int]) -> Settled:
+    def of_rows(self, engine: TrainingEngine, rows: Rows, earlier: Collection[int]) -> Finding:
         """Rule on products with an element that rounding does not explain; call in ``after_micro_batches``.
 
         ``earlier``: ranks that were wrong in an earlier event of the run.
@@ -142,9 +142,9 @@ class Findings:
             opinions.append(Opinion(one.address, {rank: False}, "", 1, named(one, rank)))
             counts.append(count_by_submodule(one.address.phase, [one.address.fqn], rank))
         shown = tuple(rulings), self._dims.world_size, merge_counts(counts), tuple(opinions)
-        return Settled("rows", rows.micro_batch, *shown)
+        return Finding("rows", rows.micro_batch, *shown)
 
-    def of_tokens(self, engine: TrainingEngine, given: Given, earlier: Collection[int]) -> Settled:
+    def of_tokens(self, engine: TrainingEngine, given: Given, earlier: Collection[int]) -> Finding:
         """Rule on micro-batches that the model was given otherwise than the file has them; each is read again anew.
 
         ``earlier``: ranks that were wrong in an earlier event of the run. Call in ``after_micro_batches``.
@@ -172,7 +172,7 @@ class Findings:
             rulings.append(replace(ruling, basis=FILE, expected=one.expected))
             counts.append(count_by_submodule(FORWARD, [one.address.fqn], rank))
         first_of_all = min(one.address.micro_batch or 0 for one in flagged.values())
-        return Settled("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
+        return Finding("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
 
     def _from_files(self, own: WrongTokens | None) -> list[WrongTokens | None]:
         """What all ranks found in what they were given; raises on all of them what a file that is wrong ends with."""
@@ -182,7 +182,7 @@ class Findings:
                 raise one.ends_with(f"{one.address}: on rank {rank} on {host} {one.reason}")
         return [one for _, one in every]
 
-    def of_place(self, step: int, wrong: WrongPlace | None, places: int) -> Settled:
+    def of_place(self, step: int, wrong: WrongPlace | None, places: int) -> Finding:
         """Rule on places in the data that do not follow; without one, on ranks that followed others than most.
 
         Args:
@@ -212,9 +212,9 @@ class Findings:
                     rulings.append(RankVerdict(rank, INCONCLUSIVE, MAJORITY, address, expected=usual, got=got))
             else:
                 rulings = [RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(digests), got=digests)]
-        return Settled(PLACE, None, tuple(rulings), self._dims.world_size)
+        return Finding(PLACE, None, tuple(rulings), self._dims.world_size)
 
-    def of_parameters(self, engine: TrainingEngine, own: Trace) -> Settled:
+    def of_parameters(self, engine: TrainingEngine, own: Trace) -> Finding:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
 
         Where all replicas had the same wrong one, its owner has given it to them, and none is named here. A wrong
@@ -248,13 +248,13 @@ class Findings:
             rulings.append(RankVerdict(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
         compared = self._dims.world_size * len(own)
         merged = merge_counts(of_rank for _, of_rank in found)
-        return Settled("parameters", None, tuple(rulings), compared, merged)
+        return Finding("parameters", None, tuple(rulings), compared, merged)
 
     def _first(self, rank: int) -> int:
         """The rank of the first replica at the same position."""
         return self._dims.at(rank).first_replica_rank
 
-    def of_copies(self, engine: TrainingEngine, own: Trace) -> Settled:
+    def of_copies(self, engine: TrainingEngine, own: Trace) -> Finding:
         """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
 
         All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All are
@@ -278,7 +278,7 @@ class Findings:
                     RankVerdict(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
                 )
                 break
-        return Settled("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
+        return Finding("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
 
     def tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
         """Write an event on rank 0."""

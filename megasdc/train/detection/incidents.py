@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions, read_complete
-from megasdc.checkpoint.places import Place, Ranks, find_place
+from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
 from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
 from megasdc.common.alert import alert
@@ -21,6 +21,7 @@ from megasdc.engine.run import Run
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.device import gather_places
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.incident import (
     FAULT_FIELDS,
     Environment,
@@ -28,7 +29,6 @@ from megasdc.sdc.incidents.incident import (
     RankPlace,
 )
 from megasdc.sdc.incidents.page import write_incident
-from megasdc.sdc.incidents.settled import Settled
 from megasdc.train.saving.memory import mark_memory
 from megasdc.train.saving.saver import checkpoint_folder
 
@@ -46,7 +46,7 @@ class Incidents:
         self._run = run
         self._checkpoints = checkpoint_folder(config)
         self._ranks: list[RankPlace] = []
-        self._place: Place | None = None
+        self._place: FolderRanks | None = None
         self._unmarked: dict[int, str] = {}  # steps whose checkpoints stay candidates, and why, as it was told
         self._agreed: tuple[int, int] | None = None  # newest step that an audit has agreed on, and that audit's
 
@@ -57,7 +57,7 @@ class Incidents:
         """
         dims, group = self._run.dims, self._run.host_group
         self._ranks = gather_places(self._run.engine.device, dims, group)
-        self._place = find_place(Ranks(self._config.megasdc.checkpoint.storage, group))
+        self._place = find_place(CheckpointGroup(self._config.megasdc.checkpoint.storage, group))
 
     def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
         """Restrict the next start to verified checkpoints; a mark that cannot be written is logged.
@@ -104,7 +104,7 @@ class Incidents:
         line, held = read_line(folder), find_held(folder, run)[0]
         return {one.record.step for one in held if line.verifies(one.record)}
 
-    def report(self, step: int, found: Settled, action: str) -> str | None:
+    def report(self, step: int, found: Finding, action: str) -> str | None:
         """Write the reports; before a halt, name the page in the mark for the next start.
 
         Returns:
@@ -156,7 +156,7 @@ class Incidents:
                 told=self._unmarked,
             )
 
-    def _describe(self, step: int, found: Settled, action: str) -> Incident:
+    def _describe(self, step: int, found: Finding, action: str) -> Incident:
         sections, engine = self._config.megasdc, self._run.engine
         gaps: list[str] = []
         earlier = tuple(read_events(self._run.folder, kind="sdc", broken=gaps))[-SHOWN_EVENTS:]

@@ -22,7 +22,7 @@ from megasdc.engine.run import Run
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, RankVerdict
 
 SETTINGS = "settings"
@@ -115,7 +115,7 @@ class UsedSettings:
             found |= {f"{label}.{name}": settings[name] for name in sorted(settings)} | {f"{label}.step": count}
         return found
 
-    def rule(self, step: int) -> Settled:
+    def rule(self, step: int) -> Finding:
         """Rule on ranks whose settings differ from those of other replicas, see ``judge``; ``step``: that used them.
 
         Collective: all ranks of the world.
@@ -140,7 +140,7 @@ class UsedSettings:
                     address=str(found[0].address),
                     values={rank: one.values.get(name, "not used") for rank, one in by_rank.items()},
                 )
-        return Settled(SETTINGS, None, tuple(rulings), dims.world_size * len(own.bits))
+        return Finding(SETTINGS, None, tuple(rulings), dims.world_size * len(own.bits))
 
     def own(self, step: int) -> Own:
         """What this rank used in a step; nothing where that is not the last step that the optimizer took.

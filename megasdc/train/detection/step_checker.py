@@ -32,7 +32,7 @@ from megasdc.sdc.audits.findings import PermutedResult
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.incidents.settled import Settled
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
@@ -381,7 +381,7 @@ class StepChecker(Hook):
             engine.recompute_step()
             repaired = True
 
-    def _links(self) -> tuple[Links, Callable[[Collection[int]], Settled] | None]:
+    def _links(self) -> tuple[Links, Callable[[Collection[int]], Finding] | None]:
         """What was found in the chain of the last step, and what rules on parameters that are not their masters'."""
         chain = self.chain
         if chain is None:

@@ -152,7 +152,7 @@ UNKNOWN = -1.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class UnusualValue:
     """The most unusual value of a check, in its unit, at one rank's position.
 
     Args:
@@ -224,11 +224,11 @@ class TolerancedChecks(Hook):
             self._update.drop()
             return
         updates = self._update.finish()
-        values = {REDUCTION: Finding(*reduction, None), UPDATE: Finding(*updates, self._dims.rank)}
+        values = {REDUCTION: UnusualValue(*reduction, None), UPDATE: UnusualValue(*updates, self._dims.rank)}
         scores = self._outliers.score(features) if is_finite(features) else None
         for name, score in zip((REPLICAS, PAST), scores or (), strict=False):
-            values[name] = Finding(score.value, self._features.describe(score), self._rank_of(score.replica))
-        own = [values.get(name, Finding(UNKNOWN, "", None)) for name in UNITS]
+            values[name] = UnusualValue(score.value, self._features.describe(score), self._rank_of(score.replica))
+        own = [values.get(name, UnusualValue(UNKNOWN, "", None)) for name in UNITS]
         largest = torch.tensor([one.value for one in own], dtype=torch.float64).nan_to_num(nan=math.inf)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._host_group)
         for name, value, mine in zip(UNITS, largest.tolist(), own, strict=True):
@@ -239,7 +239,7 @@ class TolerancedChecks(Hook):
         """The rank of another replica at this rank's position."""
         return None if replica is None else self._dims.rank + (replica - self._dims.dp_rank) * self._dims.tensor
 
-    def _judge(self, run: Run, name: str, value: float, own: Finding) -> None:
+    def _judge(self, run: Run, name: str, value: float, own: UnusualValue) -> None:
         tolerance = self._tolerances[name]
         known = tolerance.threshold
         unusual = tolerance.judge(value)

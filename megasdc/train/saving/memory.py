@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from megasdc.checkpoint.places import Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
     Lineage,
@@ -19,7 +19,7 @@ from megasdc.checkpoint.snapshots.held import (
 )
 from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.recover import Found, find_in_memory
+from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory
 from megasdc.checkpoint.verification_marks import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.shared_memory import is_own_folder
@@ -51,7 +51,7 @@ class MemoryCheckpoints(Hook):
         self._interval, self._state, self._writer, self._before_save = section.interval, state, writer, before_save
         self._may_go_on, self._is_off = section.without_room == "go_on", False
         self._folder, self._start = memory_folder(run.events.origin.run), _number_of_start(run)
-        self._place = find_place(Ranks("node_local", run.host_group, run.events))
+        self._place = find_place(CheckpointGroup("node_local", run.host_group, run.events))
         self._saver = MemorySaver(
             self._folder,
             run.events.origin.run,
@@ -200,7 +200,7 @@ def _number_of_start(run: Run) -> int:
     return number
 
 
-def look_in_memory(config: RunConfig, run: Run) -> Found | None:
+def look_in_memory(config: RunConfig, run: Run) -> InMemoryCheckpoint | None:
     """The newest step that the hosts of this start hold; from now on it is this start's memory.
 
     Raises:
@@ -209,9 +209,9 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     Collective: all ranks of the world.
     """
     origin, section = run.events.origin, config.megasdc.checkpoint
-    ranks = Ranks("node_local", run.host_group, run.events)
+    ranks = CheckpointGroup("node_local", run.host_group, run.events)
     place = find_place(ranks)
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     if place.leader:
         folder = memory_folder(origin.run)
         try:
@@ -229,13 +229,13 @@ def look_in_memory(config: RunConfig, run: Run) -> Found | None:
     )
 
 
-def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
+def keep_only(config: RunConfig, run: Run, found: InMemoryCheckpoint | None) -> None:
     """Remove from this host's memory all but the step that the run goes on from; None: nothing stays.
 
     Other hosts may hold more: from now on that does not count.
     """
     folder = memory_folder(run.events.origin.run)
-    place = find_place(Ranks("node_local", run.host_group))
+    place = find_place(CheckpointGroup("node_local", run.host_group))
     if not place.leader:
         return
     shutil.rmtree(folder / RESTORE, ignore_errors=True)
@@ -248,9 +248,9 @@ def keep_only(config: RunConfig, run: Run, found: Found | None) -> None:
         logger.warning("memory: what is not used any more cannot be removed: %s", error)
 
 
-def remove_step(run: Run, found: Found) -> None:
+def remove_step(run: Run, found: InMemoryCheckpoint) -> None:
     """Remove a step from this host's memory, and leave older ones."""
-    if find_place(Ranks("node_local", run.host_group)).leader:
+    if find_place(CheckpointGroup("node_local", run.host_group)).leader:
         try:
             forget(memory_folder(run.events.origin.run), lambda record: record.step != found.step)
         except OSError as error:

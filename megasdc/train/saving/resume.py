@@ -18,11 +18,18 @@ from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_share
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
 from megasdc.checkpoint.manifest import Layout, installed_versions
-from megasdc.checkpoint.places import Place, Problem, Ranks, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.places import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.quarantine import quarantine
 from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint
 from megasdc.checkpoint.snapshots.held import memory_folder
-from megasdc.checkpoint.snapshots.recover import Found, restore
+from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
 from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config import RunConfig, StudySection, precision_of
@@ -117,7 +124,7 @@ class _Source:
     path: Path
     layout: Layout
     state: dict[str, Any]
-    place: Place
+    place: FolderRanks
     load: Callable[[], None]
 
 
@@ -137,9 +144,9 @@ def load_other_layout(
 
     Collective: all ranks of the world.
     """
-    place, started = find_place(Ranks("shared", run.host_group)), time.monotonic()
+    place, started = find_place(CheckpointGroup("shared", run.host_group)), time.monotonic()
     state: dict[str, Any] = {}
-    problem: Problem | None = None
+    problem: RankProblem | None = None
     try:
         state = read_shared_state(found.path)
     except (CheckpointError, ValueError, OSError) as error:
@@ -182,7 +189,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     Collective: all ranks of the world.
     """
     section = config.megasdc.checkpoint
-    found = open_universal(folder, Ranks(section.storage, run.host_group), verify=section.verify)
+    found = open_universal(folder, CheckpointGroup(section.storage, run.host_group), verify=section.verify)
 
     def load() -> None:
         load_universal(run.engine, found)
@@ -208,12 +215,12 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
             check_skipped_samples(state, config)
     except CheckpointError as error:
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
-        problem = Problem(f"{error}; {hint}", storage=False)
+        problem = RankProblem(f"{error}; {hint}", storage=False)
     data = config.megasdc.data.path
     saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
     if saved not in (None, now):
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
-        problem = Problem(f"{text}; give data of the same tokenizer", storage=False)
+        problem = RankProblem(f"{text}; give data of the same tokenizer", storage=False)
     what = f"{source.path} cannot continue with this data, nothing was changed"
     raise_on_all_ranks(problem, source.place, what)
     source.load()
@@ -291,7 +298,7 @@ def resume(
     Collective: all ranks of the world.
     """
     section = config.megasdc.checkpoint
-    folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
+    folder, ranks = checkpoint_folder(config), CheckpointGroup(section.storage, run.host_group, run.events)
     held = look_in_memory(config, run) if section.memory.interval else None
     only_looks = held is not None and agree is None  # a restart from memory does not wait until the disk is read
     found, unusable = _find_on_disk(config, run, agree, held is not None, verify=section.verify and not only_looks)
@@ -332,7 +339,7 @@ def _find_on_disk(
         verify: compare checksums.
     """
     section = config.megasdc.checkpoint
-    folder, ranks = checkpoint_folder(config), Ranks(section.storage, run.host_group, run.events)
+    folder, ranks = checkpoint_folder(config), CheckpointGroup(section.storage, run.host_group, run.events)
     needs_none = has_other or section.universal
     at_most: int | None = None
     while True:
@@ -360,9 +367,9 @@ def _find_on_disk(
             return found, None
 
 
-def _put_together(run: Run, held: Found) -> SelectedCheckpoint | None:
+def _put_together(run: Run, held: InMemoryCheckpoint) -> SelectedCheckpoint | None:
     """What the hosts hold of a step, as a checkpoint; None: that is not possible, which is reported."""
-    local = Ranks("node_local", run.host_group, run.events)
+    local = CheckpointGroup("node_local", run.host_group, run.events)
     try:
         groups = grouped_parameters(run.engine.optimizer)
         totals = [sum(parameter.numel() for parameter in group) for group in groups]
@@ -389,7 +396,7 @@ def _refuse_wrong_place(run: Run, chosen: SelectedCheckpoint) -> None:
 def _resume_from_memory(
     run: Run,
     config: RunConfig,
-    held: Found,
+    held: InMemoryCheckpoint,
     chosen: SelectedCheckpoint,
     on_disk: SelectedCheckpoint | NoneUsableError | None,
     study: StudySection | None,
@@ -400,8 +407,8 @@ def _resume_from_memory(
         LoadedInPartError: it cannot be loaded, and is removed, so that the next start does not meet it again.
     """
     folder = checkpoint_folder(config)
-    local = Ranks("node_local", run.host_group, run.events)
-    disk = Ranks(config.megasdc.checkpoint.storage, run.host_group, run.events)
+    local = CheckpointGroup("node_local", run.host_group, run.events)
+    disk = CheckpointGroup(config.megasdc.checkpoint.storage, run.host_group, run.events)
     try:
         hooks = _load(run, config, chosen, local, study, lambda: quarantine(folder, on_disk, disk))
     except LoadedInPartError as error:
@@ -424,7 +431,7 @@ def _load(
     run: Run,
     config: RunConfig,
     found: SelectedCheckpoint,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     study: StudySection | None,
     leave: Callable[[], object],
 ) -> dict[str, Any]:

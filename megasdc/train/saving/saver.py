@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.fence import Fence
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
@@ -149,7 +149,7 @@ class Saver(Hook):
         self.section = config.megasdc.checkpoint
         self.folder = checkpoint_folder(config)
         self.writer = writer
-        self._ranks = Ranks(self.section.storage, run.host_group, run.events, fence=fence)
+        self._ranks = CheckpointGroup(self.section.storage, run.host_group, run.events, fence=fence)
         self._keep = Retention(self.section.keep_last, self.section.keep_every)
         self._skipped = self._failed = 0
         self._without_room_since: float | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from megasdc.attached.saves import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
 from megasdc.checkpoint.formats.records import write_record
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.common.errors import CheckpointError
 
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -80,7 +80,7 @@ def test_all_who_have_saved_take_part_and_all_of_it_is_used(
     """In any order of ranks; another host or device, or what DeepSpeed loads in part, does not do."""
     _save(tmp_path)
     training: Any = SimpleNamespace(dims=layout, engine=SimpleNamespace(zero_optimization=lambda: zero))
-    place = Place(0, "a", nodes, [0, 1], "y")
+    place = FolderRanks(0, "a", nodes, [0, 1], "y")
     if reason is None:
         check_makers(read_saved(tmp_path), training, place)
     else:

@@ -31,7 +31,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.retention import plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
@@ -66,7 +66,7 @@ def test_a_resume_tells_how_far_its_checksums_are(
 ) -> None:
     """In lines of rank 0, of all bytes that it reads; without checksums it reads none, and says nothing."""
     path = make_checkpoint(tmp_path)
-    manifest, place = read_manifest(path), Place(0, "n", {"n": [0]}, [0], "x")
+    manifest, place = read_manifest(path), FolderRanks(0, "n", {"n": [0]}, [0], "x")
     monkeypatch.setattr(resume, "tell_bytes", partial(tell_bytes, every_s=0.0))
     with caplog.at_level(logging.INFO):
         assert resume._check_share(path, manifest, place, False) == [] and not caplog.messages

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.quarantine import move_aside
 from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
 from megasdc.checkpoint.verification_marks import (
@@ -40,8 +40,8 @@ from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 from megasdc.ops.run_folder.summary import render, summarize
 from megasdc.train.main import tell_failure
 
-LEADER = Place(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
-OTHER = Place(rank=1, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
+LEADER = FolderRanks(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
+OTHER = FolderRanks(rank=1, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
 
 
 def make_folder(folder: Path, *steps: int) -> Path:
@@ -259,9 +259,9 @@ def test_an_audit_says_nothing_of_what_other_hosts_have_saved(tmp_path: Path) ->
         manifest = read_manifest(path := make_checkpoint(tmp_path, step))
         ranks = {"layout": {"tensor": 1, "pipeline": 1, "data": 2}, "world_size": 2} if step < 8 else {}
         write_manifest(path, Manifest.model_validate({**manifest.model_dump(), "nodes": nodes, **ranks}))
-    now, events = Place(0, "n", {"n": [0], "m": [1]}, [0, 1], "x"), EventLog(tmp_path, 0)
+    now, events = FolderRanks(0, "n", {"n": [0], "m": [1]}, [0, 1], "x"), EventLog(tmp_path, 0)
     assert mark_verified(tmp_path, 8, 9, now, events=events) == [2, 8]
     told = {event.step: event.fields["message"] for event in read_events(tmp_path, name="checkpoint_not_marked")}
     assert told.keys() == {4, 6} and "saved with o" in told[6]
-    returned = Place(0, "o", {"o": [0], "n": [1]}, [0, 1], "x")
+    returned = FolderRanks(0, "o", {"o": [0], "n": [1]}, [0, 1], "x")
     assert mark_verified(tmp_path, 8, 12, returned) == [6], "the host is back, and computes the same"

@@ -18,7 +18,7 @@ from megasdc.checkpoint import kinds
 from megasdc.checkpoint.files import remove_leftovers
 from megasdc.checkpoint.load_universal import open_universal
 from megasdc.checkpoint.manifest import Layout, describe_file
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.universal import (
     UniversalManifest,
     read_universal_manifest,
@@ -180,7 +180,7 @@ def test_a_linked_folder_is_replaced_and_nothing_stays(tmp_path: Path) -> None:
 def _refused_universal(folder: Path) -> str:
     """The message of a start at a folder that is no universal checkpoint; one process is all ranks."""
     with pytest.raises(CheckpointError) as caught:
-        open_universal(folder, Ranks())
+        open_universal(folder, CheckpointGroup())
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import xxhash
 
 from megasdc.checkpoint.formats.records import record_text
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.snapshots.held import (
     FORMAT_VERSION,
     HELD_FILE,
@@ -154,7 +154,7 @@ def test_a_host_alone_goes_on_from_no_step_whose_files_were_changed(tmp_path: Pa
         for number, (rank, harm) in enumerate((rank, harm) for rank in (0, 1) for harm in ("flip", "cut", "gone")):
             folder = tmp_path / str(number)
             files = [hold(folder, one, step) for step in (1, 2) for one in (0, 1)]
-            ranks, dims = Ranks("node_local", node="here"), ParallelDims(1, 1, 2, 0)
+            ranks, dims = CheckpointGroup("node_local", node="here"), ParallelDims(1, 1, 2, 0)
             whole = find_in_memory(folder, "run", dims, ranks, verified_only=False)
             assert whole is not None and (whole.step, whole.skipped) == (2, {})
             changed, content = files[2 + rank], bytearray(files[2 + rank].read_bytes())

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from megasdc.checkpoint.formats.records import read_record, record_text
-from megasdc.checkpoint.places import Problem
+from megasdc.checkpoint.places import RankProblem
 from megasdc.checkpoint.snapshots import memory_saver
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
@@ -81,7 +81,7 @@ def test_what_a_run_went_on_from_stays_where_its_first_snapshot_fails(
     saver = saver_of(tmp_path, [])
     assert saver.adopt(4)
     failed = sent(saver, 5)
-    saver._problem = Problem("no room", True)
+    saver._problem = RankProblem("no room", True)
     assert "no room" in saver._give_up()
     assert [one.step for one in saver._slots] == [4, 0, 0] and failed.step == 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from hand_made import seal, write_checkpoint
 
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.resume import NoneUsableError, find_checkpoint
 from megasdc.data.position import Position
 from megasdc.parallel.dims import ParallelDims
@@ -30,10 +30,10 @@ def test_a_place_in_the_data_that_was_saved_wrong_is_not_resumed_from(tmp_path: 
     seal(path)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
     try:
-        found = find_checkpoint(tmp_path, ParallelDims(1, 1, 1, 0), Ranks())
+        found = find_checkpoint(tmp_path, ParallelDims(1, 1, 1, 0), CheckpointGroup())
         assert found is not None
         assert found.step == 2 and found.skipped == {4: [WRONG], 5: [WRONG]}
         with pytest.raises(NoneUsableError, match="9 follow from its steps and decisions"):
-            find_checkpoint(write_checkpoint(tmp_path / "only", 4, wrong_place=WRONG).parent, None, Ranks())
+            find_checkpoint(write_checkpoint(tmp_path / "only", 4, wrong_place=WRONG).parent, None, CheckpointGroup())
     finally:
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEI
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges
 from megasdc.sdc.incidents.incident import (
     DisputedRank,
@@ -32,7 +33,6 @@ from megasdc.sdc.incidents.incident import (
 )
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 from megasdc.sdc.incidents.page import headline, render_page, write_incident
-from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.verdict import MAJORITY, PERSISTENT, RankVerdict
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -209,7 +209,7 @@ def test_an_extra_micro_batch_of_an_audit_is_none_of_the_step() -> None:
     place = places(ParallelDims(1, 1, 2))[1]
     address = Address(7, OF_AUDIT, FORWARD, "1.layer", "output")
     assert str(address) == "step 7, the extra micro-batch of the audit, forward of 1.layer (output)"
-    settled = Settled("audit", OF_AUDIT, (RankVerdict(place.rank, PERSISTENT, MAJORITY, address),))
+    settled = Finding("audit", OF_AUDIT, (RankVerdict(place.rank, PERSISTENT, MAJORITY, address),))
     assert "micro-batch 0" not in settled.text and "the extra micro-batch of the audit" in settled.text
     assert headline(incident(micro_batch=OF_AUDIT)).startswith(
         f"Step {incident().step}, the extra micro-batch of the audit: "

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from megasdc.optim.state_blocks import BLOCK
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.detection.slices import squares
-from megasdc.train.detection.slices.squares import BlockSums, Claim, Told, _fsum, _is_near, _sets_of, wrong_of
+from megasdc.train.detection.slices.squares import (
+    BlockMismatch,
+    BlockSum,
+    BlockSums,
+    _fsum,
+    _is_near,
+    _sets_of,
+    wrong_of,
+)
 
 RIGHT, WRONG = 3.0, 3.1
 
@@ -42,13 +50,13 @@ def test_the_exact_sum_tells_whose_is_wrong(
     got: float, again: float, elements: tuple[int, int], named: int | None
 ) -> None:
     """Where both have the same elements, and one of two sums is within rounding of the exact one."""
-    claim = Claim(0, 5, 0, 100, got, again)
-    assert wrong_of(claim, 1, Told(elements[0], RIGHT), Told(elements[1], RIGHT)) == named
+    claim = BlockMismatch(0, 5, 0, 100, got, again)
+    assert wrong_of(claim, 1, BlockSum(elements[0], RIGHT), BlockSum(elements[1], RIGHT)) == named
 
 
 def test_a_rank_alone_is_the_one() -> None:
     """Its own two sums differ."""
-    assert wrong_of(Claim(0, 5, 0, 100, WRONG, RIGHT), 0, Told(1, RIGHT), Told(1, RIGHT)) == 0
+    assert wrong_of(BlockMismatch(0, 5, 0, 100, WRONG, RIGHT), 0, BlockSum(1, RIGHT), BlockSum(1, RIGHT)) == 0
 
 
 def test_every_element_is_in_one_set() -> None:

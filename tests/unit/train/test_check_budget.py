@@ -25,7 +25,7 @@ from megasdc.train.detection.coverage import CheckPlan, Speed, plan_checks
 from megasdc.train.detection.settings import SETTINGS
 from megasdc.train.detection.slices import hook
 from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, SliceChecks
-from megasdc.train.detection.slices.update import Checked
+from megasdc.train.detection.slices.update import CheckedUpdates
 
 
 class Clock:
@@ -147,9 +147,9 @@ def test_a_step_in_which_slices_find_something_does_not_count(
         differing = {SETTINGS: ((0, 0),) if now == SETTINGS else ()}
         return Agreed(differing, {}, {name: flag or name == now for name, flag in flags.items()})
 
-    def finish() -> Checked:
+    def finish() -> CheckedUpdates:
         clock.now += 0.9 if run.step == 9 else 0.001
-        return Checked()
+        return CheckedUpdates()
 
     monkeypatch.setattr(hook, "compare_replicas", agreed)
     monkeypatch.setattr(hook, "gather_objects", lambda value, group: [value])

@@ -46,7 +46,7 @@ RESUME_PARTS = {
 def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, restores: int) -> None:
     """Save once, then restore several times, each time after an answer; send the seconds of each part."""
     from megasdc.checkpoint import load, resume
-    from megasdc.checkpoint.places import Ranks
+    from megasdc.checkpoint.places import CheckpointGroup
     from megasdc.checkpoint.save import SavedState, save_checkpoint
     from megasdc.determinism import capture_rng
     from megasdc.train.loop import take_step
@@ -55,7 +55,7 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     dims = join_ranks()
     run, _ = build_run(raw, dims)
     take_step(run)
-    ranks = Ranks()
+    ranks = CheckpointGroup()
     save_checkpoint(run.engine, folder, run.step, SavedState({}, {"rng": capture_rng()}, {}), dims, ranks)
     clock = Clock()
     check = resume.check_file

@@ -11,7 +11,7 @@ import torch
 
 from megasdc.checkpoint.views.view import Slot
 from megasdc.lab.checkpoints.damage import MEANINGS, PieceDamage
-from megasdc.lab.checkpoints.report import Finding, Options, Report
+from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
 from megasdc.output.figure import Figure, Version, bars, layer_map, layout, look, map_axes
 from megasdc.output.page import Page, Section
 from megasdc.output.table import Cell, Table, number
@@ -82,7 +82,7 @@ def verdict(report: Report) -> str:
     return f"Different: {what}{basis}{rest}"
 
 
-def _kinds(findings: Sequence[Finding]) -> str:
+def _kinds(findings: Sequence[CheckpointMismatch]) -> str:
     """The patterns, the most frequent first; one that more than half of the findings have stands for all."""
     counts = Counter(finding.pattern for finding in findings).most_common()
     pattern, most = counts[0]
@@ -91,7 +91,7 @@ def _kinds(findings: Sequence[Finding]) -> str:
     return ", ".join(name for name, _ in counts)
 
 
-def _whose(findings: Sequence[Finding]) -> str:
+def _whose(findings: Sequence[CheckpointMismatch]) -> str:
     """Ranks and hosts that wrote what differs, where the format records them."""
     every = (one.piece.owner for finding in findings for one in finding.pieces)
     owners = {owner.rank: owner for owner in every if owner.rank is not None}
@@ -126,7 +126,7 @@ def _findings(report: Report, letters: dict[str, str], limit: int) -> Table:
     )
 
 
-def _row(finding: Finding, letters: dict[str, str]) -> tuple[Cell | str | None, ...]:
+def _row(finding: CheckpointMismatch, letters: dict[str, str]) -> tuple[Cell | str | None, ...]:
     found = finding.measure
     pattern = f"{finding.pattern} ({finding.detail})" if finding.detail else finding.pattern
     what = (letters[finding.checkpoint], finding.fqn, finding.slot)
@@ -145,7 +145,7 @@ def _row(finding: Finding, letters: dict[str, str]) -> tuple[Cell | str | None, 
     return (*what, why, owner, count, ends, number(found.max_ulp, ",d"), number(found.max_relative, ".3g"))
 
 
-def _since(finding: Finding, damage: PieceDamage) -> str:
+def _since(finding: CheckpointMismatch, damage: PieceDamage) -> str:
     """Whether the file of a piece changed after it was saved."""
     return _SINCE[finding.unchanged.get(damage.piece.file.name)]
 
@@ -167,9 +167,9 @@ def _where(report: Report) -> list[str]:
     return [*(f"{line}; {counts[file]:,} findings" for file, line in lines.items()), *bases]
 
 
-def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list[Figure]:
+def _maps(findings: Sequence[CheckpointMismatch], keys: Sequence[tuple[str, Slot]]) -> list[Figure]:
     """A heat map of each slot and of all; none where no tensor differs."""
-    by_slot: dict[str, list[Finding]] = {}
+    by_slot: dict[str, list[CheckpointMismatch]] = {}
     for finding in findings:
         if finding.slot != "scalar":
             by_slot.setdefault(finding.slot, []).append(finding)
@@ -201,7 +201,7 @@ def _maps(findings: Sequence[Finding], keys: Sequence[tuple[str, Slot]]) -> list
     return [Figure("map", title, caption, first.traces, first.layout, columns, False, ("Slot", "Shade"), versions)]
 
 
-def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows: list[str]) -> list[Version]:
+def _versions(slot: str, findings: Sequence[CheckpointMismatch], fqns: Sequence[str], rows: list[str]) -> list[Version]:
     """The heat map of a slot, shaded by share and by relative difference."""
     worst: dict[tuple[str, str], tuple[float, float, str]] = {}
     for finding in findings:
@@ -227,7 +227,7 @@ def _versions(slot: str, findings: Sequence[Finding], fqns: Sequence[str], rows:
     ]
 
 
-def _extent(finding: Finding) -> tuple[float, float, str]:
+def _extent(finding: CheckpointMismatch) -> tuple[float, float, str]:
     """Share of elements that differ and largest relative difference, at most 1 each, and both in words."""
     found = finding.measure
     if found is None:
@@ -250,7 +250,7 @@ def _cell(fqn: str) -> tuple[str, str]:
     return parts[at], ".".join(parts[:at] + parts[at + 1 :])
 
 
-def _bits(findings: Sequence[Finding]) -> list[Figure]:
+def _bits(findings: Sequence[CheckpointMismatch]) -> list[Figure]:
     """Number of elements in which each bit differs, a figure for each dtype."""
     counts: dict[tuple[str, str], Counter[int]] = {}
     for finding in findings:

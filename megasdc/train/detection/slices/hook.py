@@ -26,8 +26,8 @@ from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
 from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.fp64.sums import mean_of
+from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.opinion import Opinion, Outside
-from megasdc.sdc.incidents.settled import Settled
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.verdict import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
 from megasdc.tensors.bits import as_bits
@@ -35,7 +35,7 @@ from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
 from megasdc.train.detection.slices.exchange import Exchange
 from megasdc.train.detection.slices.layout import MISSES, Slice, Slices, Turn
-from megasdc.train.detection.slices.update import STATES, Checked, Update, UpdateSlices, checksum
+from megasdc.train.detection.slices.update import STATES, CheckedUpdates, Update, UpdateSlices, checksum
 
 WITNESSES = 2
 """Other ranks that keep a copy of a slice, where they have one."""
@@ -151,7 +151,7 @@ OWN_COPY, MEAN = "own copy", "mean of the replicas' gradients"
 REPEATS = 5
 SHOWN = 16
 """Elements of an update that an event names one by one."""
-Act = Callable[[int, Callable[[Collection[int]], Settled]], bool]
+Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
 """Settles a finding of a step: gets the devices found wrong before; returns whether it is to be repaired."""
 Tell = Callable[[dict[str, str]], None]
 """Gets exact checks that are within a tolerance from now on: what is said of each, by phase."""
@@ -187,7 +187,7 @@ def comparable(claim: UpdateMismatch | None, checker: int, used: Sequence[int]) 
     return None if claim is not None and used and used[claim.owner] != used[checker] else claim
 
 
-class Found(Hook):
+class ReducedGradientCheck(Hook):
     """Hook that compares what the step has found, once faults were injected into it and before bounds change it."""
 
     def __init__(self, checks: SliceChecks) -> None:
@@ -245,7 +245,7 @@ class SliceChecks(Hook):
     ) -> None:
         self._size, self._act, self._tell, self._budget, self._used = size, act, tell, budget, used
         self._checkable = checkable
-        self.found: Hook = Found(self)
+        self.found: Hook = ReducedGradientCheck(self)
         self.unclipped: Hook = Unclipped(self)
         self._sums: SumCheck | None = None
         self._wrong_sum: WrongSum | None = None
@@ -346,7 +346,7 @@ class SliceChecks(Hook):
     def _finish(self, engine: TrainingEngine) -> None:
         step = engine.step_number
         with self._budget.slices:
-            checked = Checked() if engine.is_skipped else self._updates.finish()
+            checked = CheckedUpdates() if engine.is_skipped else self._updates.finish()
             claim = self._claim(checked)
             found = {SUMS: self._wrong_sum is not None, KEPT_STATE: self._updates.changed is not None}
             not_stepped = checked.due is not None and checked.own is None
@@ -383,12 +383,12 @@ class SliceChecks(Hook):
                 *(engine.step_number, place, MISSES),
             )
 
-    def _settle_updates(self, engine: TrainingEngine, claim: UpdateMismatch | None, checked: Checked) -> bool:
+    def _settle_updates(self, engine: TrainingEngine, claim: UpdateMismatch | None, checked: CheckedUpdates) -> bool:
         """Rule on updates that differ when computed twice, and put right what can be; whether there was a ruling."""
         rulings: list[RankVerdict] = []
         step = engine.step_number
 
-        def find(earlier: Collection[int]) -> Settled:
+        def find(earlier: Collection[int]) -> Finding:
             settled = self._of_updates(step, claim, checked, earlier)
             rulings.extend(settled.rulings)
             return settled
@@ -402,12 +402,12 @@ class SliceChecks(Hook):
             engine.optimizer.update_lp_params()
         return bool(rulings)
 
-    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Settled:
+    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Finding:
         """What was put right is wrong again when it is read."""
         again = [replace(one, verdict=INTERMITTENT, basis=OWN_COPY) if one.rank in failing else one for one in rulings]
-        return Settled(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")
+        return Finding(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")
 
-    def _claim(self, checked: Checked) -> UpdateMismatch | None:
+    def _claim(self, checked: CheckedUpdates) -> UpdateMismatch | None:
         """What differs between an update and this rank's computation of it; None: nothing."""
         if checked.other is None or checked.again is None:
             return None
@@ -448,7 +448,7 @@ class SliceChecks(Hook):
         fqn, slot = self._names[id(parameter)]
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
-    def _of_sums(self, step: int) -> Settled:
+    def _of_sums(self, step: int) -> Finding:
         """A sum that rounding does not explain: of the owner alone if another rank has a right copy, else of any."""
         dims, wrong = self._engine.dims, self._wrong_sum
         mine = None if wrong is None else (self._address(step, REDUCED_GRAD, wrong.due, wrong.element), wrong)
@@ -470,9 +470,9 @@ class SliceChecks(Hook):
             opinions.append(
                 Opinion(address, within, "", one.elements, Outside((0, one.element), one.exact, one.bound, told))
             )
-        return Settled(SUMS, None, tuple(rulings), dims.world_size, opinions=tuple(opinions))
+        return Finding(SUMS, None, tuple(rulings), dims.world_size, opinions=tuple(opinions))
 
-    def _of_states(self, step: int, earlier: Collection[int]) -> Settled:
+    def _of_states(self, step: int, earlier: Collection[int]) -> Finding:
         """State that changed between two steps: the memory of its rank; the copy was put back before it was read."""
         one = self._updates.changed
         mine = None if one is None else (self._address(step, UPDATE, one.due, one.element, one.row), one.restored)
@@ -484,11 +484,11 @@ class SliceChecks(Hook):
         ]
         lost = [rank for rank, told in found.items() if told is not None and not told[1]]
         why = f"the copy of ranks {lost} has changed too, or does not stay" if lost else self._unrepaired
-        return Settled(KEPT_STATE, None, tuple(rulings), self._engine.dims.world_size, unrepaired=why)
+        return Finding(KEPT_STATE, None, tuple(rulings), self._engine.dims.world_size, unrepaired=why)
 
     def _of_updates(
-        self, step: int, claim: UpdateMismatch | None, checked: Checked, earlier: Collection[int]
-    ) -> Settled:
+        self, step: int, claim: UpdateMismatch | None, checked: CheckedUpdates, earlier: Collection[int]
+    ) -> Finding:
         """Two computations of one update that differ: repeats of both, and the referee, tell which is wrong."""
         rank = self._engine.dims.rank
         claims: Mapping[int, UpdateMismatch] = {
@@ -526,7 +526,7 @@ class SliceChecks(Hook):
             refereed = {(who, 0): within for who, within in opinion.within.items()}
             rulings += settle(Ballot((), dispute, 1, (), ()), repeats, None, earlier, refereed)
         counts = self._engine.dims.world_size
-        return Settled(UPDATES, None, tuple(rulings), counts, opinions=tuple(opinions), unrepaired=why)
+        return Finding(UPDATES, None, tuple(rulings), counts, opinions=tuple(opinions), unrepaired=why)
 
     def _is_rounding(self, step: int, address: Address, claim: UpdateMismatch, shown: Sequence[_Shown]) -> bool:
         """Whether both results come again each time and are within rounding; from then on such differences are none.

@@ -30,7 +30,7 @@ WORDS = 2
 
 
 @dataclass(frozen=True)
-class Claim:
+class BlockMismatch:
     """A block of the rank before that this rank has added up to something else.
 
     Args:
@@ -51,7 +51,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Told:
+class BlockSum:
     """What a rank has of a block that is in dispute: a checksum of its elements, and their squares added exactly."""
 
     elements: int
@@ -117,7 +117,7 @@ class BlockSums:
         self._theirs = every[self._owner]
         self._rounds = max(len(every[rank]) for rank in ranks) if whole else 1
         self._open: _UnderWay | None = None
-        self._claim: Claim | None = None
+        self._claim: BlockMismatch | None = None
         self._received: Tensor | None = None
         """The block that this rank claims."""
         self._disputed: tuple[int, int, Tensor] | None = None
@@ -190,7 +190,7 @@ class BlockSums:
         again = torch.stack([_square(one.flip(0) if self._group is None else one) for one in blocks])
         for place, (got, own, numel) in enumerate(zip(told.tolist(), again.tolist(), sizes, strict=True)):
             if not _is_near(got, own, numel):
-                self._claim = Claim(self._owner, last.before, place, numel, got, own)
+                self._claim = BlockMismatch(self._owner, last.before, place, numel, got, own)
                 self._received = blocks[place].clone()
                 return
 
@@ -209,7 +209,7 @@ class BlockSums:
             self._disputed = number, place, elements(self._sets[number].pieces[place]).float().clone()
 
     @torch.no_grad()
-    def compare(self) -> Claim | None:
+    def compare(self) -> BlockMismatch | None:
         """The first block of the rank before whose sum its owner has otherwise; None: none is.
 
         Sync: waits for the device.
@@ -218,7 +218,7 @@ class BlockSums:
             self._compare(self._open)
         return self._claim
 
-    def tell(self, claim: Claim, *, as_owner: bool) -> Told:
+    def tell(self, claim: BlockMismatch, *, as_owner: bool) -> BlockSum:
         """What this rank has of a block in dispute: its own, or what it has received.
 
         Sync: waits for the device.
@@ -227,21 +227,21 @@ class BlockSums:
         assert block is not None, "it is in dispute"
         values = block.cpu().contiguous()
         # Squares of fp32 values are exact in fp64, and fsum rounds once.
-        return Told(xxhash.xxh3_64_intdigest(values.numpy().data), _fsum(values.double().square().tolist()))
+        return BlockSum(xxhash.xxh3_64_intdigest(values.numpy().data), _fsum(values.double().square().tolist()))
 
-    def _of_owner(self, claim: Claim) -> Tensor:
+    def _of_owner(self, claim: BlockMismatch) -> Tensor:
         if self._disputed is not None and self._disputed[:2] == (claim.number, claim.place):
             return self._disputed[2]
         assert self._open is not None and self._open.number == claim.number, "it was sent last"
         return self._open.elements.split(self._sets[claim.number].sizes)[claim.place]
 
-    def parameter_of(self, claim: Claim) -> object:
+    def parameter_of(self, claim: BlockMismatch) -> object:
         """The parameter that a block of this rank belongs to."""
         piece = self._sets[claim.number].pieces[claim.place]
         return list(owned_fragments(self._engine.optimizer))[piece.fragment].parameter
 
 
-def wrong_of(claim: Claim, checker: int, owns: Told, has: Told) -> int | None:
+def wrong_of(claim: BlockMismatch, checker: int, owns: BlockSum, has: BlockSum) -> int | None:
     """Which rank has added wrongly; None: that cannot be told, since elements differ or both sums are as good."""
     if owns.elements != has.elements:
         return None

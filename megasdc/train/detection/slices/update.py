@@ -118,7 +118,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SliceSnapshot:
     """A slice of the state as the last step left it.
 
     Args:
@@ -150,7 +150,7 @@ class ChangedState:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedUpdates:
     """Updates of a step that this rank has to do with; None where a shard has no slice that is due.
 
     Args:
@@ -179,7 +179,7 @@ class UpdateSlices:
         self._group = engine.mpu.get_data_parallel_group() if engine.dims.data > 1 else None
         self._inner = engine.optimizer.optimizer
         self._flats = master_partitions(engine.optimizer)
-        self._kept: Kept | None = None
+        self._kept: SliceSnapshot | None = None
         self._turn: int | None = None
         self._before: dict[int, Tensor] = {}
         self._unclipped: Tensor | None = None
@@ -259,7 +259,7 @@ class UpdateSlices:
             if id(flat) in stepped and flat.grad is not None:
                 self._before[part.group] = torch.stack([flat.grad[part.place].float(), *self._views(part)])
 
-    def finish(self) -> Checked:
+    def finish(self) -> CheckedUpdates:
         """Exchange updates, and compute the one that this rank checks, by its own settings and counts.
 
         The norm is its owner's: whether all ranks have the same is no matter of a slice.
@@ -286,11 +286,11 @@ class UpdateSlices:
         sent = [message if place == after_me else empty for place in range(dims.data)]
         received = Exchange(sent, sizes, self._group).finish()[before_me]
         if theirs is None or not self._used.is_known:
-            return Checked(mine, own)
+            return CheckedUpdates(mine, own)
         rows = received[:-3].view(torch.float32).view(7, theirs.numel)
         taken = int(received[-3:-1].cpu().clone().view(torch.int64)) + (1 << 63)
         other = self._update(theirs, rows[:4], rows[4:], received[-1:].clone().view(torch.float32)[0], taken)
-        return Checked(mine, own, other, other.again(moved=dims.data == 1))
+        return CheckedUpdates(mine, own, other, other.again(moved=dims.data == 1))
 
     def _inputs(self, mine: Slice) -> Tensor:
         """Gradient before clipping, master and moments before the step, as this rank read them: [4, n]."""
@@ -318,9 +318,9 @@ class UpdateSlices:
         due = None if turn is None else self._due(turn)
         if due is not None:
             state = self._state_of(due)
-            self._kept = Kept(due, state, checksum(state))
+            self._kept = SliceSnapshot(due, state, checksum(state))
 
-    def put(self, checked: Checked) -> bool:
+    def put(self, checked: CheckedUpdates) -> bool:
         """Compute this rank's slice again, and use that; whether it holds afterwards."""
         return checked.due is not None and checked.own is not None and self._set(checked.due, checked.own.again())
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint.checks import find_incomplete
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
-from megasdc.checkpoint.places import Ranks
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.checkpoint.verify import CHECKED
 from megasdc.cli import app
@@ -149,7 +149,7 @@ def test_resume_passes_over_a_checkpoint_that_lacks_a_file(tmp_path: Path) -> No
     write_manifest(path, manifest.model_copy(update={"files": [one for one in manifest.files if one.name != lost]}))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
     try:
-        chosen = find_checkpoint(path.parent, ParallelDims(1, 1, 1, 0), Ranks())
+        chosen = find_checkpoint(path.parent, ParallelDims(1, 1, 1, 0), CheckpointGroup())
     finally:
         dist.destroy_process_group()
     assert chosen is not None

@@ -11,7 +11,16 @@ from megasdc.config import TraceSection
 from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT, HEALTHY, NOT_COMPARABLE, Finding, find, judge, trace_gaps
+from megasdc.sdc.golden_compare import (
+    AFFECTED,
+    DIVERGENT,
+    HEALTHY,
+    NOT_COMPARABLE,
+    GoldenComparison,
+    find,
+    judge,
+    trace_gaps,
+)
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE
 
@@ -78,7 +87,7 @@ def test_k_of_n_runs() -> None:
     assert (verdicts[1].runs, verdicts[1].wrong_runs, verdicts[1].status) == (3, 1, DIVERGENT)
 
 
-def _every_phase(rank: int, layout: ParallelDims, changed: dict[str, int]) -> Finding:
+def _every_phase(rank: int, layout: ParallelDims, changed: dict[str, int]) -> GoldenComparison:
     """Two micro-batches and a step, with the first results from a phase on changed in the micro-batch given."""
     dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
     addresses = [
@@ -144,7 +153,7 @@ def test_missing_evidence_accuses_nobody() -> None:
     """A rank whose run was not reported, or of which nothing is recorded, may have been the first."""
     layout = ParallelDims(2, 1, 1)
     wrong, right = _every_phase(0, layout, {"backward": 0}), _every_phase(1, layout, {})
-    for other in ([right], [right, Finding(0, 0)]):
+    for other in ([right], [right, GoldenComparison(0, 0)]):
         found = judge({0: [right, wrong], 1: other}, layout)
         assert (found[0].status, found[0].wrong_runs, found[1].status) == (INCONCLUSIVE, 1, HEALTHY)
         assert "rank 1 of the cell reported no result" in found[0].detail
@@ -154,7 +163,7 @@ def test_missing_evidence_accuses_nobody() -> None:
 
 def test_nothing_compared_is_not_healthy() -> None:
     """A rank of which the golden trace holds nothing is not comparable, and the exit code says so."""
-    found = judge({0: [_every_phase(0, REPLICAS, {})], 1: [Finding(0, 0)]}, REPLICAS)
+    found = judge({0: [_every_phase(0, REPLICAS, {})], 1: [GoldenComparison(0, 0)]}, REPLICAS)
     assert [found[rank].status for rank in (0, 1)] == [HEALTHY, NOT_COMPARABLE]
     assert (found[0].compared, found[1].compared) == (20, 0)
     nothing = {**_run(), "compared": 0}

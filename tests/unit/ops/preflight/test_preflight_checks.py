@@ -23,7 +23,7 @@ from megasdc.ops.preflight.commands import Commands, Done
 from megasdc.ops.preflight.inputs import judged
 from megasdc.ops.preflight.job import divided, scratch_folder
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, Finding, PreflightResult, Status
+from megasdc.ops.preflight.result import CheckResult, PreflightFinding, PreflightResult, Status
 from megasdc.ops.preflight.storage import PIECE, measure
 
 OK, WARNING, FAILED, NOT_DONE = Status.OK, Status.WARNING, Status.FAILED, Status.NOT_DONE
@@ -35,7 +35,7 @@ def result_of(*findings: tuple[Status, int]) -> PreflightResult:
     names = "abcdefg"
     return PreflightResult(
         [
-            CheckResult(name, Finding(status, "", code), 0.0)
+            CheckResult(name, PreflightFinding(status, "", code), 0.0)
             for name, (status, code) in zip(names, findings, strict=False)
         ]
     )
@@ -124,7 +124,7 @@ def test_free_space_is_compared_with_what_is_kept(
 def test_a_disk_that_fails_during_a_check_fails_that_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are made, and the verdict is told: no traceback."""
     gone = tmp_path / "gone"
-    monkeypatch.setitem(CHECKS, "storage", Check(lambda job: Finding(OK, gone.read_text())))
+    monkeypatch.setitem(CHECKS, "storage", Check(lambda job: PreflightFinding(OK, gone.read_text())))
     finding = made(tmp_path, configured(tmp_path), skip=ONLY_STORAGE)["storage"].finding
     assert finding.status is FAILED and finding.exit_code == StorageError.exit_code
     assert str(gone) in finding.text and "No such file" in finding.text
@@ -289,7 +289,7 @@ def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytes
     path = configured(tmp_path, supervise={"num_hosts": 2})
     skip = tuple(name for name in LATER if name != "hosts")
 
-    def hosts() -> Finding:
+    def hosts() -> PreflightFinding:
         result = run_preflight(PreflightRequest(path, hostfile=tmp_path / "hosts", skip=skip))
         return next(one.finding for one in result.checks if one.name == "hosts")
 

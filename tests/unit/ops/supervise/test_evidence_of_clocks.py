@@ -35,9 +35,9 @@ from megasdc.ops.supervise.history import Attempt, History
 from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import Action, Failure, Limits, decide
+from megasdc.sdc.incidents.finding import DONE
 from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
 from megasdc.sdc.incidents.page import write_incident
-from megasdc.sdc.incidents.settled import DONE
 
 NOW = 1.8e9
 FIRST, SECOND = "20270115-first", "20270115-second"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.places import Place
+from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.verification_marks import mark_verified
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
@@ -69,7 +69,7 @@ def test_to_the_newest_checkpoint_that_a_finite_step_followed(run_dir: Path) -> 
         log.emit("resume", "memory", step=8)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "it was tried"
         log.emit("resume", "checkpoint", step=12)
-        mark_verified(folder, 4, 5, Place(0, "n", {"n": [0]}, [0], "x"))
+        mark_verified(folder, 4, 5, FolderRanks(0, "n", {"n": [0]}, [0], "x"))
         assert find_back(run_dir, Launch("x", 0.0), 0) == RewindTarget(4), "no audit has agreed after a newer one"
         (run_dir / "resolved.json").write_text("[" * 100_000)
         assert find_back(run_dir, Launch("x", 0.0), 0) is None, "a damaged file says nothing"

@@ -22,7 +22,7 @@ DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "
 
 
 @dataclass(frozen=True)
-class Settled:
+class Finding:
     """A finding with its rulings; the same on all ranks.
 
     ``tier`` and ``micro_batch``: as of ``incident.Incident``; ``compared``: results over all ranks; ``differing``: how
