@@ -20,8 +20,10 @@ for _message in (
 _PUBLIC = {
     "attach": "megasdc.guarded",
     "check_settings": "megasdc.attached.attach",
+    "Field": "megasdc.parallel.step_agreement",
     "GradientHook": "megasdc.optim.hooks",
     "GradientPart": "megasdc.optim.hooks",
+    "Hook": "megasdc.engine.hooks",
     "read_events": "megasdc.events",
     "read_sweep": "megasdc.lab.sweeps.results",
 }

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from megasdc.common.errors import StorageError
-from megasdc.config import ffn_width
-from megasdc.engine.hooks import Hook
+from megasdc.config import StudySection, ffn_width
+from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
 from megasdc.faults.stored import StateFaults
-from megasdc.lab.studies.hook import Study, StudyLaunch
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.ops.archive.hook import Archiver, build_archiver
-from megasdc.ops.health.hooks.links import LinkPings
-from megasdc.ops.health.hooks.progress import Health
-from megasdc.ops.health.hooks.stragglers import StragglerWatch
+from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
+from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.detection.step_checker import StepChecker
 from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
@@ -37,10 +38,18 @@ from megasdc.train.report import Evaluator, Reporter
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import OncePerStep, RunState, Saver, WaitForSnapshots, checkpoint_folder
 from megasdc.train.sinks import build_writer
-from megasdc.train.start import Features, Start
+from megasdc.train.start import Features, SharedLaunch, Start
 from megasdc.train.step_details import DetailsRecorder
 from megasdc.train.stop import LastLines, RoomWatch, SkipWatch, StopWatch
 from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
+from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names
+
+if TYPE_CHECKING:
+    from megasdc.lab.studies.hook import Study
+    from megasdc.ops.archive.hook import Archiver
+    from megasdc.ops.health.hooks.links import LinkPings
+    from megasdc.ops.health.hooks.progress import Health
+    from megasdc.ops.health.hooks.stragglers import StragglerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,102 +70,328 @@ class Recording:
     details: DetailsRecorder | None
 
 
+@dataclass(frozen=True)
+class Built:
+    """The features of one run; None: the configuration does not ask for it.
+
+    What each does is said in ``ORDER``. A feature that acts at two places of the order is two hooks.
+    """
+
+    start: Start
+    recording: Recording
+    times: StepTimes | None
+    stragglers: StragglerWatch | None
+    drop: DropCompute | None
+    bounds: GradientBounds | None
+    study: Study | None
+    memory: MemoryCheckpoints | None
+    saver: Saver
+    room: RoomWatch
+    health: Health | None
+    links: LinkPings | None
+    isolation: IsolationLimit | None
+    evaluator: Evaluator | None
+    reporter: Reporter
+    archiver: Archiver | None
+
+    @property
+    def detection(self) -> StepChecker | None:
+        """The checker of steps."""
+        return self.recording.detection
+
+    @property
+    def slices(self) -> SliceChecks | None:
+        """Its checks of slices."""
+        return None if self.detection is None else self.detection.slices
+
+    @property
+    def chain(self) -> Chain | None:
+        """Its checks of what happens to states between looks."""
+        return None if self.detection is None else self.detection.chain
+
+
+@dataclass(frozen=True)
+class Line:
+    """One place in the order of hooks.
+
+    Attributes:
+        hook: name of its class.
+        what: what it does, for the table of the documentation.
+        of: the hook of a run's features; None where the configuration does not ask for it.
+        always: whether every run has it.
+    """
+
+    slot: Slot
+    hook: str
+    what: str
+    of: Callable[[Built], Hook | None]
+    always: bool = False
+
+
+def _state_faults(built: Built) -> StateFaults | None:
+    injector = built.start.injection.injector
+    return None if injector is None else StateFaults(built.start.run.engine, injector)
+
+
+ORDER = (
+    # What this rank does, told before everything else does it; then, before anything is written, whether it may be.
+    Line(Slot.PRESENCE, "Health", "what this rank is doing, in its progress record", lambda run: run.health),
+    Line(Slot.PRESENCE, "LinkPings", "measures links between hosts at an interval of steps", lambda run: run.links),
+    Line(
+        Slot.PRESENCE,
+        "FolderWatch",
+        "ends a run whose folder another launch has taken",
+        lambda run: FolderWatch(run.start.locks),
+        always=True,
+    ),
+    Line(
+        Slot.PRESENCE,
+        "StartReport",
+        "event `start/phases` after the first step",
+        lambda run: StartReport(run.start.clock),
+        always=True,
+    ),
+    # Times begin before injected delays, and so include them.
+    Line(Slot.TIMES, "StepTimes", "times of micro-batches, for DropCompute and stragglers", lambda run: run.times),
+    Line(Slot.TIMES, "StragglerWatch", "compares times of ranks", lambda run: run.stragglers),
+    Line(
+        Slot.TIMES,
+        "InjectedDelays",
+        "sleeps before micro-batches",
+        lambda run: run.start.injection.delays and run.start.injection.delays.delays,
+    ),
+    Line(Slot.TIMES, "TimeSplit", "seconds in forward, backward and optimizer; on rank 0", lambda run: run.start.split),
+    Line(Slot.TIMES, "DropCompute", "decisions, times, threshold", lambda run: run.drop),
+    Line(
+        Slot.TIMES,
+        "WaitForSnapshots",
+        "waits until snapshots under way are whole, before any hook after it changes what they copy",
+        lambda run: WaitForSnapshots([one.wait_for_copy for one in (run.memory, run.saver) if one is not None]),
+        always=True,
+    ),
+    # Local gradients are read before faults are injected into them.
+    Line(Slot.CHECKS, "StepChecker", "audits and checks of every step", lambda run: run.detection),
+    Line(
+        Slot.CHECKS,
+        "SliceChecks",
+        "sum, state, settings and update of a slice of each shard; copies local gradients",
+        lambda run: run.slices,
+    ),
+    Line(
+        Slot.CHECKS,
+        "RowChecks",
+        "calls of the layer whose rows are summed",
+        lambda run: run.detection and run.detection.rows,
+    ),
+    Line(
+        Slot.CHECKS,
+        "TokenCheck",
+        "tokens of the micro-batches that ranks compare",
+        lambda run: run.detection and run.detection.tokens,
+    ),
+    Line(
+        Slot.CHECKS,
+        "TolerancedChecks",
+        "reduction, update, features within tolerances; copies local gradients",
+        lambda run: run.recording.toleranced,
+    ),
+    Line(Slot.FAULTS, "StateFaults", "injects faults into gradients and optimizer states", _state_faults),
+    Line(
+        Slot.FAULTS,
+        "ProcessFaults",
+        "ends, stops or slows ranks",
+        lambda run: run.start.injection.process_faults,
+    ),
+    # Reduced gradients are read after faults are injected into them.
+    Line(
+        Slot.RESULTS,
+        "ObserverSwitch",
+        "attaches the `Observer` in steps in which somebody listens; it is called at this place",
+        lambda run: run.recording.observation,
+    ),
+    Line(
+        Slot.RESULTS,
+        "ReducedGradientCheck",
+        "what the slices' checks find in the reduced gradient and in the state",
+        lambda run: run.slices and run.slices.found,
+    ),
+    Line(
+        Slot.RESULTS,
+        "Chain",
+        "state between steps before hooks change it; what the step used, after it",
+        lambda run: run.chain,
+    ),
+    Line(
+        Slot.RESULTS,
+        "ShardReader",
+        "the toleranced checks' view of the reduced gradients",
+        lambda run: run.recording.toleranced and run.recording.toleranced.shards,
+    ),
+    Line(Slot.RESULTS, "TraceRecorder", "writes the trace", lambda run: run.recording.trace),
+    Line(Slot.RESULTS, "DetailsRecorder", "writes what a step was made of", lambda run: run.recording.details),
+    Line(
+        Slot.GRADIENTS,
+        "ParameterSync",
+        "a study's exchange of gradients and states",
+        lambda run: run.study and run.study.in_step,
+    ),
+    # The last that changes gradients: nothing that comes after it acts in a step.
+    Line(Slot.BOUNDS, "GradientBounds", "entries of `optimizer_hooks`", lambda run: run.bounds),
+    Line(
+        Slot.BOUNDS,
+        "Unclipped",
+        "copies a slice of the bounded gradients for the slices' checks",
+        lambda run: run.slices and run.slices.unclipped,
+    ),
+    Line(
+        Slot.BOUNDS,
+        "Sums",
+        "adds up blocks of what the norm is taken of",
+        lambda run: run.chain and run.chain.sums,
+    ),
+    # This run, then a study's replicas.
+    Line(
+        Slot.STOP,
+        "SkipWatch",
+        "counts skipped steps; ends with 74 past `training.max_skipped_steps`, or if the last 10 had NaN or Inf",
+        lambda run: SkipWatch(run.start.sections.training.max_skipped_steps, checkpoint_folder(run.start.config)),
+        always=True,
+    ),
+    Line(Slot.STOP, "RoomWatch", "stops a run that has no room for what it writes", lambda run: run.room, always=True),
+    Line(
+        Slot.STOP,
+        "StopWatch",
+        "signals, time limit, `training.stop_step`, agreed by all ranks",
+        lambda run: _stop_watch(run.start),
+        always=True,
+    ),
+    Line(
+        Slot.STOP,
+        "IsolationLimit",
+        "`sdc.isolation.max_steps`, where replicas were left out",
+        lambda run: run.isolation,
+    ),
+    Line(
+        Slot.STOP,
+        "Study",
+        "comparison with the trusted replica; all replicas stop together",
+        lambda run: run.study,
+    ),
+    Line(Slot.MEASURE, "Evaluator", "validation loss", lambda run: run.evaluator),
+    Line(
+        Slot.MEASURE,
+        "ManagedCollection",
+        "garbage collection at the same steps on all ranks",
+        lambda run: _managed_collection(run.start),
+    ),
+    Line(Slot.MEASURE, "Reporter", "line, metrics, progress bar", lambda run: run.reporter, always=True),
+    Line(Slot.KEEP, "MemoryCheckpoints", "snapshots in the memory of hosts", lambda run: run.memory),
+    Line(Slot.KEEP, "Saver", "checkpoints; compares parameters before", lambda run: run.saver, always=True),
+    # What may damage a checkpoint that is whole.
+    Line(Slot.END, "DelayReport", "what injected delays slept", lambda run: run.start.injection.delays),
+    Line(
+        Slot.END,
+        "FaultDrill",
+        "faults in files of a finished checkpoint; what never fired",
+        lambda run: _fault_drill(run.start),
+    ),
+    Line(Slot.END, "LastLines", "waits for room for the last lines", lambda run: LastLines(run.room), always=True),
+    # What one rank waits for at the end, where no other rank waits for it any more.
+    Line(
+        Slot.END,
+        "Archiver",
+        "starts pushes of checkpoints into the archive; at the end waits for the last",
+        lambda run: run.archiver,
+    ),
+)
+"""The hooks of a run, in the order in which they are called, in a step and between steps."""
+
+
 def build_hooks(start: Start) -> list[Hook]:
-    """Build a run's hooks, in the order in which they are called, in a step and between steps.
+    """Build a run's hooks, in the order of ``ORDER``; those of the user's own come last in their slots.
+
+    Raises:
+        ConfigError: a hook of the user's own cannot be made, or has no place, or the name of another's state.
 
     Collective: all ranks of the world.
     """
-    run, sections, drills = start.run, start.config.megasdc, start.injection
+    built = _build(start)
+    hooks = [(line.slot, hook) for line in ORDER if (hook := line.of(built)) is not None]
+    own = build_user_hooks(start.sections.hooks, start.run)
+    hooks += [(Slot(hook.slot), hook) for hook in own]
+    ordered = [hook for slot in Slot for at, hook in hooks if at is slot]
+    refuse_shared_names(ordered, own)
+    return ordered
+
+
+def _build(start: Start) -> Built:
+    sections, run = start.sections, start.run
     study = _study(start)
-    training, interval = sections.training, sections.logging.interval
     writer = build_writer(start.config, run)
     recording = _recording(start, writer, study)
+    interval = sections.logging.interval
     drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
     times, slow = _times_and_stragglers(start, drop, writer)
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
-    managed = training.garbage_collection == "managed"
-    slices = None if recording.detection is None else recording.detection.slices
-    chain = None if recording.detection is None else recording.detection.chain
     memory, saver = _savers(start, writer, recording.detection)
-    room = RoomWatch(sections.logging.wait_for_room_s)
-    order: list[Hook | None] = [
-        # What this rank does, told before everything else does it.
-        _health(start),
-        _link_pings(start, writer),
-        # Before anything is written: whether the folder is still this launch's.
-        FolderWatch(start.locks),
-        StartReport(start.clock),
-        # How much a step computes, and how long it takes. Times begin before injected delays, and so include them.
-        times,
-        slow,
-        drills.delays and drills.delays.delays,
-        start.split,
-        drop,
-        WaitForSnapshots([one.wait_for_copy for one in (memory, saver) if one is not None]),
-        # What it computes. Local gradients are read before faults are injected into them, reduced ones after it.
-        recording.detection,
-        slices,
-        recording.detection and recording.detection.rows,
-        recording.detection and recording.detection.tokens,
-        recording.toleranced,
-        None if drills.injector is None else StateFaults(run.engine, drills.injector),
-        drills.process_faults,
-        recording.observation,
-        slices and slices.found,
-        chain,
-        recording.toleranced and recording.toleranced.shards,
-        recording.trace,
-        recording.details,
-        study and study.in_step,
-        # The last that changes gradients: nothing that comes after it acts in a step.
-        bounds,
-        slices and slices.unclipped,  # reads alone
-        chain and chain.sums,
-        # Whether to stop: this run, then a study's replicas.
-        SkipWatch(training.max_skipped_steps, checkpoint_folder(start.config)),
-        room,
-        StopWatch(start.signals, training.time_limit_s, start.clock.started_at, training.stop_step),
-        _isolation_limit(start),
-        study,
-        # What is measured, then what is kept.
-        _evaluator(start, writer),
-        ManagedCollection(training.garbage_collection_interval) if managed else None,
-        _reporter(start, writer),
-        memory,
-        saver,
-        # What may damage a checkpoint that is complete.
-        drills.delays,
-        _fault_drill(start),
-        LastLines(room),
-        # What one rank waits for at the end, where no other rank waits for it any more.
-        _archiver(start, writer),
-    ]
-    return [hook for hook in order if hook is not None]
+    return Built(
+        start=start,
+        recording=recording,
+        times=times,
+        stragglers=slow,
+        drop=drop,
+        bounds=bounds,
+        study=study,
+        memory=memory,
+        saver=saver,
+        room=RoomWatch(sections.logging.wait_for_room_s),
+        health=_health(start),
+        links=_link_pings(start, writer),
+        isolation=_isolation_limit(start),
+        evaluator=_evaluator(start, writer),
+        reporter=_reporter(start, writer),
+        archiver=_archiver(start, writer),
+    )
+
+
+def _stop_watch(start: Start) -> StopWatch:
+    training = start.sections.training
+    return StopWatch(start.signals, training.time_limit_s, start.clock.started_at, training.stop_step)
+
+
+def _managed_collection(start: Start) -> ManagedCollection | None:
+    training = start.sections.training
+    managed = training.garbage_collection == "managed"
+    return ManagedCollection(training.garbage_collection_interval) if managed else None
 
 
 def _study(start: Start) -> Study | None:
     if start.shared is None:
         return None
+    from megasdc.lab.studies.hook import Study, StudyLaunch
+
     assert isinstance(start.shared, StudyLaunch), "what share_launch has made"
-    return Study(start.shared, start.run, start.eval_loader, start.config.megasdc.checkpoint.interval)
+    return Study(start.shared, start.run, start.eval_loader, start.sections.checkpoint.interval)
 
 
 def _isolation_limit(start: Start) -> IsolationLimit | None:
-    steps = start.config.megasdc.sdc.isolation.max_steps
+    steps = start.sections.sdc.isolation.max_steps
     return None if start.remaining is None or steps is None else IsolationLimit(start.remaining, steps)
 
 
 def _is_watched(start: Start) -> bool:
     launched = start.signals.leave_running is not None
-    return start.config.megasdc.health.is_on(launched=launched, studied=start.shared is not None)
+    return start.sections.health.is_on(launched=launched, studied=start.shared is not None)
 
 
 def _health(start: Start) -> Health | None:
     if not _is_watched(start):
         return None
+    from megasdc.ops.health.hooks.progress import Health
+
     try:
-        return Health(start.config.megasdc.health, start.run, start.signals.leave_running)
+        return Health(start.sections.health, start.run, start.signals.leave_running)
     except StorageError as error:
         if start.run.dims.rank == 0:
             logger.warning("health: nothing watches this run: %s", error)
@@ -171,8 +406,10 @@ def _times_and_stragglers(
     times = None if drop is None else drop.times
     if not _is_watched(start):
         return times, None
+    from megasdc.ops.health.hooks.stragglers import StragglerWatch
+
     times = times or StepTimes(start.run.engine.device)
-    return times, StragglerWatch(start.config.megasdc.health.slow_ratio, start.run, times, writer)
+    return times, StragglerWatch(start.sections.health.slow_ratio, start.run, times, writer)
 
 
 def _build_detection(start: Start, writer: MetricsWriter | None) -> StepChecker | None:
@@ -218,17 +455,21 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
 
 
 def _link_pings(start: Start, writer: MetricsWriter | None) -> LinkPings | None:
-    interval = start.config.megasdc.health.ping_interval
-    return LinkPings(interval, start.run, writer) if _is_watched(start) and interval else None
+    interval = start.sections.health.ping_interval
+    if not (_is_watched(start) and interval):
+        return None
+    from megasdc.ops.health.hooks.links import LinkPings
+
+    return LinkPings(interval, start.run, writer)
 
 
 def _evaluator(start: Start, writer: MetricsWriter | None) -> Evaluator | None:
-    interval = start.config.megasdc.training.eval_interval
+    interval = start.sections.training.eval_interval
     return Evaluator(start.eval_loader, interval, writer) if start.eval_loader is not None and interval else None
 
 
 def _reporter(start: Start, writer: MetricsWriter | None) -> Reporter:
-    sections = start.config.megasdc
+    sections = start.sections
     vocab = padded_vocab_size(start.manifest.tokenizer.vocab_size, sections.model.vocab_multiple)
     sizes = model_sizes(sections.model, ffn_width(sections.model), vocab)
     _say_sizes(start, sizes)
@@ -252,7 +493,7 @@ def _savers(
     start: Start, writer: MetricsWriter | None, detection: StepChecker | None
 ) -> tuple[MemoryCheckpoints | None, Saver]:
     """What keeps checkpoints in memory, if anything does, and what writes them."""
-    section, run, state = start.config.megasdc.checkpoint.memory, start.run, _run_state(start)
+    section, run, state = start.sections.checkpoint.memory, start.run, _run_state(start)
     before_save = OncePerStep(None if detection is None else detection.before_save)
     after_save = None if detection is None else detection.after_save
     memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None
@@ -260,13 +501,17 @@ def _savers(
 
 
 def _archiver(start: Start, writer: MetricsWriter | None) -> Archiver | None:
-    sections = start.config.megasdc
+    sections = start.sections
+    if sections.checkpoint.archive.address is None:
+        return None
+    from megasdc.ops.archive.hook import build_archiver
+
     folder, audits = checkpoint_folder(start.config), sections.audit.enabled
     return build_archiver(sections.checkpoint, folder, start.run, verified_only=audits, writer=writer)
 
 
 def _fault_drill(start: Start) -> FaultDrill | None:
-    drills, sections = start.injection, start.config.megasdc
+    drills, sections = start.injection, start.sections
     if not (sections.faults or sections.process_faults):
         return None
     return FaultDrill(drills.injector, drills.process_faults, checkpoint_folder(start.config), start.run.host_group)
@@ -280,7 +525,7 @@ def _say_sizes(start: Start, sizes: ModelSizes) -> None:
             f"{sizes.total:,}",
             start.run.dims,
             engine.samples_per_step,
-            start.config.megasdc.data.sequence_length,
+            start.sections.data.sequence_length,
             start.config.precision,
         )
 
@@ -292,4 +537,11 @@ def _known_peak(precision: str) -> float | None:
     return peak_tflops(torch.cuda.get_device_name())
 
 
-FEATURES = Features(build_hooks=build_hooks, share_launch=StudyLaunch)
+def share_launch(section: StudySection, world: ReplicaWorld, folder: Path) -> SharedLaunch:
+    """This rank's part in a launch of several runs."""
+    from megasdc.lab.studies.hook import StudyLaunch
+
+    return StudyLaunch(section, world, folder)
+
+
+FEATURES = Features(build_hooks=build_hooks, share_launch=share_launch)

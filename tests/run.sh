@@ -45,6 +45,7 @@ else
     python -m tools.bench reference --check docs/reference/command-line.md
     python -m tools.bench figures --check
     python -m tools.house picture --check docs/design/layers.md
+    python -m tools.house hooks --check docs/design/hooks.md
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
     wait $types
     trap - EXIT

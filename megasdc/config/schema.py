@@ -160,9 +160,9 @@ def locate(loc: Path_, root: Root) -> tuple[Path_, FieldInfo | None, Any]:
 
 
 def value_at(raw: Any, path: Path_) -> Any:
-    """The value at a path."""
+    """The value at a path; an entry that stands for an object with one key, as in `hooks`, is the value of that key."""
     for item in path:
-        raw = raw[item]
+        raw = raw if isinstance(raw, str) else raw[item]
     return raw
 
 

@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any
 
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.step_agreement import Field
+
+
+class Slot(StrEnum):
+    """Places in the order of a run's hooks, first to last; ``megasdc.features`` says which hook has which."""
+
+    PRESENCE = "presence"
+    TIMES = "times"
+    CHECKS = "checks"
+    FAULTS = "faults"
+    RESULTS = "results"
+    GRADIENTS = "gradients"
+    BOUNDS = "bounds"
+    STOP = "stop"
+    MEASURE = "measure"
+    KEEP = "keep"
+    END = "end"
+
+
+PURPOSES = {
+    Slot.PRESENCE: "what this rank is doing is told, and whether the folder is still its own, before anything else",
+    Slot.TIMES: "how much a step computes, and how long it takes; before injected delays, and so including them",
+    Slot.CHECKS: "what it computes; local gradients are read before faults are injected into them",
+    Slot.FAULTS: "faults are injected into gradients, optimizer states and processes",
+    Slot.RESULTS: "results of submodules and reduced gradients are read, with whatever faults have made of them",
+    Slot.GRADIENTS: "gradients are changed",
+    Slot.BOUNDS: "gradients are bounded, the last change of them; then what the optimizer will use is read",
+    Slot.STOP: "whether to stop: this run, then the replicas of a study",
+    Slot.MEASURE: "what is measured and reported",
+    Slot.KEEP: "what is saved",
+    Slot.END: "what may damage a checkpoint that is whole; then what one rank waits for alone",
+}
+"""What happens in each slot."""
 
 
 class Hook:
@@ -22,6 +55,8 @@ class Hook:
     """What all ranks agree on for this hook in each step, the same fields on all of them; known in ``after_step``."""
     saved_as: str = ""
     """Name of its state in checkpoints, which stays where the class is renamed; empty: it has no state."""
+    slot: Slot | str = Slot.MEASURE
+    """Place of a hook of the user's own: after those of megasdc in that slot, in the order of the configuration."""
     in_replays: bool = False
     """Whether the calls around passes are made, too, in a replay or an extra micro-batch (``engine.is_replaying``)."""
 

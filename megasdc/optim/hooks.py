@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megasdc.common.errors import ConfigError
+from megasdc.common.user_code import create, load_class
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,7 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
     Raises:
         ConfigError: the file cannot be run, or has no such class, or the class rejects the settings.
     """
-    spec = importlib.util.spec_from_file_location(f"megasdc_hook_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
+    if not path.endswith(".py"):
         raise ConfigError(f"{place}.path: got {path!r}, which is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would; dataclasses look the module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does
-        raise ConfigError(f"{place}.path: {path} cannot be run: {type(error).__name__}: {error}") from error
-    kind = getattr(module, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, GradientHook)):
-        raise ConfigError(f"{place}.name: {path} has no subclass of megasdc.optim.hooks.GradientHook named {name!r}")
-    try:
-        return kind(**settings)
-    except Exception as error:  # whatever the user's class does
-        raise ConfigError(f"{place}.settings: {name} cannot be created: {type(error).__name__}: {error}") from error
+    hook: GradientHook = create(load_class(f"{path}:{name}", GradientHook, place), settings, place)
+    return hook

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from megasdc.checkpoint.fence import Fence
 from megasdc.common.run_lock import RunLock
-from megasdc.config import ParallelSection, RunConfig, StudySection
+from megasdc.config import MegasdcSection, ParallelSection, RunConfig, StudySection
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
@@ -93,6 +93,11 @@ class Start:
     fence: Fence
     remaining: SurvivingRanks | None
     shared: SharedLaunch | None
+
+    @property
+    def sections(self) -> MegasdcSection:
+        """The configuration's own sections."""
+        return self.config.megasdc
 
 
 @dataclass(frozen=True)

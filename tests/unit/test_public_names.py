@@ -12,7 +12,9 @@ import megasdc
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {
-    "megasdc": ["attach", "check_settings", "GradientHook", "GradientPart", "read_events", "read_sweep"],
+    "megasdc": [
+        *("attach", "check_settings", "Field", "GradientHook", "GradientPart", "Hook", "read_events", "read_sweep"),
+    ],
     "megasdc.events": ["read_events"],
     "megasdc.experiments.results": ["read_sweep"],
     "megasdc.optim.hooks": ["GradientHook", "GradientPart"],

@@ -18,7 +18,7 @@ from tools.bench.result import Report, Result
 from tools.house.entered import Entered, count
 from tools.house.files import Structure, measure
 from tools.house.imports import read_package
-from tools.house.picture import draw, fresh
+from tools.house.picture import MARKER, draw, fresh
 
 EXAMPLES = """examples:
   python -m tools.house files
@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   python -m tools.house entered
   python -m tools.house entered --config configs/bounded.json --list
   python -m tools.house picture --check docs/design/layers.md
+  python -m tools.house hooks --check docs/design/hooks.md
   python -m tools.house all --json > before.json
 """
 WIDTH = 2000
@@ -79,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
     one.add_argument("--check", type=Path, metavar="PAGE", help="exit code 1 if the page's picture is out of date")
     one.add_argument("--write", type=Path, metavar="PAGE", help="put it between the page's markers")
     one.set_defaults(call=_picture)
+    one = commands.add_parser("hooks", help="the order of a run's hooks as a table in Markdown")
+    one.add_argument("--check", type=Path, metavar="PAGE", help="exit code 1 if the page's table is out of date")
+    one.add_argument("--write", type=Path, metavar="PAGE", help="put it between the page's markers")
+    one.set_defaults(call=_hooks)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="the result as JSON")
     given = parser.parse_args(argv)
@@ -112,16 +117,26 @@ def _trainings(given: argparse.Namespace, machine: dict[str, Any]) -> Entered:
 
 
 def _picture(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    picture = draw(read_package(ROOT / given.package))
+    return _put(given, argv, "picture", draw(read_package(ROOT / given.package)), MARKER)
+
+
+def _hooks(given: argparse.Namespace, argv: Sequence[str]) -> int:
+    from tools.house import hooks  # with PyTorch
+
+    return _put(given, argv, "hooks", hooks.draw_table(), hooks.MARKER)
+
+
+def _put(given: argparse.Namespace, argv: Sequence[str], name: str, made: str, marker: str) -> int:
+    """Print what was made for a page, put it there, or look whether it is there."""
     if given.json:
-        print(json.dumps({"machine": _machine(argv), "picture": picture}, indent=1))
+        print(json.dumps({"machine": _machine(argv), name: made}, indent=1))
     elif not given.check and not given.write:
-        print(picture, end="")
+        print(made, end="")
     if given.write:
-        given.write.write_text(fresh(given.write, picture)[1], encoding="utf-8")
-    if given.check and len(set(fresh(given.check, picture))) > 1:
-        command = f"python -m tools.house picture --write {given.check}"
-        print(f"{given.check}: the picture is out of date; run: {command}", file=sys.stderr)
+        given.write.write_text(fresh(given.write, made, marker)[1], encoding="utf-8")
+    if given.check and len(set(fresh(given.check, made, marker))) > 1:
+        command = f"python -m tools.house {name} --write {given.check}"
+        print(f"{given.check}: the {name} of the page is out of date; run: {command}", file=sys.stderr)
         return 1
     return 0
 

@@ -42,19 +42,19 @@ def essential(graph: Graph) -> dict[str, frozenset[str]]:
     return {node: frozenset(one for one in others if not follows(node, one)) for node, others in graph.items()}
 
 
-def fresh(page: Path, picture: str) -> tuple[str, str]:
-    """Text of a page, and the same with the picture between its markers.
+def fresh(page: Path, made: str, marker: str = MARKER) -> tuple[str, str]:
+    """Text of a page, and the same with what was made between its markers.
 
     Raises:
         ValueError: it has no markers, or not one of each, the begin first.
     """
     text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- {MARKER}:begin -->", f"<!-- {MARKER}:end -->"
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
     head, *parts = text.split(begin)
     tails = parts[0].split(end)[1:] if len(parts) == 1 else []
     if len(tails) != 1 or end in head:
         raise ValueError(f"{page}: needs the line {begin} once, and after it the line {end} once; put both in")
-    return text, f"{head}{begin}\n{picture}{end}{tails[0]}"
+    return text, f"{head}{begin}\n{made}{end}{tails[0]}"
 
 
 def _node(room: str) -> str:

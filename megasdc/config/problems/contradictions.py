@@ -12,7 +12,7 @@ from megasdc.config.problems.detection import detection_problems
 from megasdc.config.problems.drop_compute import drop_problems
 from megasdc.config.problems.faults import fault_problems
 from megasdc.config.problems.model import model_problems
-from megasdc.config.problems.optimizer_hooks import hook_problems
+from megasdc.config.problems.optimizer_hooks import hook_problems, user_hook_problems
 from megasdc.config.problems.problem import Problem
 from megasdc.config.problems.study import study_problems
 from megasdc.config.read import shown
@@ -35,6 +35,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from _trace_problems(file)
     yield from detection_problems(file, deepspeed)
     yield from hook_problems(file, deepspeed)
+    yield from user_hook_problems(file)
     yield from drop_problems(file)
     yield from deepspeed_problems(deepspeed, given)
     yield from fault_problems(file, deepspeed)

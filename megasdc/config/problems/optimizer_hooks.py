@@ -1,4 +1,4 @@
-"""Problems of the entries of `optimizer_hooks`."""
+"""Problems of the entries of `optimizer_hooks` and `hooks`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.user_code import file_of, is_found
 from megasdc.config.problems.problem import Problem
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import (
@@ -82,6 +83,18 @@ UNSUPPORTED = {
     ("fp16", "fp16_master_weights_and_grads"): "the second moment must be fp32",
 }
 """DeepSpeed's keys that are incompatible with hooks, and why."""
+
+
+def user_hook_problems(file: MegasdcSection) -> Iterator[Problem]:
+    """Yield the hooks of the user's own whose file or module is not there; nothing of them is run."""
+    for place, entry in enumerate(file.hooks):
+        if not is_found(entry.hook):
+            kind = "file" if file_of(entry.hook) else "module"
+            yield Problem(
+                (f"megasdc.hooks.{place}.hook",),
+                f"got {entry.hook!r}, whose {kind} is not found; a file is looked for from the folder of the launch, a "
+                "module there and where Python looks for packages (PYTHONPATH, pip install).",
+            )
 
 
 def deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
 from megasdc.config.sections.health import HealthSection
+from megasdc.config.sections.hooks import UserHook
 from megasdc.config.sections.model import ModelSection
 from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.config.sections.study import StudySection
@@ -315,6 +316,12 @@ class MegasdcSection(Section):
     supervise: SuperviseSection = section(SuperviseSection)
     optimizer_hooks: list[HookSpec] = setting(
         [], "What bounds gradients and resets moments, in this order; empty: nothing.", APPLIED
+    )
+    hooks: list[UserHook] = setting(
+        [],
+        "Hooks of your own, called with those of megasdc: each `module:Class` or `file.py:Class`, or an object; empty: "
+        "none.",
+        APPLIED,
     )
     faults: list[FaultSpec] = setting([], "Faults injected on purpose; empty: none, no hook is attached.", APPLIED)
     process_faults: list[ProcessFaultSpec] = setting(

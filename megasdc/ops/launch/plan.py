@@ -19,6 +19,7 @@ from megasdc.common.credentials import words_without_credentials
 from megasdc.common.errors import LaunchError
 from megasdc.common.room import WAIT_S
 from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE
+from megasdc.common.user_code import file_of
 from megasdc.config import RunConfig, check_layout, load_config
 from megasdc.ops.launch import command, environment
 from megasdc.ops.launch.checks import HostNeeds
@@ -87,7 +88,8 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
     for name in request.allow_changed:
         arguments += ["--allow-changed", name]
     script, sections = str(request.script.absolute()), config.megasdc
-    hooks = [str(cwd / hook.path) for hook in sections.optimizer_hooks if hook.hook == "file" and hook.path]
+    hooks = [hook.path for hook in sections.optimizer_hooks if hook.hook == "file" and hook.path]
+    hooks = [str(cwd / file) for file in [*hooks, *(file_of(one.hook) for one in sections.hooks)] if file is not None]
     folders = [sections.logging.run_dir, *([sections.checkpoint.folder] if sections.checkpoint.folder else [])]
     data = sections.data.prepare_command(request.config_path, request.overrides)
     remedy = (
