@@ -291,7 +291,7 @@ def test_every_misspelling_by_one_edit_is_refused(key, kind, place, letter):
     inner: dict = {wrong: True}  # no secret, whatever its name is
     raw = copy.deepcopy(MINIMAL)
     at = raw
-    lists = ("sources", "blend", "optimizer_hooks", "faults", "process_faults", "delay")
+    lists = ("sources", "blend", "hooks", "optimizer_hooks", "faults", "process_faults", "delay")
     for step in path.split(".") if path else []:
         at = at[0] if isinstance(at, list) else at.setdefault(step, [{}] if step in lists else {})
     at.update(inner)
