@@ -24,7 +24,7 @@ from megasdc.lab.studies.choices import Answers, Question, answer_questions, rea
 from megasdc.lab.studies.tables import loss_spikes
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE
 from megasdc.lab.sweeps.results import SweepResults, read_sweep
-from megasdc.lab.sweeps.runner import CHECKPOINTS
+from megasdc.lab.sweeps.sweep import CHECKPOINTS
 from megasdc.lab.sweeps.sweep_file import HEALTHY
 
 

@@ -22,8 +22,7 @@ from megasdc.common.errors import ConfigError, StorageError
 from megasdc.lab.studies.choices import evaluate_choices
 from megasdc.lab.sweeps.ma_tables import node_tables
 from megasdc.lab.sweeps.results import read_sweep
-from megasdc.lab.sweeps.runner import alone
-from megasdc.lab.sweeps.sweep import gather, open_sweep, run_sweep
+from megasdc.lab.sweeps.sweep import alone, gather, open_sweep, run_sweep
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

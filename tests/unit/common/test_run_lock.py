@@ -21,7 +21,7 @@ from megasdc.common import run_lock
 from megasdc.common.durable import replacing
 from megasdc.common.errors import LaunchError
 from megasdc.common.run_lock import Holder, RunLock, check_free, join, others_kept_out, read_holder, take
-from megasdc.lab.sweeps.runner import alone
+from megasdc.lab.sweeps.sweep import alone
 
 HOLD = """
 import os, sys, time

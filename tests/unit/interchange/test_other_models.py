@@ -20,7 +20,7 @@ from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf
-from megasdc.lab.checkpoints.views.whole import open_hf_view
+from megasdc.lab.checkpoints.views.open import open_hf_view
 from megasdc.model.hf import hf_shapes, model_fields
 from megasdc.parallel import groups
 

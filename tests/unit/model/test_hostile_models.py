@@ -18,7 +18,7 @@ from megasdc.config import ModelSection
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.interchange.import_hf import import_hf
 from megasdc.lab.checkpoints.views.inspect import _model
-from megasdc.lab.checkpoints.views.whole import open_hf_view
+from megasdc.lab.checkpoints.views.open import open_hf_view
 from megasdc.model.hf import hf_config, hf_shapes
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "max_positions": 16}

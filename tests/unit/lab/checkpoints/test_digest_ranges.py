@@ -14,7 +14,7 @@ import xxhash
 from megasdc.checkpoint.formats.extents import Extent, Stamp
 from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Part
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.ranges import BATCH_BYTES, Range, RangeDigester
+from megasdc.lab.checkpoints.checkpoints import BATCH_BYTES, Range, RangeDigester
 
 NUMEL = 6000
 

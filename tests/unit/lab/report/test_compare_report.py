@@ -16,7 +16,7 @@ from run_folder import losses, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.lab.report.run_pages.compare_page import compare_page, names_of
+from megasdc.lab.report.run_pages.command import compare_page, names_of
 from megasdc.ops.run_folder.record import load_run
 
 STEPS = 60

@@ -13,7 +13,7 @@ from test_sweep_report import CELLS, write_sweep
 from typer.testing import CliRunner
 
 from megasdc.cli import app
-from megasdc.lab.report.run_pages.sweep_page import sweep_page
+from megasdc.lab.report.run_pages.study_page import sweep_page
 from megasdc.ops.run_folder.study_log import StudyLog
 
 RARE, FAST = CELLS

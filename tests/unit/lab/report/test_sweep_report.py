@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import StorageError
 from megasdc.config import load_profile
-from megasdc.lab.report.run_pages.sweep_page import LIMITS, sweep_page
+from megasdc.lab.report.run_pages.study_page import LIMITS, sweep_page
 from megasdc.lab.sweeps.sweep_file import SweepFile
 
 CELLS = {"LR 5e-4": "pei_table_1/scratch LR 5e-4 b2 .95", "LR 5e-3": "pei_table_1/scratch LR 5e-3 b2 .95"}

@@ -12,7 +12,7 @@ import torch
 from megasdc.common.addresses import Address
 from megasdc.config import FaultSpec
 from megasdc.faults.injector import Injector
-from megasdc.lab.studies.results import Mismatch, compare_results
+from megasdc.lab.studies.hook import Mismatch, compare_results
 from megasdc.parallel.dims import ParallelDims
 
 ADDRESS = Address(1, 0, "forward", "2.layer.mlp.linear_fc2", "output")

@@ -1,4 +1,4 @@
-"""Figures of one run: its metrics and events over one axis of steps."""
+"""Figures of one run: its metrics, events and stragglers over one axis of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.lab.report.run_pages.figures.slowness import slowness_figure
 from megasdc.ops.run_folder.marks import (
     DROPS,
     FAULT,
@@ -26,6 +25,25 @@ from megasdc.ops.run_folder.marks import (
 )
 from megasdc.ops.run_folder.record import RunRecord
 from megasdc.output.figure import COLOURS, Figure, Series, axis_of, curve, layout, named_axis, over_steps, rule, scatter
+
+SLOWNESS_HEIGHT = 230
+MAX_RANKS = len(COLOURS)
+"""Maximum of curves; the ranks that were slowest at any time."""
+
+
+def slowness_figure(ratios: dict[int, Series], lines: list[dict[str, Any]]) -> Figure | None:
+    """Curves of the slowest ranks; ``lines``: through every figure. None where nothing was compared."""
+    if not ratios:
+        return None
+    slowest = sorted(ratios, key=lambda rank: -float(ratios[rank].values.max()))[:MAX_RANKS]
+    series = {f"rank {rank}": ratios[rank] for rank in sorted(slowest)}
+    coloured = zip(series.items(), COLOURS, strict=False)
+    traces = [curve(name, one, colour, mode="lines+markers") for (name, one), colour in coloured]
+    few = f" The {len(series)} slowest of {len(ratios):,} are drawn." if len(series) < len(ratios) else ""
+    caption = f"Of a micro-batch, without waiting, against the same stage of other replicas, last 40 steps.{few}"
+    drawn = layout(SLOWNESS_HEIGHT, legend=True, shapes=lines)
+    return over_steps("slowness", "Time of a rank over that of its peers", caption, traces, drawn, series)
+
 
 HEIGHT, WIDE_HEIGHT = 210, 260
 MAX_LINES = 100
