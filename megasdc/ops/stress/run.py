@@ -14,7 +14,7 @@ from megasdc.ops.launch.remote import Transport
 from megasdc.ops.stress.arrange import pairings, turns_of_round
 from megasdc.ops.stress.drill import DrillRequest, summarize
 from megasdc.ops.stress.golden import GoldenFolder
-from megasdc.ops.stress.link import Links, Place
+from megasdc.ops.stress.host import Links, Place
 from megasdc.ops.stress.pair_links import keep_figures, measure_pairs, report_links
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.state import (

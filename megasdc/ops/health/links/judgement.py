@@ -168,7 +168,7 @@ def judge_links(
     Args:
         figures: of each pair, of equal payloads.
         past: what was usual of a pair before, where that is known.
-        lossy: directions that lose what a run itself sends, with its counts (``megasdc.ops.health.links.carried``).
+        lossy: directions that lose what a run itself sends, with its counts (``megasdc.ops.health.links.watch``).
     """
     past, lossy = past or {}, lossy or {}
     late = {one.pair: usual for one in figures if _is_slow(one.rtt_s, usual := _usual_rtt(one, figures, past))}

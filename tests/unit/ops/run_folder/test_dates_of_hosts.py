@@ -22,8 +22,7 @@ from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.summary import summarize
-from megasdc.ops.top.follow import RunFollower
-from megasdc.ops.top.view import RunWatcher
+from megasdc.ops.top.view import RunFollower, RunWatcher
 
 NOW = 1.8e9
 OFFSETS = [sign * seconds for seconds in (2.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)]

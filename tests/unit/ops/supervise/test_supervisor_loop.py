@@ -27,6 +27,7 @@ from megasdc.ops.launch.verdict import Met
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import file_of
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
+from megasdc.ops.supervise.command import complete
 from megasdc.ops.supervise.diagnosis import Evidence
 from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
 from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog
@@ -34,7 +35,6 @@ from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import Entry, Journal
 from megasdc.ops.supervise.launch_backend import overrides_of
 from megasdc.ops.supervise.policy import Limits, may_return
-from megasdc.ops.supervise.salvage import complete
 from megasdc.ops.supervise.supervise import Supervisor
 
 STEPS = 50

@@ -25,9 +25,8 @@ from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
-from megasdc.ops.top.follow import RunFollower
 from megasdc.ops.top.screen import Screen
-from megasdc.ops.top.view import RunView, RunWatcher
+from megasdc.ops.top.view import RunFollower, RunView, RunWatcher
 
 WATCHED = ("megasdc.health.enabled=true",)
 

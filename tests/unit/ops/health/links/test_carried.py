@@ -7,8 +7,8 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 
-from megasdc.ops.health.links.carried import LEAST_PAST, CarriedWatch
 from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.watch import LEAST_PAST, CarriedWatch
 
 Way = tuple[str, str]
 
