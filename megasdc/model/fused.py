@@ -1,20 +1,26 @@
-"""Fused functions of the model with their gradients: norms, activation, rotation, residual sum.
+"""Fused functions of the model with their gradients: norms, activation, rotation, residual sum; and their modules.
 
 Forward and backward are each one compiled function; the backward recomputes what it needs from the forward's arguments,
 so that no intermediate results are kept. Internal computations are in fp32 whatever the type of the arguments.
+
+The modules of a transformer layer that use them (``model.fuse``) compute the same as those without fusion, so that
+observers and fault injection find every submodule's result in the same place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megasdc.model import modules
 from megasdc.model.compiled import Compiled
+from megasdc.model.modules import HeadNorm, Norm, ResidualAdd, TorchAttention
 
 
 class Fused:
@@ -136,3 +142,65 @@ rotate = Fused(_rotate)
 """Rotary position embedding of queries and keys: ([s, b, n, d], [s, b, g, d], cosine, sine) -> both rotated."""
 residual_sum = Fused(_residual_sum)
 """(x, bias or None, dropout mask or None, residual) -> residual + mask (x + bias)."""
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """RMSNorm by ``rms_norm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension."""
+        return rms_norm(self.eps)(x, self.weight)  # type: ignore[no-any-return, arg-type]
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """LayerNorm by ``layer_norm``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimension."""
+        return layer_norm(self.eps)(x, self.weight, self.bias)  # type: ignore[no-any-return]
+
+
+class FusedNorm(Norm):
+    """Makes a compiled norm; see ``Norm``."""
+
+    kinds: ClassVar[Any] = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+
+
+class FusedHeadNorm(HeadNorm):
+    """Makes the compiled norm of queries or keys; see ``HeadNorm``."""
+
+    kinds: ClassVar[Any] = FusedNorm.kinds
+
+
+def fuse_layer(layer: nn.Module) -> None:
+    """Make rotation, residual sums and activation of Megatron-core's layer use compiled functions.
+
+    It must have been built with the modules of ``megasdc.model.modules``.
+    """
+    for module in layer.modules():
+        if isinstance(module, TorchAttention):
+            module.rotate = rotate
+        elif isinstance(module, ResidualAdd):
+            module.sum = _sum
+    mlp: Any = layer.mlp
+    config = mlp.config
+    mlp.fused_activation = activation(
+        config.activation_func,
+        config.gated_linear_unit,
+        getattr(config, "activation_func_clamp_value", None),
+        getattr(config, "glu_linear_offset", 0.0),
+    )
+    mlp.forward = MethodType(_mlp, mlp)
+
+
+def _sum(x: Tensor, bias: Tensor | None, mask: Tensor | None, residual: Tensor) -> Tensor:
+    """Residual sum, not compiled for two operands, which is one pass already."""
+    if bias is None and mask is None:
+        return modules.residual_sum(x, bias, mask, residual)
+    return residual_sum(x, bias, mask, residual)  # type: ignore[no-any-return]
+
+
+def _mlp(self: Any, hidden: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+    """Megatron-core's ``MLP.forward`` for dense models: hidden [s, b, h] -> the branch and fc2's bias."""
+    x, bias = self.linear_fc1(hidden)
+    return self.linear_fc2(self.fused_activation(x, bias))  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.model.fused_modules import FusedHeadNorm, FusedNorm, fuse_layer
+from megasdc.model.fused import FusedHeadNorm, FusedNorm, fuse_layer
 from megasdc.model.modules import (
     SITE_ATTENTION_RESIDUAL,
     SITE_EMBEDDING,

@@ -16,7 +16,7 @@ from tiny import GPT, relative_distance
 
 from megasdc.common.imports.packages import is_installed
 from megasdc.config import parse_config
-from megasdc.model.fused_modules import FusedLayerNorm
+from megasdc.model.fused import FusedLayerNorm
 from megasdc.parallel import processes
 
 pytestmark = pytest.mark.distributed

@@ -2,13 +2,18 @@
 
 Evidence is collected while micro-batches run and compared once, after the last of them and before any gradient is mixed
 over replicas. A finding is not an error: all ranks learn it at the same point and settle it together.
+
+An audit inside one device computes the audited micro-batch once more, each operation with its elements in other places.
+Each stage replays it alone, where it would wait for others (``megasdc.engine.stage_replay``), but for an extra one. The
+first audit of a start computes it after all micro-batches, and also tries every operation both ways
+(``megasdc.sdc.audits.places``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,10 +30,12 @@ from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
+from megasdc.engine.stage_replay import StageReplay
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.audits.findings import PermutedResult
+from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
@@ -37,6 +44,7 @@ from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace, digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
+from megasdc.tensors.permuted import Permuted
 from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.chain import Chain, Links
 from megasdc.train.detection.evidence import (
@@ -60,13 +68,71 @@ from megasdc.train.detection.evidence import (
 from megasdc.train.detection.finding_policy import FindingPolicy, is_of_place
 from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.parameters import ParameterReader
-from megasdc.train.detection.permuted import PermutedReplay
 from megasdc.train.detection.place import PlaceCheck
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.settings import NONE, SETTINGS
 from megasdc.train.detection.slices.hook import Checkable, SliceChecks
 from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens, unreadable
 from megasdc.train.process.signals import StopSignals
+
+
+class PermutedReplay:
+    """Repeats micro-batches with the elements of all operations in other places.
+
+    Args:
+        run: whose ranks take part, and whose events tell what was tried.
+        tracer: records what replays of a stage compute.
+        clock: measures what those take.
+    """
+
+    def __init__(self, run: Run, tracer: Tracer, clock: AbstractContextManager[None]) -> None:
+        self._places = PermutableOps(run.dims, run.host_group, run.events.emit)
+        self._tracer, self._clock = tracer, clock
+
+    def begin(self, engine: TrainingEngine) -> None:
+        """A step that is audited begins: have its stages replay the micro-batch, where it is known what can be moved.
+
+        What they compute comes to ``listen``.
+        """
+        if self._places.without is not None:
+            engine.replay = StageReplay(0, self._moving)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        with self._clock, Permuted(self._places.without or ()):
+            yield
+
+    def listen(self, address: Address, result: Tensor) -> None:
+        """A listener of replays."""
+        with self._clock:
+            self._tracer(address, result)
+
+    def take(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
+        """The trace of the audited micro-batch with elements in other places; without a fault that of the audit.
+
+        It was computed in the step, or is now.
+
+        Collective: all ranks of the world.
+        """
+        if engine.replay is None:
+            return self.replay(engine, recompute_micro_batch)
+        engine.replay = None
+        return self._tracer.take()
+
+    def replay(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
+        """Compute the micro-batch so once more, after all others.
+
+        Collective: all ranks of the world.
+        """
+        return self._places.compute(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
+
+    def learn(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
+        """Try the micro-batch's operations again, after all others; whether more of them are not moved from now on.
+
+        Collective: all ranks of the world.
+        """
+        return self._places.learn(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
+
 
 logger = logging.getLogger(__name__)
 

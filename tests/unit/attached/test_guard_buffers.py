@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megasdc.attached.buffers import StillBuffers
+from megasdc.attached.audit import StillBuffers
 from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import heard

@@ -24,8 +24,7 @@ from megasdc.train.detection.budget import Budget, Stopwatch
 from megasdc.train.detection.coverage import CheckPlan, Speed, plan_checks
 from megasdc.train.detection.settings import SETTINGS
 from megasdc.train.detection.slices import hook
-from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, SliceChecks
-from megasdc.train.detection.slices.update import CheckedUpdates
+from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
 
 
 class Clock:
