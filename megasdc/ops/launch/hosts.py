@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.common.errors import LaunchError
+from megasdc.common.program import why_unreadable
 from megasdc.ops.launch.environment import text_problem
 
 # Host names reach a shell (pdsh) and ssh's command line, so no other characters are allowed.
@@ -50,6 +51,8 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
     Raises:
         LaunchError: the file is missing, empty, or has invalid lines; lists them all by number.
     """
+    if problem := why_unreadable(path):  # a device may never end
+        raise LaunchError(f"hostfile {path} {problem}")
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from megasdc.common.credentials import words_without_credentials
 from megasdc.common.errors import LaunchError
+from megasdc.common.program import why_unreadable
 from megasdc.common.room import WAIT_S
 from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE
 from megasdc.common.user_code import file_of
@@ -123,6 +124,8 @@ def _golden(config: RunConfig, cwd: Path) -> list[str]:
 
 def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
     script = cwd / program.name
+    if not program.is_module and (problem := why_unreadable(script)):
+        raise LaunchError(f"{program.name} {problem}")
     if not program.is_module and not script.is_file():
         raise LaunchError(
             f"{program.name}: no such file; after the options of deepspeed the training script is needed, as in "

@@ -56,7 +56,11 @@ class GrowingLines:
         self.damaged = 0
 
     def read(self) -> tuple[list[Any], bool]:
-        """The new rows, and whether they are all of another file that has taken this one's place."""
+        """The new rows, and whether they are all of another file that has taken this one's place.
+
+        Raises:
+            DataError: this user may not read the file, so that the run would look empty.
+        """
         try:
             with open(self._path, "rb") as file:
                 status = self._path.stat()
@@ -68,6 +72,9 @@ class GrowingLines:
                 self._file_id = status.st_ino
                 file.seek(self._offset)
                 new = file.read()
+        except PermissionError as error:
+            problem = f"{self._path}: cannot be read: {error.strerror}; ask its owner for the right to"
+            raise DataError(problem) from error
         except OSError:
             return [], False
         whole = new[: new.rfind(b"\n") + 1]
