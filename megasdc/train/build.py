@@ -1,4 +1,4 @@
-"""Building a run from its configuration; the only module that knows every section and every feature."""
+"""Building a run from its configuration, in the order of the start; its hooks are made by ``megasdc.features``."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ import pytest
 from harness import StartedCommand, run_distributed
 from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, write_config
 
+from megasdc import pretrain as training
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config import load_config
 from megasdc.ops.determinism_check.check import check_determinism, compare_two_runs
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace_file import read_trace, trace_path
-from megasdc.train import main as training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

@@ -6,6 +6,7 @@ experiments. lab may import ops and the core, ops the core, the core neither; ``
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -240,3 +241,17 @@ def test_only_the_stated_rooms_see_the_whole_configuration():
     }
     allowed = ("config/", "train/", "ops/", "lab/", "cli/", "features.py")
     assert [file for file in sorted(seen) if not file.startswith(allowed)] == []
+
+
+def test_the_page_of_the_layers_names_files_that_there_are():
+    """In the table of the rooms, a name of one word in backticks is a file or folder of that room."""
+    page = (PACKAGE.parent / "docs" / "design" / "layers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `megasdc/([\w/]+)/`[^|]*\| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    absent = [
+        (room, name)
+        for room, text in rows
+        for name in re.findall(r"`([a-z_0-9]+)`", text)
+        if not any(one.stem == name for one in (PACKAGE / room).rglob("*"))
+    ]
+    assert absent == []
