@@ -112,7 +112,8 @@ def parse_config(
         overrides: as in `load_config`.
         source: its origin, for messages.
         stored: it is what `RunConfig.resolved` gave, maybe changed, maybe by a version that accepted what is refused
-            now: fields that lack what they need, and secrets, are reset without a word, in place of being refused.
+            now: fields that lack what they need, and secrets, are reset without a word, in place of being refused; and
+            files that it names may be those of another host.
 
     Raises:
         ConfigError: as `load_config`.
@@ -153,6 +154,8 @@ def _build(
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
     for problem in (*refused, *find_problems(deepspeed, given, file)):
+        if stored and problem.of_host:
+            continue
         if not any(_inside(path, other) for path in problem.paths for other in bad):
             found.append(problem)
     problems += [problem.text for problem in found]

@@ -11,6 +11,7 @@ from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run,
 
 from megasdc.common.errors import ConfigError
 from megasdc.config import load_config
+from megasdc.features import ORDER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 FILE = str(Path(__file__).with_name("user_hooks.py"))
@@ -112,6 +113,8 @@ def test_hooks_run_in_the_order_that_they_always_had(tmp_path: Path, data: Path,
     assert [code for code, _ in results] == [0] * ranks, results
     order = json.loads(next(tmp_path.rglob("order.json")).read_text())
     assert [one for one in order if one != "Order"] == ORDERS[name]
+    assert order[order.index("Order") - 1] == "StartReport", "the last of its slot"
+    assert {line.hook for line in ORDER if line.always} <= set(order)
 
 
 def tiny_version(name: str, folder: Path, data: Path) -> tuple[Path, int]:

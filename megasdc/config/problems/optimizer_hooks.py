@@ -94,6 +94,7 @@ def user_hook_problems(file: MegasdcSection) -> Iterator[Problem]:
                 (f"megasdc.hooks.{place}.hook",),
                 f"got {entry.hook!r}, whose {kind} is not found; a file is looked for from the folder of the launch, a "
                 "module there and where Python looks for packages (PYTHONPATH, pip install).",
+                of_host=True,
             )
 
 
@@ -174,7 +175,7 @@ def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:
         if getattr(spec, field) is None:
             yield Problem((f"{path}.{field}", f"{path}.hook"), f"missing; {spec.hook} needs it.")
     if spec.hook == FILE and spec.path is not None and not Path(spec.path).is_file():
-        yield Problem((f"{path}.path",), f"got {spec.path!r}, which is not a file; give a Python file.")
+        yield Problem((f"{path}.path",), f"got {spec.path!r}, which is not a file; give a Python file.", of_host=True)
 
 
 def _theta_problems(theta: Theta, spec: HookSpec, path: str) -> Iterator[Problem]:

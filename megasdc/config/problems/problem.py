@@ -17,10 +17,12 @@ class Problem:
         paths: dotted paths of the fields that it concerns, the one at fault first. A contradiction is not reported
             while one of its fields is wrong by itself.
         what: what is wrong there: value got, value needed, remedy.
+        of_host: it is about files that this host lacks; a stored configuration is read where they need not be.
     """
 
     paths: tuple[str, ...]
     what: str
+    of_host: bool = False
 
     @property
     def text(self) -> str:

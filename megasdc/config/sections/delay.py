@@ -97,6 +97,9 @@ def delay_problems(specs: Sequence[DelaySpec]) -> Iterator[Problem]:
         path = f"megasdc.delay.{index}"
         for field, text in (*step_problems(spec), *_parameter_problems(spec), *_value_problems(spec)):
             yield Problem((f"{path}.{field}", f"{path}.kind"), f"{text}.")
+        if "path" in PARAMETERS_OF[spec.kind] and spec.path is not None and not Path(spec.path).is_file():
+            what = f"got {spec.path!r}, which is not a file; give one written with numpy.save."
+            yield Problem((f"{path}.path", f"{path}.kind"), what, of_host=True)
 
 
 def _parameter_problems(spec: DelaySpec) -> Iterator[Fault]:
@@ -120,8 +123,6 @@ def _value_problems(spec: DelaySpec) -> Iterator[Fault]:
                 yield field, "got 0.0; kind gamma needs more than 0"
     if spec.slow_steps is not None and spec.period_steps is not None and spec.slow_steps > spec.period_steps:
         yield "slow_steps", f"got {spec.slow_steps}, more than period_steps {spec.period_steps}; needed at most all"
-    if "path" in PARAMETERS_OF[spec.kind] and spec.path is not None and not Path(spec.path).is_file():
-        yield "path", f"got {spec.path!r}, which is not a file; give one written with numpy.save"
     if spec.preemptible and (spec.stage or spec.tensor_rank):
         yield (
             "preemptible",

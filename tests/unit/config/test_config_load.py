@@ -407,3 +407,20 @@ class TestOverrides:
         """Each bad override is one problem that says what to write."""
         (problem,) = problems_of(minimal(data={"split": [98, 1, 1]}), [text])
         assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("section", "entry"),
+    [
+        ("hooks", "absent.py:MyHook"),
+        ("hooks", "no_such_package:MyHook"),
+        ("optimizer_hooks", {"hook": "file", "path": "absent.py", "name": "MyHook"}),
+        ("delay", {"kind": "trace", "path": "absent.npy"}),
+    ],
+)
+def test_files_of_a_stored_configuration_may_be_on_another_host(section, entry):
+    """They are refused before a run, and not where what a run has stored is read."""
+    raw = copy.deepcopy(MINIMAL)
+    raw["megasdc"][section] = [entry]
+    assert any("not found" in text or "not a file" in text for text in problems_of(raw))
+    assert len(getattr(parse_config(raw, stored=True).megasdc, section)) == 1
