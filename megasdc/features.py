@@ -20,13 +20,12 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.detection.step_checker import StepChecker
-from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
@@ -65,7 +64,6 @@ class Recording:
 
     observation: ObserverSwitch | None
     detection: StepChecker | None
-    toleranced: TolerancedChecks | None
     trace: TraceRecorder | None
     details: DetailsRecorder | None
 
@@ -189,12 +187,6 @@ ORDER = (
         "tokens of the micro-batches that ranks compare",
         lambda run: run.detection and run.detection.tokens,
     ),
-    Line(
-        Slot.CHECKS,
-        "TolerancedChecks",
-        "reduction, update, features within tolerances; copies local gradients",
-        lambda run: run.recording.toleranced,
-    ),
     Line(Slot.FAULTS, "StateFaults", "injects faults into gradients and optimizer states", _state_faults),
     Line(
         Slot.FAULTS,
@@ -220,12 +212,6 @@ ORDER = (
         "Chain",
         "state between steps before hooks change it; what the step used, after it",
         lambda run: run.chain,
-    ),
-    Line(
-        Slot.RESULTS,
-        "ShardReader",
-        "the toleranced checks' view of the reduced gradients",
-        lambda run: run.recording.toleranced and run.recording.toleranced.shards,
     ),
     Line(Slot.RESULTS, "TraceRecorder", "writes the trace", lambda run: run.recording.trace),
     Line(Slot.RESULTS, "DetailsRecorder", "writes what a step was made of", lambda run: run.recording.details),
@@ -448,7 +434,6 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
     return Recording(
         observation,
         detection,
-        build_toleranced(config.megasdc, run, start.signals),
         None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
         details,
     )

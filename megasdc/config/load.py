@@ -30,6 +30,7 @@ from megasdc.config.schema import (
     locate,
     nearest,
     remove,
+    remove_removed,
     type_problems,
     unusable_problems,
 )
@@ -112,8 +113,8 @@ def parse_config(
         overrides: as in `load_config`.
         source: its origin, for messages.
         stored: it is what `RunConfig.resolved` gave, maybe changed, maybe by a version that accepted what is refused
-            now: fields that lack what they need, and secrets, are reset without a word, in place of being refused; and
-            files that it names may be those of another host.
+            now: fields that lack what they need, secrets, and keys that are gone are reset or removed without a word,
+            in place of being refused; and files that it names may be those of another host.
 
     Raises:
         ConfigError: as `load_config`.
@@ -137,6 +138,8 @@ def _build(
     raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str], *, stored: bool = False
 ) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
+    if stored:
+        remove_removed(raw)
     before = copy.deepcopy(raw.get("megasdc")) if overrides else raw.get("megasdc")
     problems += apply_overrides(raw, overrides, _list_default)
     secrets = secret_problems(raw)

@@ -21,6 +21,11 @@ from megasdc.config.table import element_in, field_text, model_in, type_text
 Path_ = tuple[str | int, ...]
 Root = type[BaseModel]
 """Class of a whole file."""
+REMOVED = {
+    "megasdc.sdc.always_on.toleranced": "what it warned of, sdc.always_on proves with slice_elements and rows",
+}
+"""Keys that earlier versions had, with what took their place: a file that still has one is refused, a stored one loses
+it without a word."""
 _HOME = re.compile(r"~([\w.-]*/|$)")
 
 
@@ -112,6 +117,8 @@ def _unknown_key(raw: Any, path: Path_, root: Root) -> Problem:
     value = shown(value_at(raw, path))
     if name in REFUSED:
         return Problem((name,), f"got {value}; not supported: {REFUSED[name]}. Remove the key.")
+    if name in REMOVED:
+        return Problem((name,), f"is gone (value {value}): {REMOVED[name]}; remove the key.")
     _, _, annotation = locate(path[:-1], root)
     model = (model_in(annotation) if path[:-1] else None) or root
     names = list(model.model_fields)
@@ -164,6 +171,17 @@ def value_at(raw: Any, path: Path_) -> Any:
     for item in path:
         raw = raw if isinstance(raw, str) else raw[item]
     return raw
+
+
+def remove_removed(raw: dict[str, Any]) -> None:
+    """Remove the keys of earlier versions from a stored configuration."""
+    for name in REMOVED:
+        *sections, key = name.split(".")
+        inner: Any = raw
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(key, None)
 
 
 def remove(raw: Any, path: Path_) -> None:

@@ -242,7 +242,7 @@ def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
 
 
 class _Check(NamedTuple):
-    """A check of every step: as text, whether it compares bits, and when it looks; None: not known, or it warns."""
+    """A check of every step: as text, whether it compares bits, and when it looks; None: not known."""
 
     text: str
     exact: bool
@@ -325,9 +325,6 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Che
         found.append(_Check(_SLICES[phase] + (f", {within}" if within else ""), within is None, due))
     if phase in (WEIGHT_GRAD, REDUCED_GRAD):
         found.append(_Check(_NORM, False))
-    if section.enabled and section.toleranced:
-        warns = {WEIGHT_GRAD: "features warn", REDUCED_GRAD: "sums warn", UPDATE: "a slice warns"}
-        found += [_Check(warns[phase], False, None)] if phase in warns else []
     return found
 
 
@@ -376,11 +373,10 @@ def table_head(sections: MegasdcSection, within: Mapping[str, str] | None = None
 
 def coverage_notes(rows: list[Covered]) -> list[str]:
     """Conclusions from the table, a sentence each."""
-    unless = "unless NaN, Inf or unusual" if any("warn" in row.every_step for row in rows) else "unless NaN or Inf"
     texts = {
         "always": "Compared bit by bit in every step",
         "sometimes": "Compared bit by bit only in some steps or micro-batches, or only in the golden workload",
-        "never": f"Never compared bit by bit, so that a wrong value there stays undetected {unless}",
+        "never": "Never compared bit by bit, so that a wrong value there stays undetected unless NaN or Inf",
     }
     notes = []
     for exact, text in texts.items():

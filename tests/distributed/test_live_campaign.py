@@ -9,12 +9,10 @@ import pytest
 from fused_switch import fused
 from typer.testing import CliRunner
 
-from megasdc.train.detection.toleranced import REDUCTION, UNITS, UPDATE
 from tools.bench.commands import app
 from tools.bench.detection.live import bench_live
-from tools.bench.detection.live_cases import ALONE, CLEAN, LASTING, LONG, OTHER, SHARD, SUM
+from tools.bench.detection.live_cases import ALONE, CLEAN, LONG
 from tools.bench.detection.live_chain import NAMED, ChainPlan, run_chain_drills
-from tools.bench.detection.live_tolerance_trial import ANY, COVERED
 from tools.bench.detection.live_trial import UNSEEN
 from tools.bench.detection.options import LiveOptions
 
@@ -23,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 def test_a_sample() -> None:
     """One wrong of three replicas is always found and named; clean steps raise nothing; the counts add up."""
-    options = LiveOptions(faults=20, toleranced=0, clean=6, layouts=((1, 1, 3),), precisions=("bf16",), fuse=fused())
+    options = LiveOptions(faults=20, clean=6, layouts=((1, 1, 3),), precisions=("bf16",), fuse=fused())
     result = bench_live(options)
     assert result.missed == [] and result.passed
     found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
@@ -43,31 +41,13 @@ def test_a_sample() -> None:
 @pytest.mark.full
 def test_a_sample_with_fused_modules() -> None:
     """A wrong value in any submodule is found and named, and clean steps raise nothing, with ``model.fuse`` too."""
-    options = LiveOptions(faults=8, toleranced=0, clean=2, layouts=((1, 1, 3),), precisions=("bf16",), fuse=True)
+    options = LiveOptions(faults=8, clean=2, layouts=((1, 1, 3),), precisions=("bf16",), fuse=True)
     result = bench_live(options)
     assert result.missed == [] and result.passed
     assert result.as_dict()["clean_alarms"] == 0
 
 
-def test_a_sample_of_toleranced_checks() -> None:
-    """Every fault that cannot be hidden is found by its check, an audit follows, clean steps raise nothing."""
-    parts = {"layouts": ((1, 1, 2),), "precisions": ("fp32",)}
-    result = bench_live(LiveOptions(faults=0, toleranced=24, clean=20, **parts, fuse=fused()))
-    assert result.toleranced.missed == [] and result.passed
-    found = json.loads(json.dumps(result.as_dict(), allow_nan=False))
-    assert found["trials"] == []
-    rows = found["toleranced"]["by_row"]
-    assert sum(rows[f"{row}: {(checks or (ANY,))[0]}"]["injected"] for row, checks in COVERED.items()) == 24
-    for name in (f"{SUM}: {REDUCTION}", f"{SHARD}: {REDUCTION}", f"{LASTING}: {UPDATE}"):
-        assert rows[name]["larger, found"] == rows[name]["larger"] > 0
-        assert rows[name].get("smaller, found", 0) == 0
-    assert set(found["toleranced"]["thresholds"]) == set(UNITS)
-    twins = sum(trial.row == OTHER for trial in result.toleranced.trials)
-    assert (found["toleranced"]["clean_steps"], found["toleranced"]["false_warnings"]) == (20 + 3 * twins, 0)
-    assert all(trial.accused == () for trial in result.toleranced.trials)
-
-
-@pytest.mark.parametrize("arguments", [["--live", "--faults", "0", "--toleranced", "0"], ["--faults", "0"]])
+@pytest.mark.parametrize("arguments", [["--live", "--faults", "0"], ["--faults", "0"]])
 def test_a_campaign_of_nothing_is_refused(arguments: list[str]) -> None:
     """Without any fault there is nothing to score."""
     done = CliRunner().invoke(app, ["detection", *arguments])
@@ -81,21 +61,6 @@ def test_drills_are_of_running_jobs() -> None:
     assert done.exit_code == 2 and "--drills and --kinds need --live" in done.output
     done = CliRunner().invoke(app, ["detection", "--live", "--drills", "5", "--kinds", "state,stat"])
     assert done.exit_code != 0 and "'stat' is none of tokens, place" in done.output + str(done.exception)
-
-
-def test_toleranced_faults_need_a_run_under_way() -> None:
-    """A golden trace afterwards has no such checks."""
-    done = CliRunner().invoke(app, ["detection", "--toleranced", "5"])
-    assert done.exit_code == 2
-    assert "--toleranced needs --live" in done.output
-
-
-def test_toleranced_faults_need_replicas() -> None:
-    """With one replica in all layouts nothing would be tested."""
-    arguments = ["detection", "--live", "--faults", "0", "--layouts", "2x1x1"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code != 0
-    assert "toleranced checks need 2 replicas" in done.output + str(done.exception)
 
 
 def test_a_sample_of_whole_runs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import run_distributed
-from whole_runs import events_of, failure_of, prepare_text, train_run, write_config
+from whole_runs import events_of, failure_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -147,3 +147,28 @@ def test_overflow_under_a_loss_scale_is_not_repeated(tmp_path: Path, data: Path,
         assert "overflow is normal" in skip["place"]
     fired = events_of(tmp_path / "run", "fault", "injected")
     assert len(fired) <= 2, "a slot each: nothing was computed again"
+
+
+def _state_of_model(checkpoint: Path) -> dict[str, str]:
+    """What decides how the model goes on; the states of hooks, of which one run has more, left out."""
+    return {name: value for name, value in state_of(checkpoint).items() if "hooks" not in name}
+
+
+def test_checks_leave_every_bit(tmp_path: Path, data: Path) -> None:
+    """With the checks on, a run ends with the bits of one without; two tensor ranks, two replicas, bf16, dropout."""
+    options = {
+        "parallel__tensor": 2,
+        "deepspeed__bf16": {"enabled": True},
+        "model__hidden_dropout": 0.1,
+        "checkpoint__interval": 3,
+        "training": {"steps": 6},
+        "determinism": {"enabled": True},
+    }
+    sections = {"off": {}, "on": {"always_on": {"enabled": True, "coverage": "all"}}}
+    for name, sdc in sections.items():
+        results = train_run(write_config(tmp_path / f"{name}.json", data, tmp_path / name, **options, sdc=sdc), 4)
+        assert [code for code, _ in results if code] == [], results
+    off, on = (tmp_path / name for name in sections)
+    for read in (metrics_of, lambda folder: _state_of_model(folder / "checkpoints" / "step_00000006")):
+        assert read(off) == read(on)
+    assert events_of(on, "nonfinite", "first") == []

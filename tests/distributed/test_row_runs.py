@@ -29,7 +29,7 @@ def _write(tmp_path: Path, data: Path, name: str, **changes: Any) -> Path:
 
 
 ALL: dict[str, Any] = {
-    "sdc": {"always_on": {"enabled": True, "coverage": "all", "rows": True, "slice_elements": 700, "toleranced": True}},
+    "sdc": {"always_on": {"enabled": True, "coverage": "all", "rows": True, "slice_elements": 700}},
     "audit": {"enabled": True, "interval": 2, "permuted": True},
     "parallel__tensor": 2,
     "deepspeed__pipeline": {"activation_checkpoint_interval": 1},

@@ -28,7 +28,7 @@ from megasdc.config.sections.delay import delay_problems
 from megasdc.config.sections.faults import near_names
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
-from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC, StudySection
+from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, StudySection
 from megasdc.config.submodule_names import submodule_slots
 
 
@@ -350,12 +350,6 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
         for path, section in (("sdc.always_on", file.sdc.always_on), ("audit", file.audit)):
             if section.enabled:
                 yield _against(study, f"megasdc.{path}.enabled", f"true{again}")
-    if study.mode == PARAMETER_SYNC and file.sdc.always_on.enabled and file.sdc.always_on.toleranced:
-        yield _against(
-            study,
-            "megasdc.sdc.always_on.toleranced",
-            "true; an update that is overwritten is not the one that its gradient gives; set it false",
-        )
 
 
 def _against(study: StudySection, other: str, text: str) -> Problem:

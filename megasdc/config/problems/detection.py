@@ -39,12 +39,12 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
             "null.",
         )
-    parts = ("parameters", "finite", "toleranced", "slice_elements", "rows", "tokens")
+    parts = ("parameters", "finite", "slice_elements", "rows", "tokens")
     checked = any(getattr(always_on, one) for one in parts)
     if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
-            "got true, but nothing is checked: parameters, finite, tokens and toleranced are false and no "
+            "got true, but nothing is checked: parameters, finite and tokens are false and no "
             "recomputation is compared; set sdc.always_on.parameters true, or enabled false.",
         )
     if file.sdc.budget is not None and always_on.coverage != "auto":
@@ -53,15 +53,13 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             f'got {file.sdc.budget} with a fixed coverage "{always_on.coverage}", which follows no budget; set '
             'coverage to "auto", or budget to null.',
         )
-    for name in ("toleranced", "slice_elements"):
-        asked = always_on.enabled and getattr(always_on, name)
-        if asked and not deepspeed["optimizer"]["params"]["torch_adam"]:
-            off = "false" if name == "toleranced" else "null"
-            yield Problem(
-                (f"megasdc.sdc.always_on.{name}", "optimizer.params.torch_adam"),
-                f"got {json.dumps(asked)} with optimizer.params.torch_adam false; the update is recomputed as "
-                f"PyTorch's optimizer does it; set torch_adam true, or {name} to {off}.",
-            )
+    asked = always_on.slice_elements if always_on.enabled else None
+    if asked and not deepspeed["optimizer"]["params"]["torch_adam"]:
+        yield Problem(
+            ("megasdc.sdc.always_on.slice_elements", "optimizer.params.torch_adam"),
+            f"got {asked} with optimizer.params.torch_adam false; the update is recomputed as PyTorch's optimizer does "
+            "it; set torch_adam true, or slice_elements to null.",
+        )
 
 
 def _isolation_problems(file: MegasdcSection) -> Iterator[Problem]:

@@ -149,17 +149,6 @@ def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
                 f"got {spec.warmup_steps} with interval {spec.interval}; the learning rate would never reach its "
                 "schedule; set fewer.",
             )
-        if (
-            spec.hook == ABSOLUTE
-            and spec.where == LOCAL
-            and file.sdc.always_on.enabled
-            and file.sdc.always_on.toleranced
-        ):
-            yield Problem(
-                (f"{path}.where", "megasdc.sdc.always_on.toleranced"),
-                'got "local" with megasdc.sdc.always_on.toleranced; the check of the reduction would report bounded '
-                'elements as an error; use "before_norm", or set toleranced false.',
-            )
 
 
 def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:

@@ -76,11 +76,6 @@ class AlwaysOnSection(Section):
     finite: bool = setting(
         True, "Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared first."
     )
-    toleranced: bool = setting(
-        False,
-        "Check gradient reduction, updates and gradient features within tolerances that are measured in the run; "
-        "warns and may request an audit, never flags a rank.",
-    )
     slice_elements: PositiveInt | None = setting(
         None,
         "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
@@ -163,7 +158,7 @@ class AuditSection(Section):
     at_resume = "applied"
     needs = tunes(AUDITS)
 
-    enabled: bool = setting(False, "Audit every `interval` steps, on SIGUSR2 and on alarms.")
+    enabled: bool = setting(False, "Audit every `interval` steps, and on SIGUSR2.")
     interval: PositiveInt = setting(50, "Steps K from one audit to the next.")
     micro_batch: Literal["training", "extra"] = setting(
         TRAINING,

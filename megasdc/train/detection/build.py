@@ -36,7 +36,6 @@ from megasdc.train.detection.observe import ObserverSwitch, Watch
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.step_checker import CheckSettings, StepChecker
-from megasdc.train.detection.toleranced import TolerancedChecks
 from megasdc.train.gradient_bounds import momentum_reset_of
 from megasdc.train.process.signals import StopSignals
 
@@ -157,15 +156,3 @@ def build_search(
     if not (section.enabled and section.finite):
         return None
     return NonFiniteSearch(run, observation, detection.recompute_micro_batch)
-
-
-def build_toleranced(sections: MegasdcSection, run: Run, signals: StopSignals) -> TolerancedChecks | None:
-    """Build the checks that only warn; None where they are not enabled.
-
-    Args:
-        signals: of this process; a warning requests an audit through them where audits are enabled.
-    """
-    always_on = sections.sdc.always_on
-    if not (always_on.enabled and always_on.toleranced):
-        return None
-    return TolerancedChecks(run.engine, signals if sections.audit.enabled else None)

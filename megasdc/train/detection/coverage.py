@@ -233,8 +233,7 @@ def plan_checks(
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
         f"(measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
-        f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s"
-        + ("; without the toleranced checks)" if sections.sdc.always_on.toleranced else ")")
+        f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s)"
     )
     return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole)
 
@@ -382,8 +381,6 @@ class _Tiers:
             )
         if section.parameters:
             parts.append(f"parameters of {self._dims.data} replicas ({_size(self._parameters)})")
-        if section.toleranced:
-            parts.append("toleranced checks that only warn")
         said = ", ".join(parts) or "nothing besides"
         lines.append(f"every step, a rank: {said}; arithmetic of the step {self.flops / 1e12:.3g} TFLOP")
         return lines

@@ -160,10 +160,6 @@ class StopSignals:
             if self.start is not None:
                 self.start.heard()
 
-    def request_audit(self) -> None:
-        """Request an audit, as the signal does."""
-        self.audit_requested = True
-
     def take_audit_request(self) -> bool:
         """Whether an audit was requested since the last call."""
         asked, self.audit_requested = self.audit_requested, False

@@ -21,7 +21,7 @@ from tools.bench.detection.overhead_model import (
     OFF,
     PERMUTED,
     STEPS,
-    TOLERANCED,
+    TOKENS,
     asked_by,
     predict,
 )
@@ -106,7 +106,7 @@ def test_prediction_counts_what_is_asked_for() -> None:
     assert one.checksums.bytes - quarter == pytest.approx(4 * parameters)
     assert (one.exchanges, asked_by(work, AUDIT).exchanges, asked_by(work, OFF).exchanges) == (1, 3, 0)
     with pytest.raises(ValueError, match="has no model"):
-        asked_by(work, TOLERANCED)
+        asked_by(work, TOKENS)
 
 
 def test_every_rate_matters() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.config import parse_config
+from megasdc.config.changes import find_changes, may_change
 
 BASE = {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}
 
@@ -13,16 +14,16 @@ def _parse(always_on, deepspeed=None, deterministic=True):
     return parse_config({**(deepspeed or {}), "megasdc": sections})
 
 
-def test_finite_is_on_and_toleranced_is_off_unless_asked_for():
-    """With the checks of every step enabled, NaN and Inf are looked for, and nothing is toleranced."""
+def test_finite_is_on_unless_it_is_switched_off():
+    """With the checks of every step enabled, NaN and Inf are looked for."""
     found = _parse({}).megasdc.sdc.always_on
-    assert (found.finite, found.toleranced, found.coverage) == (True, False, "auto")
+    assert (found.finite, found.coverage) == (True, "auto")
 
 
-@pytest.mark.parametrize("kept", ["parameters", "finite", "toleranced"])
+@pytest.mark.parametrize("kept", ["parameters", "finite", "tokens"])
 def test_one_check_is_enough(kept):
     """Any one of the checks alone is a sensible configuration."""
-    off = {"parameters": False, "finite": False, "toleranced": False, "tokens": False}
+    off = {"parameters": False, "finite": False, "tokens": False}
     assert getattr(_parse({**off, kept: True}).megasdc.sdc.always_on, kept)
 
 
@@ -31,9 +32,9 @@ def test_one_check_is_enough(kept):
     [
         ({"parameters": False, "finite": False, "tokens": False}, {}, ["sdc.always_on.enabled", "nothing is checked"]),
         (
-            {"toleranced": True},
+            {"slice_elements": 9},
             {"optimizer": {"params": {"torch_adam": False}}},
-            ["sdc.always_on.toleranced", "optimizer.params.torch_adam false"],
+            ["sdc.always_on.slice_elements", "optimizer.params.torch_adam false", "slice_elements to null"],
         ),
     ],
 )
@@ -42,3 +43,24 @@ def test_contradictions_are_named(always_on, deepspeed, parts):
     with pytest.raises(ConfigError) as caught:
         _parse(always_on, deepspeed)
     assert any(all(part in text for part in parts) for text in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_key_that_is_gone_is_refused_with_what_took_its_place(value):
+    """Whatever its value, in a file and in an override; a stored configuration loses it, and is read."""
+    remedy = (
+        f"is gone (value {str(value).lower()}): what it warned of, sdc.always_on proves with slice_elements and rows"
+    )
+    raw = {"megasdc": {**BASE, "determinism": {"enabled": True}, "sdc": {"always_on": {"enabled": True}}}}
+    kept = parse_config(raw)
+    override = f"megasdc.sdc.always_on.toleranced={str(value).lower()}"
+    for attempt in (lambda: _parse({"toleranced": value}), lambda: parse_config(raw, [override])):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        (problem,) = caught.value.problems
+        assert problem == f"megasdc.sdc.always_on.toleranced: {remedy}; remove the key."
+    stored = kept.resolved()
+    stored["megasdc"]["sdc"]["always_on"]["toleranced"] = value
+    assert parse_config(stored, stored=True) == kept
+    changes = find_changes(stored, kept, 1, 1)
+    assert [(one.path, may_change(one, (), False)) for one in changes] == [("megasdc.sdc.always_on.toleranced", True)]

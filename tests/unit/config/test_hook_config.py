@@ -70,12 +70,6 @@ def test_an_entry_that_comes_too_late_is_refused():
     with pytest.raises(ConfigError, match="put this entry before them"):
         build(ABSOLUTE, late)
     build(late, ABSOLUTE)
-    with pytest.raises(ConfigError, match="report bounded elements as an error"):
-        build(
-            {**ABSOLUTE, "where": "local"},
-            sdc={"always_on": {"enabled": True, "toleranced": True}},
-            determinism={"enabled": True},
-        )
 
 
 def test_one_clip_of_the_norm_and_one_reset():

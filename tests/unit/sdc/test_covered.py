@@ -79,12 +79,7 @@ def test_by_default_nothing_is_compared() -> None:
         ({"sdc": ON}, Shape(1, 1, 4, 1, False, pipeline=2), [], CHAIN),
         ({"sdc": ON}, Shape(1, 2, 4, 1, False), [], ["parameter", *CHAIN]),
         ({"sdc": {"always_on": {**BARE, "parameters": False, "recompute": False}}}, SHAPE, ["settings"], []),
-        (
-            {"sdc": {"always_on": {**BARE, "toleranced": True, "recompute": False}}},
-            SHAPE,
-            ["settings", "parameter"],
-            [],
-        ),
+        ({"sdc": {"always_on": {**BARE, "recompute": False}}}, SHAPE, ["settings", "parameter"], []),
         ({"sdc": {"golden": "g"}}, SHAPE, [], COMPUTED),
         ({"sdc": {"golden": "g", "golden_at_start": False, "golden_interval": 9}}, SHAPE, [], COMPUTED),
     ],
@@ -92,7 +87,7 @@ def test_by_default_nothing_is_compared() -> None:
 def test_each_check_covers_its_phases(
     changes: dict[str, Any], shape: Shape, always: list[str], sometimes: list[str]
 ) -> None:
-    """What looks within tolerances, or at NaN alone, does not count as seeing a fault."""
+    """What looks at NaN alone does not count as seeing a fault."""
     found = exact(shape, **changes)
     placed = ["place"] if "always_on" in changes.get("sdc", {}) else []  # on every rank, with one replica too
     assert {phase for phase, how in found.items() if how == "always"} == {*always, *placed}
@@ -149,11 +144,7 @@ def test_what_escapes_between_two_looks_is_told() -> None:
 
 
 def test_nobody_is_said_to_look_who_does_not() -> None:
-    """Unusual values are seen only where a check warns; gradients that lie on the host are not added again."""
-    for warns in (False, True):
-        rows = coverage_rows(sections(sdc={"always_on": {"enabled": True, "toleranced": warns}}), SHAPE)
-        (note,) = [one for one in coverage_notes(rows) if one.startswith("Never")]
-        assert ("unusual" in note) == warns
+    """Gradients that lie on the host are not added again."""
     for offloads in (False, True):
         rows = coverage_rows(sections(sdc=ON), replace(SHAPE, offloads=offloads))
         (norm,) = [row.every_step for row in rows if row.phase == "norm"]

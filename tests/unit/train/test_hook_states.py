@@ -90,7 +90,6 @@ def test_names_under_which_states_are_kept() -> None:
         "Reporter",
         "SkipWatch",
         "SliceChecks",
-        "TolerancedChecks",
     ]
 
 

@@ -29,13 +29,10 @@ def bench_detecting(on_progress: Any, options: CampaignOptions, log: Log = None)
     """Inject random faults and see whether each is found and its rank named; exit code 1 if not.
 
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
-    the injector reports, with --live also for the checks that users have today. Clean runs must raise no alarm. The
-    toleranced checks of a run are scored apart, by the size of the fault in thresholds. With --drills whole runs have
-    faults in the links from tokens to parameters; each must end with the bits of a run without, or the run says in its
-    coverage that such a fault may pass.
+    the injector reports, with --live also for the checks that users have today. Clean runs must raise no alarm. With
+    --drills whole runs have faults in the links from tokens to parameters; each must end with the bits of a run
+    without, or the run says in its coverage that such a fault may pass.
     """
-    if options.toleranced is not None and not options.live:
-        raise typer.BadParameter("--toleranced needs --live: those checks work in a running job")
     if (options.drills or options.kinds) and not options.live:
         raise typer.BadParameter("--drills and --kinds need --live: they are whole runs")
     if options.faults == 0 and not options.live:

@@ -2,8 +2,8 @@
 
 ``python -m tools.bench detection --live``: in several layouts and types, seeded faults are injected into runs of the
 real loop with the real checks, and what these report is scored against what the injector did. The same faults are
-scored for what users have today. Clean steps in between must raise nothing. The toleranced checks, which only warn, are
-scored apart, and whole runs with faults between tokens and parameters by how they end.
+scored for what users have today. Clean steps in between must raise nothing. Whole runs with faults between tokens and
+parameters are scored by how they end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from tools.bench.detection.live_cases import LONG, MAJORITY
 from tools.bench.detection.live_chain import ChainPlan, ChainResult, run_chain_drills
 from tools.bench.detection.live_rank import run_campaign
 from tools.bench.detection.live_today import OTHERS, compare_with_today
-from tools.bench.detection.live_tolerance_rank import run_tolerance_campaign
-from tools.bench.detection.live_tolerance_trial import ToleranceResult, ToleranceTrial
 from tools.bench.detection.live_trial import UNSEEN, LiveTrial, kind_of, row_of
 from tools.bench.detection.options import LiveOptions
 from tools.bench.machine import describe_machine
@@ -28,7 +26,7 @@ from tools.bench.result import Progress, Report, table
 
 @dataclass(frozen=True)
 class LiveResult(CampaignResult):
-    """All trials of a campaign, with faults and clean, and those of the toleranced checks."""
+    """All trials of a campaign, with faults and clean, and drills of whole runs."""
 
     also = ("passed", "not_detectable", "today", "not_run", "clean_steps", "clean_uneven_steps", "clean_alarms")
     counted = {
@@ -50,7 +48,6 @@ class LiveResult(CampaignResult):
     not_run = OTHERS
 
     trials: Sequence[LiveTrial] = field(repr=False)
-    toleranced: ToleranceResult
     chain: ChainResult
 
     @property
@@ -62,8 +59,7 @@ class LiveResult(CampaignResult):
     def passed(self) -> bool:
         """Whether all trials were as they have to be, and something was tested."""
         tested = not self.options.faults or (bool(self.clean) and any(trial.harmed for trial in self.faulty))
-        toleranced = not self.options.toleranced or self.toleranced.passed
-        return not self.missed and tested and toleranced and (not self.options.drills or self.chain.passed)
+        return not self.missed and tested and (not self.options.drills or self.chain.passed)
 
     @property
     def today(self) -> dict[str, dict[str, Any]]:
@@ -81,11 +77,9 @@ class LiveResult(CampaignResult):
         return sum(trial.uneven for trial in self.clean)
 
     def report(self) -> Report:
-        """Counts, what users have today, every miss by itself; the toleranced checks apart."""
+        """Counts, what users have today, every miss by itself; whole runs apart."""
         if self.trials:
             yield from self._exact_checks()
-        if self.toleranced.trials:
-            yield from self.toleranced.report()
         if self.chain.drills:
             yield from self.chain.report()
 
@@ -135,20 +129,15 @@ def bench_live(
         MegasdcError: a rank failed, or the log cannot be used.
     """
     machine = describe_machine()
-    faults, toleranced, clean = (options.share(one) for one in (options.faults, options.toleranced, options.clean))
-    clean_runs = options.share(-(-options.clean // LONG))
+    faults, clean_runs = options.share(options.faults), options.share(-(-options.clean // LONG))
     trials: list[LiveTrial] = []
-    tolerance_trials: list[ToleranceTrial] = []
     for number, cell in enumerate(options.cells):
         common = {**cell, "seed": options.seed * 1000 + number}
         if faults:
             request = {**common, "faults": faults, "clean_runs": clean_runs}
             trials += run_cell(run_campaign, request, faults + clean_runs, on_progress)
-        if toleranced and cell["layout"][2] > 1:
-            request = {**common, "faults": toleranced, "clean_steps": clean}
-            tolerance_trials += run_cell(run_tolerance_campaign, request, toleranced + 1, on_progress)
     chain = ChainResult([])
     if options.drills:
         plan = ChainPlan(options.drills, options.drawn, options.layouts, options.clean, options.seed)
         chain = run_chain_drills(plan, log, on_progress)
-    return LiveResult(machine, options, trials, ToleranceResult(tolerance_trials), chain)
+    return LiveResult(machine, options, trials, chain)

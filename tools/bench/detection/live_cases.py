@@ -45,11 +45,8 @@ PERSISTENCE: dict[str, dict[str, Any]] = {
     TWICE: {},
 }
 """Persistences of a fault, each a part of a spec."""
-LASTING = "update, in every step"
-TOLERANCED_ROWS = {SUM: 4, SHARD: 4, STEPPED: 5, LASTING: 3, STATE: 2, OTHER: 6}
-"""Weights of the rows that are scored for the toleranced checks."""
 AUDITED, GOLDEN, CHECKED, EVERYTHING = "audit", "audit and golden trace", "always on", "everything"
-TOLERANCED, PERMUTED, SUMMED = "toleranced", "permuted audit", "sums of rows"
+PERMUTED, SUMMED = "permuted audit", "sums of rows"
 """Modes: the checks of a case."""
 MODES = {
     CLEAN: EVERYTHING,
@@ -146,12 +143,7 @@ class Cases:
 
     ``addresses`` are those that each rank computes in any step, by global rank; ``kinds`` are parts of specs, by name;
     ``linear`` are the linear layers of each rank, in order.
-
-    Attributes:
-        twice: whether faults of ``SLICED`` rows come in two steps.
     """
-
-    twice = True
 
     def __init__(
         self,
@@ -211,7 +203,7 @@ class Cases:
             persistence = draw.choice([ONCE, SOMETIMES])
             micro_batch = draw.randrange(self._micro_batches)
             return persistence, [self._target(rank, step, micro_batch, [FORWARD], persistence, recomputed=True)]
-        persistence = TWICE if row in SLICED and self.twice else ONCE
+        persistence = TWICE if row in SLICED else ONCE
         return persistence, [self._elsewhere(row, rank, step, persistence)]
 
     def _product(self, rank: int) -> tuple[Target, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ from tools.bench.detection.live_cases import (
     PERMUTED,
     SLICED,
     SUMMED,
-    TOLERANCED,
     Case,
     Cases,
     deal_rows,
@@ -97,7 +96,7 @@ class LiveCampaign:
     Collective: all ranks of the world.
     """
 
-    def __init__(self, request: dict[str, Any], kinds: Mapping[str, Mapping[str, Any]] = KINDS) -> None:
+    def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
         raw = live_config(request)
         config = workload_config(parse_config(raw))
@@ -109,7 +108,7 @@ class LiveCampaign:
         self._algorithm = default_algorithm(self._engine.device)
         golden = self._folder / "campaign.golden"
         addresses = record_golden(self._workload, config, self.dims, golden)
-        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, TOLERANCED, PERMUTED, SUMMED)
+        modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, PERMUTED, SUMMED)
         self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
         self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
@@ -121,7 +120,7 @@ class LiveCampaign:
         group = new_replica_group(self.dims)
         self._gate = ReplicaGate(self.dims, group, self._decisions.decide, self._decisions.time_left_s, 1)
         linear = gather_objects([one.fqn for one in list_submodules(self._engine.module) if one.kind in LINEAR])
-        self.cases = Cases(addresses, layout, kinds, request["precision"], self.draw, MICRO_BATCHES, linear)
+        self.cases = Cases(addresses, layout, KINDS, request["precision"], self.draw, MICRO_BATCHES, linear)
 
     # --- one trial ----------------------------------------------------------------------------------------------
 

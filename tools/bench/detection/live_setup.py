@@ -10,7 +10,7 @@ import torch
 from megasdc.config import RunConfig, parse_config
 from megasdc.model.randomness import mix
 from tools.bench.detection.golden_rank import LLAMA_GROUPED
-from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, SUMMED, TOLERANCED
+from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, SUMMED
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 250, 32, 2
 MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": LENGTH}
@@ -21,9 +21,6 @@ ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
 ROWS_ONLY = {"enabled": True, "coverage": "one", "recompute": False, "parameters": False, "finite": False, "rows": True}
 WHOLE_SHARDS = 1_000_000
 """Elements of a slice, so many that the two groups of the optimizer take turns."""
-TOLERANCED_ONLY = {"enabled": True, "toleranced": True, "recompute": False, "parameters": False, "finite": False}
-ON_REQUEST = {**AUDIT, "interval": 1_000_000}
-"""Audits that run on request only."""
 
 
 def live_config(request: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +85,6 @@ def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
         sdc["always_on"] = ALWAYS_ON
     if mode == GOLDEN:
         sdc["golden"] = str(golden)
-    if mode == TOLERANCED:
-        sections = {**raw["megasdc"], "sdc": {**sdc, "always_on": TOLERANCED_ONLY}, "audit": ON_REQUEST}
-        return parse_config({**raw, "megasdc": sections})
     if mode == EVERYTHING:
         sdc["always_on"] = {**ALWAYS_ON, "slice_elements": WHOLE_SHARDS}
     if mode == SUMMED:

@@ -86,9 +86,7 @@ class LiveOptions(DetectionOptions):
     """Size of a campaign in running trainings.
 
     Args:
-        clean: steps without a fault, for each of exact and toleranced checks that have faults.
-        toleranced: trials with faults for the toleranced checks, over all layouts and types; those with one replica
-            have none.
+        clean: steps without a fault, where there are trials with faults.
         drills: whole runs with faults in the chain from tokens to parameters.
         kinds: of these faults, with commas between; "all".
     """
@@ -96,7 +94,6 @@ class LiveOptions(DetectionOptions):
     faults: int = 1000
     clean: int = 500
     layouts: Layouts = LIVE_LAYOUTS
-    toleranced: int = 360
     drills: int = 0
     kinds: str = "all"
 
@@ -109,10 +106,8 @@ class LiveOptions(DetectionOptions):
         """See ``Options``."""
         if unknown := [one for one in self.drawn if one not in CHAIN_KINDS]:
             return [f"--kinds: {unknown[0]!r} is none of {', '.join(CHAIN_KINDS)}"]
-        if not (self.faults or self.toleranced or self.drills):
-            return ["--faults, --toleranced, --drills: all are 0, and nothing would be tested; give one of them"]
-        if not (self.faults or self.drills) and all(layout[2] < 2 for layout in self.layouts):
-            return ["--layouts: the toleranced checks need 2 replicas, and nothing would be tested; add such a layout"]
+        if not (self.faults or self.drills):
+            return ["--faults, --drills: both are 0, and nothing would be tested; give one of them"]
         return []
 
     def more_of_cell(self, place: int, number: int) -> dict[str, Any]:
@@ -135,16 +130,11 @@ class CampaignOptions:
     faults: int | None = option(
         None, "Faults over all layouts and types; default: 600, with --live 1000; 0: none.", min=0
     )
-    toleranced: int | None = option(
-        None, "With --live: faults for the toleranced checks; default: 360, 0: none.", min=0
-    )
     drills: int | None = option(
         None, "With --live: whole runs with faults between tokens and parameters; default: none.", min=0
     )
     kinds: str | None = option(None, f"With --drills: kinds of faults, of {', '.join(CHAIN_KINDS)}; default: all.")
-    clean: int | None = option(
-        None, "Runs without a fault in between; default: 120; with --live steps of each part, 500.", min=1
-    )
+    clean: int | None = option(None, "Runs without a fault in between; default: 120; with --live steps, 500.", min=1)
     layouts: Layouts | None = option(
         None,
         "Layouts, tensor x pipeline x data, separated by commas; default: 1x1x2,2x1x1,1x2x1,2x2x2, "
@@ -159,7 +149,7 @@ class CampaignOptions:
     def given(self) -> dict[str, Any]:
         """Arguments of the options of the campaign that runs."""
         given = {name: value for name, value in vars(self).items() if name != "live" and value is not None}
-        if self.drills and not (self.faults or self.toleranced or self.layouts):
+        if self.drills and not (self.faults or self.layouts):
             given["layouts"] = CHAIN_LAYOUTS
         return given
 

@@ -25,7 +25,6 @@ from tools.bench.detection.overhead_model import (
     SLICES,
     STEPS,
     TOKENS,
-    TOLERANCED,
     amortised,
     predict,
 )
@@ -42,7 +41,7 @@ BUDGET = SdcSection().budget_of(replicas=2)
 """That of all checks at their defaults, on each model."""
 SLACK = 0.5
 """Largest distance of the interval's upper end above a bar, as a share of it."""
-BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, CHAIN, TOKENS, TOLERANCED)
+BROKEN_DOWN = (ALWAYS_ON, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, CHAIN, TOKENS)
 """Kinds of steps whose parts are printed."""
 SMALLEST = 1e-5
 """Smallest share that is worth a row."""
@@ -158,9 +157,7 @@ class ModelCost:
             "the listeners; replay: the audited micro-batch with its elements in other places; attach: hooks put on "
             "and taken off; before_step: parameters are read, replicas agree on the shared samples; "
             "after_micro_batches: what was seen is compared, over the ranks too; agreement, after_step: "
-            "ranks learn whether an audit was asked for; of toleranced checks before_reduction: sums and features of "
-            "gradients, before_optimizer_step: sums of the shards, update: a slice of it is computed again, "
-            "after_step: all is judged"
+            "ranks learn whether an audit was asked for"
         )
 
 

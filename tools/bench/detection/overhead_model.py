@@ -9,10 +9,10 @@ from megasdc.sdc.cost import Reads, Work, reads_of_step
 
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
 AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
-TOLERANCED, PERMUTED, SLICES = "toleranced checks", "permuted audit", "slices of the optimizer"
+PERMUTED, SLICES = "permuted audit", "slices of the optimizer"
 ROWS, KEPT = "sums of rows", "all, within the budget"
 CHAIN, TOKENS = "links of the update", "tokens"
-STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, CHAIN, TOKENS, TOLERANCED)
+STEPS = (OFF, ALWAYS_ON, ALWAYS_ON_ALL, AUDIT, BETWEEN, PERMUTED, ROWS, SLICES, CHAIN, TOKENS)
 """Kinds of steps that are measured; the cost of audits is that of one audited step and those up to the next."""
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
@@ -21,9 +21,9 @@ _ALL_PARAMETERS = "gemm"
 def asked_by(work: Work, step: str) -> Asked:
     """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
-    ValueError for toleranced checks, which read gradients in float64, permuted audits, which compute, sums of rows, of
-    another product each step, slices, which are of one size whatever the model, links of the update, which read shards,
-    and tokens, which are read from a file: they have no such model.
+    ValueError for permuted audits, which compute, sums of rows, of another product each step, slices, which are of one
+    size whatever the model, links of the update, which read shards, and tokens, which are read from a file: they have
+    no such model.
     """
     nothing = Reads(0, 0)
     parameters = reads_of_step(work, _ALL_PARAMETERS)[PARAMETER]

@@ -35,7 +35,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.detection.build import build_detection, build_search, build_toleranced, watches_of
+from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker
@@ -54,7 +54,6 @@ from tools.bench.detection.overhead_model import (
     SLICES,
     STEPS,
     TOKENS,
-    TOLERANCED,
 )
 from tools.bench.rank import Messages, join_ranks
 from tools.bench.training.loops import DISTINCT_STEPS
@@ -84,14 +83,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
     TOKENS: {"sdc": {"always_on": {**NOTHING, "tokens": True, "coverage": "all"}}},
     PERMUTED: {"audit": {"enabled": True, "interval": 1, "permuted": True}},
     SLICES: {"sdc": {"always_on": {**APART, "slice_elements": SLICE}}},
-    TOLERANCED: {"sdc": {"always_on": {**APART, "toleranced": True}}},
     KEPT: {
         "sdc": {"always_on": {"enabled": True, "rows": True, "slice_elements": SLICE}},
         "audit": {"enabled": True, "interval": INTERVAL},
     },
 }
-"""Checks that each kind of step switches on; of the two before the last the slices and the toleranced checks alone are
-made, and the last is that of steps in a row."""
+"""Checks that each kind of step switches on; of that before the last the slices alone are made, and the last is that of
+steps in a row."""
 
 
 class PhaseObserver(TimedObserver):
@@ -171,11 +169,8 @@ class OverheadRank:
         events = EventLog(folder, self.dims.rank)
         group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
         self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
-        alone = [name for name in SECTIONS if name not in (CHAIN, TOLERANCED, KEPT)]
+        alone = [name for name in SECTIONS if name not in (CHAIN, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
-        toleranced = build_toleranced(self._changed(TOLERANCED).megasdc, self._run, self._signals)
-        assert toleranced is not None, "the section asks for it"
-        self._toleranced = toleranced
 
     def _changed(self, name: str) -> RunConfig:
         sections = SECTIONS[name]
@@ -210,10 +205,7 @@ class OverheadRank:
         self._batches.begin(None)
         clock = Clock()
         self.engine.agreement = TimedAgreement(clock, self._run.host_group)
-        if name == TOLERANCED:
-            with self._tolerance(clock) as checks:
-                wall_s = self._wall(checks)
-        elif name == SLICES:
+        if name == SLICES:
             with self._slicing(clock) as slices:
                 wall_s = self._wall(slices)
         elif name == CHAIN:
@@ -342,30 +334,6 @@ class OverheadRank:
             yield before
         finally:
             slices.close()
-
-    @contextmanager
-    def _tolerance(self, clock: Clock) -> Iterator[Any]:
-        """The toleranced checks for one step; their hook in the optimizer runs between two of ours."""
-        inner, began = self.engine.optimizer.optimizer, [0.0]
-
-        def start(*_: Any) -> None:
-            began[0] = time.perf_counter()
-
-        def stop(*_: Any) -> None:
-            clock.parts["update"] = time.perf_counter() - began[0]
-
-        before = inner.register_step_pre_hook(start)
-        self._toleranced.on_start(self._run)
-        after = inner.register_step_pre_hook(stop)
-        hook: Any = Timed(self._toleranced, clock)
-        shards: Any = Timed(self._toleranced.shards, clock)
-        self.engine.hooks = [hook, *self.engine.hooks, shards]
-        try:
-            yield hook
-        finally:
-            self._toleranced.close()
-            before.remove()
-            after.remove()
 
     def close(self) -> None:
         """Give back signal handlers and files."""

@@ -25,7 +25,7 @@ from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot, Dispute
-from megasdc.sdc.fp64.adam import AdamSlice, adam_bounds, adam_step
+from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.fp64.referee import agreed, is_within, judge
 from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.fp64.sums import mean_of
@@ -39,7 +39,6 @@ from megasdc.train.detection.budget import Budget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
 from megasdc.train.detection.slices.exchange import Exchange
 from megasdc.train.detection.slices.layout import MISSES, Part, Slice, Slices, Turn
-from megasdc.train.detection.update_check import settings_of
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What an update changes, in the order of the rows below; slots are the parameter's name, a dot and these."""
@@ -926,3 +925,14 @@ def _opinion(address: Address, claim: UpdateMismatch, shown: Mapping[int, _Shown
     values = {rank: repr(one.values[place].item()) for rank, one in shown.items()}
     exact, bound = reference.values[place].item(), reference.bounds[place].item()
     return Opinion(address, within, "", count, Outside((0, int(claim.elements[place])), exact, bound, values))
+
+
+def settings_of(kind: type, group: dict[str, Any]) -> AdamSettings:
+    """Hyper-parameters of a group of PyTorch's Adam or AdamW, which ``kind`` is."""
+    return AdamSettings(
+        learning_rate=group["lr"],
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=issubclass(kind, torch.optim.AdamW),
+    )
