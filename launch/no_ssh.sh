@@ -34,7 +34,7 @@ export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}
 export PATH=$prefix/bin:$PATH
 
 # DeepSpeed's own lines go there; what is wrong with the configuration is told by the ranks.
-logs='import sys; from megasdc.config import load_config; from megasdc.ops.launch.own_lines import logs_folder
+logs='import sys; from megasdc.config.load import load_config; from megasdc.ops.launch.own_lines import logs_folder
 print(logs_folder(load_config(sys.argv[1], sys.argv[3::2]).megasdc.logging.run_dir).absolute())'
 if folder_of_logs=$("$python" -c "$logs" "$config" "$@" 2>/dev/null); then
     export MEGASDC_LAUNCHER_LOGS=$folder_of_logs

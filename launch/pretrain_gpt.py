@@ -68,7 +68,7 @@ def main() -> NoReturn:
 def _run_dir(config: str, overrides: list[str]) -> str | None:
     """The run folder, or null if the configuration cannot be read; what is wrong with it is reported by training."""
     from megasdc.common.errors import ConfigError
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
 
     try:
         return load_config(config, overrides).megasdc.logging.run_dir

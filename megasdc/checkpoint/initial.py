@@ -20,7 +20,7 @@ from megasdc.checkpoint.formats.tensor_files import open_tensors
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
 

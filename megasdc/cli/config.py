@@ -16,7 +16,8 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import echo, write_whole
 
 if TYPE_CHECKING:
-    from megasdc.config import Layout, RunConfig
+    from megasdc.config.checks import Layout
+    from megasdc.config.load import RunConfig
     from megasdc.train.memory_step import StepMemory
 
 
@@ -53,7 +54,7 @@ def check_config(
 
     Relative paths in the file are relative to the folder that the run is started in.
     """
-    from megasdc.config import find_warnings
+    from megasdc.config.checks import find_warnings
     from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
     from megasdc.train.memory_step import predict_step_memory, unpredicted_because
 
@@ -136,7 +137,8 @@ def _tell_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], sho
 
 def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, Layout | None]:
     """The configuration, and its layout for a number of ranks; files of delays are read too."""
-    from megasdc.config import check_layout, load_config
+    from megasdc.config.checks import check_layout
+    from megasdc.config.load import load_config
 
     config = load_config(file, overrides)
     layout = check_layout(config, world_size) if world_size is not None else None

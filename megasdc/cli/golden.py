@@ -54,7 +54,7 @@ def golden_record(
 
     with stdout_kept_clean():
         from megasdc.common.progress import runs_bar
-        from megasdc.config import load_config
+        from megasdc.config.load import load_config
         from megasdc.ops.golden.record import record
 
         with runs_bar(Console(stderr=True), "recording") as on_progress:

@@ -72,7 +72,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     interval = _interval(options)
 
     from megasdc.common.progress import progress_bars
-    from megasdc.config import SdcSection
+    from megasdc.config.sections.detection import SdcSection
     from megasdc.lab.planning.audits import make_plan
     from megasdc.lab.report.plan_page import plan_page
     from megasdc.output.terminal import printer
@@ -99,7 +99,8 @@ def coverage(
     1 of 2: micro-batches, or blocks of the optimizer; some: the budget decides.
     The last columns: how long a fault that stays is unseen, most / mean.
     """
-    from megasdc.config import check_layout, load_config
+    from megasdc.config.checks import check_layout
+    from megasdc.config.load import load_config
     from megasdc.sdc.coverage import Shape, coverage_notes, coverage_rows, render_coverage
 
     loaded = load_config(config, overrides)
@@ -156,7 +157,7 @@ def _interval(options: PlanOptions) -> int:
 
 def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
     """The plan before its cadence is chosen; shares that are not given are predicted."""
-    from megasdc.config import AlwaysOnSection, AuditSection
+    from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
     from megasdc.lab.planning.audits import Plan, check_shares
     from megasdc.sdc.cost import Accelerator
 

@@ -15,7 +15,7 @@ from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_sa
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megasdc.config import MegasdcSection
+    from megasdc.config.sections.megasdc import MegasdcSection
     from megasdc.lab.planning.checkpoints.job import Costs
     from megasdc.lab.planning.checkpoints.rates import Preset, Shares
     from megasdc.lab.report.run_costs import RunCosts
@@ -120,7 +120,7 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
 
 def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSection | None]:
     """What the run measured, and the configuration that is compared."""
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
 
     measured = None
     if options.run is not None:

@@ -35,7 +35,7 @@ def prepare_data(
 
     An interrupted call resumes where it stopped.
     """
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
     from megasdc.data.indexed import describe_ids
     from megasdc.data.prepare import prepare
     from megasdc.data.sources import describe_skipped
@@ -234,7 +234,7 @@ def check_determinism(
 
 
 def _check_run(config: Any, overrides: Sequence[str], options: dict[str, Any]) -> Any:
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
     from megasdc.ops.determinism_check.check import check_determinism
 
     return check_determinism(load_config(config, overrides), **options)

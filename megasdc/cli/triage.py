@@ -46,7 +46,7 @@ def inspect_data(
     if (run_dir is None) == (config is None) or (config is None) != (world_size is None):
         raise typer.BadParameter("give either a run folder, or --config FILE with --world-size N")
     with stdout_kept_clean():
-        from megasdc.config import load_config
+        from megasdc.config.load import load_config
         from megasdc.lab.triage.step_data import Wanted, data_of_plan, data_of_run
         from megasdc.lab.triage.step_data_page import step_data_page
         from megasdc.output.terminal import print_pages

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.config import DelaySpec
+from megasdc.config.sections.delay import DelaySpec
 from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, Place
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megasdc.config import FaultSpec
+from megasdc.config.sections.faults import FaultSpec
 from megasdc.faults.injector import Tally
 
 

@@ -30,7 +30,8 @@ from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import ConfigError, MegasdcError
 from megasdc.common.memory_limits import free_memory
 from megasdc.common.progress import parts_bar
-from megasdc.model.hf import hf_class, num_pipeline_layers, rules
+from megasdc.model.hf.classes import hf_class
+from megasdc.model.hf.tensors import num_pipeline_layers, rules
 from megasdc.parallel import groups
 from megasdc.tensors.finite import are_finite
 

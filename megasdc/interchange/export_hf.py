@@ -42,7 +42,8 @@ from megasdc.data.tokenizer import (
     load_tokenizer,
 )
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
-from megasdc.model.hf import hf_class, hf_config, hf_shapes, num_pipeline_layers, to_hf
+from megasdc.model.hf.classes import hf_class, hf_config
+from megasdc.model.hf.tensors import hf_shapes, num_pipeline_layers, to_hf
 from megasdc.tensors.bits import dtype_name
 from megasdc.tensors.finite import are_finite
 

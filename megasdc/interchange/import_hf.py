@@ -41,16 +41,8 @@ from megasdc.data.tokenizer import (
 )
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_hf import check_out, writing_folder
-from megasdc.model.hf import (
-    architecture,
-    from_hf,
-    hf_shapes,
-    model_fields,
-    num_pipeline_layers,
-    rules,
-    special_token_ids,
-    vocabulary,
-)
+from megasdc.model.hf.fields import architecture, model_fields, special_token_ids, vocabulary
+from megasdc.model.hf.tensors import from_hf, hf_shapes, num_pipeline_layers, rules
 from megasdc.tensors.finite import are_finite
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megasdc.config import ModelSection, ParallelSection, ffn_width
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection, ffn_width
 from megasdc.model.layers import (
     FinalNorm,
     LayerContext,

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 
 LEADING_LAYERS = 2
 """Pipeline layers before the first transformer layer: word embedding, positions."""

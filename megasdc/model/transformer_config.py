@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import ModelSection, ParallelSection, ffn_width
 from megasdc.config.deepspeed_part import large_as_floats
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection, ffn_width
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

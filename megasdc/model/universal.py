@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits
 
 UNIVERSAL_INFO_KEY = "universal_checkpoint_info"

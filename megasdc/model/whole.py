@@ -8,7 +8,8 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from megasdc.config import ModelSection, ParallelSection
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.model.layers import LayerContext, WordEmbedding
 from megasdc.model.pipeline import TIED_KEY, layer_specs
 from megasdc.model.randomness import DropoutStreams

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.config import HookSpec
-from megasdc.config.sections.optimizer_hooks import BEFORE_NORM
+from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, HookSpec
 from megasdc.optim.bound_rules import Rule, rule_of
 from megasdc.optim.bounds import COLUMNS, PLACES, ShardBounds
 from megasdc.parallel.collectives import gather_objects

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megasdc.config import HookSpec
-from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, theta_at
+from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, HookSpec, theta_at
 from megasdc.tensors.bound_limits import Limits
 
 

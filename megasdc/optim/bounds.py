@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasdc.config import HookSpec
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP, HookSpec
 from megasdc.optim.bound_rules import Rule, limits_at, may_act, rule_of
 from megasdc.optim.clip_factors import ClipFactors
 from megasdc.optim.copies import digest

@@ -1,5 +1,1 @@
 """Parallel layout: dims, process groups, small named collectives."""
-
-from megasdc.parallel.dims import ParallelDims
-
-__all__ = ["ParallelDims"]

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.config import MegasdcSection
 from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.detection import EXTRA, AuditSection
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
 from megasdc.sdc.budget import MOST_EVERY, Cadence
 

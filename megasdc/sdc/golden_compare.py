@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
-from megasdc.config import TraceSection
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.trace import Trace

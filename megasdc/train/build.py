@@ -23,7 +23,11 @@ from megasdc.common.origin import Origin
 from megasdc.common.run_identity import count_start
 from megasdc.common.run_lock import LockedFolders
 from megasdc.common.versions.installed import component_versions, untested_versions
-from megasdc.config import DataSection, Layout, MegasdcSection, RunConfig, check_layout, replica_config
+from megasdc.config.checks import Layout, check_layout
+from megasdc.config.load import RunConfig
+from megasdc.config.replica import replica_config
+from megasdc.config.sections.data import DataSection
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
@@ -36,9 +40,10 @@ from megasdc.engine.run import Run
 from megasdc.engine.time_split import TimeSplit
 from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
-from megasdc.parallel import ParallelDims, groups
+from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
+from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.build_engine import build_training_engine, check_memory_here

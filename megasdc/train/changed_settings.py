@@ -15,8 +15,9 @@ from typing import Any
 from megasdc.checkpoint.load_universal import place_steps
 from megasdc.checkpoint.places import RankProblem
 from megasdc.common.errors import CheckpointError
-from megasdc.config import RunConfig, StudySection
 from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.study import StudySection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 

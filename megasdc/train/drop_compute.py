@@ -11,7 +11,6 @@ import socket
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import DropComputeSection
 from megasdc.config.sections.drop_compute import (
     AUTO,
     COMPUTED,
@@ -20,6 +19,7 @@ from megasdc.config.sections.drop_compute import (
     LARGER_BATCH,
     PREDICTIVE,
     RESAMPLE,
+    DropComputeSection,
     largest_batch,
 )
 from megasdc.dropcompute.compensation import TOLERANCE, WorkBalance, expected_steps, extra_steps

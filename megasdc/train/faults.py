@@ -8,8 +8,9 @@ from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.config import MegasdcSection, ProcessFaultSpec, expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS
+from megasdc.config.fault_profiles import expand_faults
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS, ProcessFaultSpec
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

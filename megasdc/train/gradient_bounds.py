@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.common.errors import ConfigError, NonFiniteError
-from megasdc.config import HookSpec
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET
+from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET, HookSpec
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

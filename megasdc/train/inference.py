@@ -15,7 +15,8 @@ from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_we
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import why_unreadable
 from megasdc.common.progress import parts_bar
-from megasdc.config import DataSection, RunConfig, load_config, parse_config
+from megasdc.config.load import RunConfig, load_config, parse_config
+from megasdc.config.sections.data import DataSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.dataset import TokenDataset, build_split
 from megasdc.data.loader import EvalLoader

@@ -14,20 +14,16 @@ from typing import TYPE_CHECKING
 
 from megasdc.common import room
 from megasdc.common.errors import LaunchError
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports.kept import imports_kept
 from megasdc.common.run_lock import LockedFolders, others_kept_out
 from megasdc.common.versions.installed import check_range, component_versions
 from megasdc.common.versions.private_names import names_checked
-from megasdc.config import (
-    RunConfig,
-    StudySection,
-    check_layout,
-    find_warnings,
-    load_config,
-    replica_config,
-    with_replicas,
-)
+from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.environment import record_collectives, set_deterministic_environment
+from megasdc.config.fewer import with_replicas
+from megasdc.config.load import RunConfig, load_config
+from megasdc.config.replica import replica_config
+from megasdc.config.sections.study import StudySection
 from megasdc.events import EventLog
 from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.process.known_errors import as_known_error

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megasdc.common.errors import ConfigError
 from megasdc.common.memory_limits import memory_limits
-from megasdc.config import RunConfig, ffn_width
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 GIB = 2**30

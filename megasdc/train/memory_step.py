@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields, replace
 
-from megasdc.config import Layout, RunConfig, ffn_width
+from megasdc.config.checks import Layout
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import ModelSizes, layers_per_stage, model_sizes
 
 HOST_BUCKET_ELEMENTS = 2_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megasdc
-from megasdc.config import RunConfig
+from megasdc.config.load import RunConfig
 from megasdc.config.sections.deepspeed import Wandb
 from megasdc.engine.run import Run
 from megasdc.metrics.sinks.csv_files import CsvSink

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from megasdc.checkpoint.fence import Fence
 from megasdc.common.run_lock import RunLock
-from megasdc.config import MegasdcSection, ParallelSection, RunConfig, StudySection
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.megasdc import MegasdcSection, ParallelSection
+from megasdc.config.sections.study import StudySection
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches

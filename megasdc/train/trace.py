@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.config import RunConfig, TraceSection
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

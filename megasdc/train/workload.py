@@ -9,7 +9,9 @@ from contextlib import ExitStack
 import torch
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import GoldenSection, RunConfig, check_layout, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.sections.megasdc import GoldenSection
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook

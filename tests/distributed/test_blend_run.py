@@ -11,7 +11,7 @@ import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.common.errors import CheckpointError
-from megasdc.config import DataSection
+from megasdc.config.sections.data import DataSection
 from megasdc.data.dataset import build_split
 
 pytestmark = pytest.mark.distributed

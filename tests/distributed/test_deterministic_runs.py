@@ -15,7 +15,7 @@ from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, wr
 
 from megasdc import pretrain as training
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.ops.determinism_check.check import check_determinism, compare_two_runs
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace_file import read_trace, trace_path

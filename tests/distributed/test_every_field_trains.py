@@ -26,7 +26,7 @@ from harness import run_distributed
 from whole_runs import prepare_text, pretrain_within
 
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, ConfigError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 
 pytestmark = pytest.mark.distributed
 

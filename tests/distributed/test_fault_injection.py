@@ -17,7 +17,9 @@ from tiny import GPT, LLAMA, SEQUENCE, VOCAB, make_engine, micro_batches, train_
 
 from megasdc.common.addresses import PHASES as ADDRESSED
 from megasdc.common.addresses import Address
-from megasdc.config import FaultSpec, ModelSection, ParallelSection
+from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.config.submodule_names import submodule_slots
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import StartedCommand, fork_fresh_ranks
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.ops.golden.node import Collector, StoreMailbox
 from megasdc.ops.golden.record import record
 from megasdc.ops.golden.watched_ranks import RankReport

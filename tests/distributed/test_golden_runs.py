@@ -10,7 +10,7 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.ops.golden.record import record
 from megasdc.sdc.golden.answer import GoldenAnswer
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden

@@ -13,8 +13,9 @@ from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, make_engine, tokens_of_step
 
 from megasdc.checkpoint.views.logical import load_weights
-from megasdc.config import ModelSection
-from megasdc.model.hf import from_hf, hf_class, hf_config, num_pipeline_layers
+from megasdc.config.sections.model import ModelSection
+from megasdc.model.hf.classes import hf_class, hf_config
+from megasdc.model.hf.tensors import from_hf, num_pipeline_layers
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from harness import run_distributed
 
-from megasdc.config import check_layout, ffn_width
+from megasdc.config.checks import check_layout
+from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.train.memory_step import _Stage
 from tools.bench.training.memory import BAR, BF16, CASES, FOUR, FUSED, LLAMA, MemoryCase, compare_memory

@@ -10,7 +10,7 @@ import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.features import ORDER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

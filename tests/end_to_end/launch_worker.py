@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from megasdc.common.errors import DataError, MegasdcError, PeerError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.ops.launch.records import write_done, write_started
 
 RANK = int(os.environ["RANK"])

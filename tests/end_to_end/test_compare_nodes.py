@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_launch_train import tiny_config
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.data.prepare import prepare
 from megasdc.events import read_events
 from tools.hosts import Cluster, unavailable_reason

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.ops.golden.record import record
 from tools.hosts import Cluster, unavailable_reason
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from slow_link import limit_rate, slow_link
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()

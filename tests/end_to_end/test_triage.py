@@ -13,7 +13,7 @@ import pytest
 from whole_runs import prepare_text, train_run, write_config
 
 from megasdc.common.errors import CorruptionError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.lab.triage.step_data import StepData, Wanted, data_of_plan
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(400)]

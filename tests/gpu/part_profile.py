@@ -65,7 +65,8 @@ def profile_job(bench: Bench, name: str, options: dict[str, Any], section: dict[
 
 def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> Any:
     """Our loop as benchmarks run it, on samples in memory; ``model`` are further fields of the model."""
-    from megasdc.config import check_layout, parse_config
+    from megasdc.config.checks import check_layout
+    from megasdc.config.load import parse_config
     from megasdc.data.memory_stream import MemoryStream
     from megasdc.parallel import groups
     from megasdc.train.build import prepare_run_folder

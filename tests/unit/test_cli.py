@@ -20,7 +20,7 @@ from megasdc.cli import app, main
 from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.lab.traces import trace_command
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"

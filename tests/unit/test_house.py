@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config import check_layout, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import parse_config
 from tools.house import rank
 from tools.house.__main__ import main
 from tools.house.entered import files_of, tiny, with_checks, with_faults

@@ -200,7 +200,7 @@ def test_lowest_layers_name_no_torch(file):
 @pytest.mark.parametrize(
     "module",
     [
-        "megasdc.config",
+        "megasdc.config.load",
         "megasdc.config.repeatability",
         "megasdc.config.table",
         "megasdc.events",
@@ -216,6 +216,13 @@ def test_importing_brings_no_torch(module):
     code = f"import {module}, sys; assert not {{'torch', 'numpy', 'deepspeed'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_packages_import_nothing():
+    """A name has one module to import it from: of packages, megasdc itself and its command line alone give any."""
+    composes = {PACKAGE / "__init__.py", PACKAGE / "cli" / "__init__.py"}
+    packages = {file for file in FILES if file.name == "__init__.py"} - composes
+    assert [str(file.relative_to(PACKAGE)) for file in sorted(packages) if list(imported(file))] == []
 
 
 def test_parallel_state_is_initialised_in_one_place():

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.data.position import num_passed
 
 SHARED_STATE_FILE = "megasdc.json"

@@ -15,7 +15,7 @@ from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open
 from megasdc.checkpoint.kinds import explain_folder
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors in older files that are not parameters."""

@@ -23,7 +23,7 @@ from megasdc.checkpoint.kinds import is_initial_weights
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.common.errors import CheckpointError, DataError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.model.sharding import Split, join, parameter_splits, split_name, take_shard, torch_name
 from megasdc.model.transformer_config import padded_vocab_size

@@ -5,7 +5,7 @@ A visit would also copy the memory pages of all these objects into the fork. Fro
 
 import gc
 
-from megasdc.common.imports import allow
+from megasdc.common.imports.kept import allow
 
 allow()
 gc.collect()

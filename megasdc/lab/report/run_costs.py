@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.common.errors import DataError
-from megasdc.config import MegasdcSection, parse_config
+from megasdc.config.load import parse_config
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.ops.run_folder.record import CONFIG_FILE, RunRecord, is_run, load_run
 
 

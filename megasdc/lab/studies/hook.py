@@ -40,8 +40,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
-from megasdc.config import ParallelSection, StudySection
-from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PAPER_BACKWARD, PAPER_FORWARD, PARAMETER_SYNC
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.study import (
+    COMPUTATION_SYNC,
+    FREE_RUN,
+    PAPER_BACKWARD,
+    PAPER_FORWARD,
+    PARAMETER_SYNC,
+    StudySection,
+)
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook

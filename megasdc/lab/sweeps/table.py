@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megasdc.config.sections.study import FREE_RUN
 from megasdc.lab.sweeps.ma_tables import NodeTable, StudiedNode, node_tables, studied_nodes
-from megasdc.lab.sweeps.papers import PAPER_TABLES, PaperRow, find_row
+from megasdc.lab.sweeps.papers.tables import PAPER_TABLES, PaperRow, find_row
 from megasdc.lab.sweeps.pei_metrics import EPSILON, CellScore, NodesScore, score_cells
 from megasdc.lab.sweeps.results import SweepResults
 

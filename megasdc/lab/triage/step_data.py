@@ -12,7 +12,9 @@ import torch
 
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.config import DataSection, RunConfig, check_layout, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.sections.data import DataSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.dataset import TokenDataset, build_split, verify_data
 from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.common.errors import DataError
-from megasdc.config import AuditSection, DropComputeSection, RunConfig, check_layout, parse_config
-from megasdc.config.sections.detection import TRAINING
-from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.sections.detection import TRAINING, AuditSection
+from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.data.step_positions import StepWork
 from megasdc.dropcompute.decisions import StepDecisions
 from megasdc.lab.triage.history import Start

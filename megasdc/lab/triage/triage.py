@@ -30,7 +30,8 @@ from megasdc.common.errors import (
     TraceError,
     error_of_rank,
 )
-from megasdc.config import RunConfig, check_layout, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.dropcompute.decisions import DECISIONS_FILE, DecisionLog, StepDecisions
 from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_runs, load_traces
 from megasdc.lab.triage.positions import RunPast

@@ -16,9 +16,11 @@ from typing import Any
 
 from megasdc.common.addresses import FORWARD
 from megasdc.common.errors import ConfigError
-from megasdc.config import Layout, RunConfig, check_layout, replica_config
+from megasdc.config.checks import Layout, check_layout
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.load import RunConfig
 from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
+from megasdc.config.replica import replica_config
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks

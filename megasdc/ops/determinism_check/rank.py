@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
-from megasdc.common.imports import imports_kept
-from megasdc.config import RunConfig, TraceSection, check_layout, parse_config
+from megasdc.common.imports.kept import imports_kept
+from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.parallel.run_ranks import Messages
 from megasdc.sdc.trace import Trace
 from megasdc.train.process.known_errors import as_known_error

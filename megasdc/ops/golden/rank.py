@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports.kept import imports_kept
 
 with imports_kept():
     import torch
@@ -24,8 +24,8 @@ with imports_kept():
 
     from megasdc.common.addresses import Address
     from megasdc.common.errors import ConfigError, MegasdcError, TraceError
-    from megasdc.config import RunConfig, parse_config
     from megasdc.config.environment import set_deterministic_environment
+    from megasdc.config.load import RunConfig, parse_config
     from megasdc.determinism import set_deterministic
     from megasdc.ops.golden.drill import Drill
     from megasdc.parallel import groups

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import HangError, PeerError, TraceError, error_of_rank
-from megasdc.config import RunConfig, check_layout
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig
 from megasdc.ops.golden.watched_ranks import RankReport, WatchedRank, watch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import LocalMeeting, rank_environment

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megasdc.common.errors import LaunchError, MegasdcError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
 from megasdc.ops.launch.verdict import judge

@@ -21,7 +21,8 @@ from megasdc.common.program import why_unreadable
 from megasdc.common.room import WAIT_S
 from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE
 from megasdc.common.user_code import file_of
-from megasdc.config import RunConfig, check_layout, load_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig, load_config
 from megasdc.ops.launch import command, environment
 from megasdc.ops.launch.checks import HostNeeds
 from megasdc.ops.launch.hosts import Placement, place_on_hosts, place_on_this_host, place_program_here, read_hostfile

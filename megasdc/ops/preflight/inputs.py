@@ -20,7 +20,7 @@ from rich.filesize import decimal
 
 from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.common.errors import CheckpointError, CorruptionError, DataError, LaunchError, StorageError
-from megasdc.config import check_layout, find_warnings
+from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.repeatability import find_causes, find_startup_modules
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared

@@ -21,7 +21,7 @@ from megasdc.common import run_lock
 from megasdc.common.errors import ConfigError, LaunchError, StorageError
 from megasdc.common.progress import OnProgress
 from megasdc.common.run_lock import WITHOUT_FLOCK, open_lock_file
-from megasdc.config import RunConfig, load_config
+from megasdc.config.load import RunConfig, load_config
 from megasdc.ops.launch.hosts import read_hostfile
 from megasdc.ops.launch.plan import LaunchPlan, make_plan, new_launch_id
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest

@@ -9,7 +9,7 @@ from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.events import Event

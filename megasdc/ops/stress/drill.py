@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config import FaultSpec, expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS, place_problems, spec_problems
+from megasdc.config.fault_profiles import expand_faults
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, place_problems, spec_problems
 from megasdc.faults.injector import Injector, Tally
 from megasdc.faults.schedule import in_steps
 from megasdc.faults.unfired import why_unfired

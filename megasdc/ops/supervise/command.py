@@ -31,7 +31,9 @@ from typing import Any, TextIO
 from megasdc.common import room
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.common.room import lacks_room
-from megasdc.config import check_layout, load_config, settings_for
+from megasdc.config.checks import check_layout
+from megasdc.config.fewer import settings_for
+from megasdc.config.load import load_config
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args

@@ -27,7 +27,8 @@ from megasdc.common.memory_limits import free_memory
 from megasdc.common.progress import tell_bytes
 from megasdc.common.room import probe
 from megasdc.common.shared_memory import SNAPSHOT_SHARE, shared_folder
-from megasdc.config import Layout, RunConfig, check_layout, load_config
+from megasdc.config.checks import Layout, check_layout
+from megasdc.config.load import RunConfig, load_config
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared
 from megasdc.ops.launch.on_host.module import PROGRESS_MARK

@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from megasdc.common.addresses import OF_AUDIT, Address
-from megasdc.config import AlwaysOnSection, MegasdcSection, RunConfig
+from megasdc.config.load import RunConfig
 from megasdc.config.problems.detection import asks_golden
+from megasdc.config.sections.detection import AlwaysOnSection
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.observer import Listener

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.config import AlwaysOnSection, RunConfig, TraceSection
-from megasdc.config.sections.detection import EXTRA
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.detection import EXTRA, AlwaysOnSection
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size

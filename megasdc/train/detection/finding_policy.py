@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import CorruptionError, DataError, StorageError
-from megasdc.config import SdcSection
-from megasdc.config.sections.detection import EXTRA, TRAINING
+from megasdc.config.sections.detection import EXTRA, TRAINING, SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.observer import Listener
 from megasdc.engine.run import Run

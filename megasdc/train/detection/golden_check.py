@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.common.errors import TraceError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.engine.observer import Listener
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megasdc.common.errors import ConfigError, TraceError
-from megasdc.config import RunConfig, parse_config
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.model.compiled import FUSED_VERSION, code_generator
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import key_differences

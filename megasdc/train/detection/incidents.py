@@ -16,7 +16,7 @@ from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_lin
 from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
 from megasdc.common.alert import alert
 from megasdc.common.errors import StorageError
-from megasdc.config import RunConfig
+from megasdc.config.load import RunConfig
 from megasdc.engine.run import Run
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects

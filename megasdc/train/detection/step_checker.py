@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
 from megasdc.common.errors import DataError
-from megasdc.config import AuditSection, DropComputeSection, SdcSection, TraceSection
-from megasdc.config.sections.detection import EXTRA
-from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE
+from megasdc.config.sections.detection import EXTRA, AuditSection, SdcSection
+from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook

@@ -20,7 +20,7 @@ import torch
 
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.run_lock import LockedFolders
-from megasdc.config import Layout
+from megasdc.config.checks import Layout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

@@ -23,7 +23,8 @@ from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_mem
 from megasdc.checkpoint.verification_marks import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.shared_memory import is_own_folder
-from megasdc.config import MemorySection, RunConfig
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.megasdc import MemorySection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

@@ -32,7 +32,9 @@ from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
 from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.config import RunConfig, StudySection, precision_of
+from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.study import StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators

@@ -17,7 +17,8 @@ from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.common import room
 from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
-from megasdc.config import RunConfig, StudySection
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.study import StudySection
 from megasdc.data.position import merge_positions
 from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine

@@ -15,7 +15,7 @@ from megasdc.attached.engine import check_engine
 from megasdc.attached.settings import TRIAL_VARIABLE, golden_problems
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from megasdc.config import FaultSpec, parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.sections.detection import AlwaysOnSection
-from megasdc.config.sections.faults import spec_problems
+from megasdc.config.sections.faults import FaultSpec, spec_problems
 from megasdc.events import EventLog
 from megasdc.sdc.coverage import Shape, coverage_rows, render_coverage
 from tools.bench.detection.live_chain import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasdc.config import DeterminismSection
+from megasdc.config.sections.megasdc import DeterminismSection
 from tools.bench.training.loops import DeterministicLoop, MegasdcLoop
 
 

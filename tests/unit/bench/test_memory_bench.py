@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import check_layout
+from megasdc.config.checks import check_layout
 from megasdc.parallel import groups, local_ranks
 from megasdc.train.memory_step import predict_step_memory
 from tools.bench.commands import app

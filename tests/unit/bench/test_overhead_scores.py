@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.config import ffn_width
+from megasdc.config.sections.model import ffn_width
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.check_cost import Rates, median_rates
 from tools.bench.detection.options import OverheadOptions

@@ -4,7 +4,7 @@ import pytest
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.repeatability import Cause
 from megasdc.ops.determinism_check.check import Difference, RepeatReport, compare_two_runs, smallest_layout
 from megasdc.parallel.dims import ParallelDims

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import imports
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import kept as imports
+from megasdc.common.imports.kept import imports_kept
 from megasdc.common.imports.packages import is_installed
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import parse_config
 from megasdc.config.changes import find_changes, may_change
+from megasdc.config.load import parse_config
 
 BASE = {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}
 

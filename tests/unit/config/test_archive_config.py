@@ -10,7 +10,7 @@ import pytest
 from field_values import BASE
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 
 
 def problems(archive: Any, **sections: Any) -> list[str]:

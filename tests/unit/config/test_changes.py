@@ -7,10 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import RunConfig, load_config, parse_config
 from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
 from megasdc.config.fields import AtResume, Section, at_resume_of
-from megasdc.config.load import WholeFile
+from megasdc.config.load import RunConfig, WholeFile, load_config, parse_config
 from megasdc.config.table import rows_of
 
 FILE: dict[str, Any] = {

@@ -9,16 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import (
-    PRESETS,
-    ModelSection,
-    check_layout,
-    ffn_width,
-    find_warnings,
-    head_width,
-    parse_config,
-    resolve_batch,
-)
+from megasdc.config.checks import check_layout, find_warnings, resolve_batch
+from megasdc.config.load import parse_config
+from megasdc.config.presets import PRESETS
+from megasdc.config.sections.model import ModelSection, ffn_width, head_width
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 IDS = {"kind": "megatron", "path": "a"}

@@ -9,9 +9,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import PRESETS, MegasdcSection, load_config, parse_config
-from megasdc.config.load import json_schema, nearest
+from megasdc.config.load import json_schema, load_config, nearest, parse_config
+from megasdc.config.presets import PRESETS
 from megasdc.config.sections.deepspeed import DeepSpeedPart
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import element_in, model_in
 
 MINIMAL = {

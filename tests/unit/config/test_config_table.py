@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from megasdc.common.versions.tested import render_tables
-from megasdc.config import MegasdcSection
 from megasdc.config.fields import AtResume
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import render_table, type_text, with_tables
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config import parse_config
 from megasdc.config.deepspeed_keys import REFUSED, SCHEDULER_PARAMS, UNSUPPORTED_KEYS
+from megasdc.config.load import parse_config
 from megasdc.config.sections import deepspeed as ours
 
 ds_config = pytest.importorskip("deepspeed.runtime.config")

@@ -8,9 +8,8 @@ import re
 import pytest
 from field_values import context_of, fields, put
 
-from megasdc.config import parse_config
 from megasdc.config.fields import ABSENT
-from megasdc.config.load import WholeFile
+from megasdc.config.load import WholeFile, parse_config
 from megasdc.config.presets import PRESETS
 from megasdc.config.read import dotted, shown
 from megasdc.config.schema import remove, type_problems, value_at

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
-from megasdc.config import DelaySpec, check_layout, parse_config
-from megasdc.config.sections.delay import PARAMETERS_OF
+from megasdc.config.checks import check_layout
+from megasdc.config.load import parse_config
+from megasdc.config.sections.delay import PARAMETERS_OF, DelaySpec
 from megasdc.distributions.kinds import KINDS
 
 BASE = {

@@ -3,8 +3,8 @@
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import DeterminismSection
 from megasdc.config.environment import VARIABLES, set_deterministic_environment
+from megasdc.config.sections.megasdc import DeterminismSection
 
 ON, OFF = DeterminismSection(enabled=True), DeterminismSection(enabled=False)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import check_layout, find_warnings, parse_config
+from megasdc.config.checks import check_layout, find_warnings
+from megasdc.config.load import parse_config
 
 BASE: dict[str, Any] = {
     "train_batch_size": 8,

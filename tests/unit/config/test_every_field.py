@@ -7,7 +7,8 @@ import pytest
 from field_values import context_of, fields, misspelt, put, values_of
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import check_layout, find_warnings, parse_config
+from megasdc.config.checks import check_layout, find_warnings
+from megasdc.config.load import parse_config
 from megasdc.config.read import dotted
 from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
 

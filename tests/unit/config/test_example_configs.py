@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config import check_layout, find_warnings, load_config, parse_config
+from megasdc.config.checks import check_layout, find_warnings
+from megasdc.config.load import load_config, parse_config
 
 FOLDER = Path(__file__).parents[3] / "configs"
 RANKS = {

@@ -5,7 +5,9 @@ import copy
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import check_layout, expand_faults, load_profile, parse_config, profile_names
+from megasdc.config.checks import check_layout
+from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
+from megasdc.config.load import parse_config
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.sections.optimizer_hooks import theta_at
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}

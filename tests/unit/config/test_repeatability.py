@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.repeatability import find_causes, find_startup_modules
 
 FIXED = {

@@ -9,7 +9,8 @@ import pytest
 from megasdc.attached.settings import load_settings
 from megasdc.common.errors import ConfigError
 from megasdc.common.imports.packages import is_installed
-from megasdc.config import check_layout, load_config, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import load_config, parse_config
 
 MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 

@@ -13,10 +13,12 @@ from pydantic import BaseModel, ValidationError
 
 from megasdc.attached.settings import load_settings
 from megasdc.common.errors import ConfigError
-from megasdc.config import MegasdcSection, find_warnings, parse_config
+from megasdc.config.checks import find_warnings
 from megasdc.config.fields import Needs, alternatives
+from megasdc.config.load import parse_config
 from megasdc.config.problems.without_effect import find_idle
 from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import model_in, relations
 
 OWN = {path: (field, needs) for path, field, needs in relations(MegasdcSection, "")}

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megasdc.config import DelaySpec
+from megasdc.config.sections.delay import DelaySpec
 from megasdc.faults import delay as module
 from megasdc.faults.delay import InjectedDelays, build_delay, draw_delays
 from megasdc.lab.planning.environment import Environment
-from megasdc.parallel import ParallelDims
+from megasdc.parallel.dims import ParallelDims
 
 SPECS = [
     {"kind": "bounded_lognormal", "mean_s": 0.5, "micro_batch_latency_s": 0.25},

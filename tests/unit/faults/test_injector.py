@@ -6,9 +6,9 @@ import torch
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config import FaultSpec
+from megasdc.config.sections.faults import FaultSpec
 from megasdc.faults.injector import Injector, unsigned_bits
-from megasdc.parallel import ParallelDims
+from megasdc.parallel.dims import ParallelDims
 
 DIMS = ParallelDims(2, 2, 2, rank=3)  # tensor rank 1, replica 1, stage 0
 FQN = "2.layer.mlp.linear_fc1"

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.config import ProcessFaultSpec
+from megasdc.config.sections.faults import ProcessFaultSpec
 from megasdc.faults import process
 from megasdc.faults.process import ProcessFaults
-from megasdc.parallel import ParallelDims
+from megasdc.parallel.dims import ParallelDims
 from megasdc.train.faults import armed_text
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megasdc.common.addresses import Address
-from megasdc.config import FaultSpec, expand_faults, load_profile
+from megasdc.config.fault_profiles import expand_faults, load_profile
+from megasdc.config.sections.faults import FaultSpec
 from megasdc.faults.injector import Injector
-from megasdc.parallel import ParallelDims
+from megasdc.parallel.dims import ParallelDims
 
 SITES = {
     "forward_attention": ("forward", "5.layer.self_attention.linear_proj", "output"),

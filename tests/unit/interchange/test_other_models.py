@@ -21,7 +21,8 @@ from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf
 from megasdc.lab.checkpoints.views.open import open_hf_view
-from megasdc.model.hf import hf_shapes, model_fields
+from megasdc.model.hf.fields import model_fields
+from megasdc.model.hf.tensors import hf_shapes
 from megasdc.parallel import groups
 
 INDEX, HEAD = "model.safetensors.index.json", "lm_head.weight"

@@ -6,20 +6,11 @@ import pytest
 import torch
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.interchange.import_hf import import_hf
-from megasdc.model.hf import (
-    from_hf,
-    hf_class,
-    hf_config,
-    hf_shapes,
-    join_qkv,
-    model_fields,
-    num_pipeline_layers,
-    rules,
-    split_qkv,
-    to_hf,
-)
+from megasdc.model.hf.classes import hf_class, hf_config
+from megasdc.model.hf.fields import model_fields
+from megasdc.model.hf.tensors import from_hf, hf_shapes, join_qkv, num_pipeline_layers, rules, split_qkv, to_hf
 
 GPT = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "max_positions": 32}
 LLAMA = {

@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.initial import same_tokenizer
 from megasdc.common.errors import CheckpointError, DataError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.interchange.import_hf import import_hf
 from megasdc.lab.checkpoints.views.inspect import _model
 from megasdc.lab.checkpoints.views.open import open_hf_view
-from megasdc.model.hf import hf_config, hf_shapes
+from megasdc.model.hf.classes import hf_config
+from megasdc.model.hf.tensors import hf_shapes
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "max_positions": 16}
 LLAMA = {

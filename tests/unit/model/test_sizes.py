@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config import PRESETS, ModelSection, ParallelSection, ffn_width
+from megasdc.config.presets import PRESETS
+from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections.model import ModelSection, ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 

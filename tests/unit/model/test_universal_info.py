@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits
 from megasdc.model.universal import universal_info
 

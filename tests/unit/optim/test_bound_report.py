@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.config import HookSpec
+from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.optim.bound_report import merge_totals, metrics_of, rows_of, warnings_of
 from megasdc.optim.bounds import COLUMNS
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.config import AuditSection, DropComputeSection, SdcSection
+from megasdc.config.sections.detection import AuditSection, SdcSection
+from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence

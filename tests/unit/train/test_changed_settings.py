@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-from megasdc.config import parse_config
 from megasdc.config.changes import Change
+from megasdc.config.load import parse_config
 from megasdc.train.changed_settings import ChangedSettings, rescale
 
 

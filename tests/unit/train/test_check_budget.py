@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.events import EventLog, read_events
 from megasdc.optim.state_blocks import BLOCK
 from megasdc.parallel.agreement import Agreed

@@ -18,7 +18,7 @@ from hand_made import write_checkpoint
 from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.common.errors import CorruptionError
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.engine.run import Run
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megasdc
-from megasdc.config import RunConfig, parse_config
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.golden.machine import machine_key, processor_name

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc import features
-from megasdc.config import RunConfig
+from megasdc.config.load import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run

@@ -79,7 +79,7 @@ def bench_step_memory(
 
     Each configuration is trained for three steps on random tokens, and nothing is written.
     """
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
     from megasdc.parallel.local_ranks import count_accelerators
     from tools.bench.training.memory import bench_memory, default_cases
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megasdc.config import AuditSection, DeterminismSection, RunConfig, check_layout
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.detection import AuditSection
+from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.data.step_batches import StepBatches

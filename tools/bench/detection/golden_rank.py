@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.common.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
-from megasdc.config import FaultSpec, RunConfig, parse_config
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, FaultSpec
 from megasdc.determinism import set_deterministic
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import WEIGHT_GRAD, Address
-from megasdc.config import TraceSection, parse_config
+from megasdc.config.load import parse_config
 from megasdc.config.sections.faults import TOKENS
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Position
 from megasdc.data.step_batches import StepBatches

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megasdc.config import RunConfig, parse_config
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.model.randomness import mix
 from tools.bench.detection.golden_rank import LLAMA_GROUPED
 from tools.bench.detection.live_cases import CHECKED, EVERYTHING, GOLDEN, PERMUTED, SUMMED

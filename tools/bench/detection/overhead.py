@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.config import SdcSection
+from megasdc.config.sections.detection import SdcSection
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.check_cost import Rates, median_rates

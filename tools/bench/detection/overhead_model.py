@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
-from megasdc.config import AlwaysOnSection, AuditSection
+from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import Reads, Work, reads_of_step
 

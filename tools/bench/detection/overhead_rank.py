@@ -21,7 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import Address
-from megasdc.config import AuditSection, DeterminismSection, RunConfig, SdcSection, check_layout
+from megasdc.config.checks import check_layout
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.detection import AuditSection, SdcSection
+from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.data.step_batches import StepBatches

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megasdc.common.addresses import FORWARD, Address
-from megasdc.config import TraceSection, check_layout
+from megasdc.config.checks import check_layout
+from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES

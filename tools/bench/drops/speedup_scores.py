@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config import DelaySpec
+from megasdc.config.sections.delay import DelaySpec
 from megasdc.dropcompute.compensation import TOLERANCE
 from megasdc.dropcompute.decisions import DECISIONS_FILE, read_decisions
 from megasdc.dropcompute.search import Curve, Rule, search_recorded, search_threshold

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasdc.config import check_layout, parse_config
+from megasdc.config.checks import check_layout
+from megasdc.config.load import parse_config
 from megasdc.data.dataset import TokenDataset, build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest

@@ -15,7 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megasdc.config import DeterminismSection, HookSpec, Layout, RunConfig, ffn_width
+from megasdc.config.checks import Layout
+from megasdc.config.load import RunConfig
+from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections.model import ffn_width
+from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.determinism import set_deterministic

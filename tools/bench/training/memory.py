@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megasdc.config import Layout, RunConfig, check_layout, parse_config
+from megasdc.config.checks import Layout, check_layout
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.parallel import groups

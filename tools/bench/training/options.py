@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megasdc.config import RunConfig, parse_config
+from megasdc.config.load import RunConfig, parse_config
 from tools.bench.options import Options, option
 
 HEAD_WIDTH = 64

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megasdc.config import Layout, RunConfig, check_layout
+from megasdc.config.checks import Layout, check_layout
+from megasdc.config.load import RunConfig
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects

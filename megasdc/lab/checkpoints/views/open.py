@@ -40,19 +40,10 @@ from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import locate_shards, read_stage, text_of
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config import ModelSection
+from megasdc.config.sections.model import ModelSection
 from megasdc.lab.checkpoints.views.dcp import open_dcp
-from megasdc.model.hf import (
-    Form,
-    Rule,
-    hf_shapes,
-    model_fields,
-    num_pipeline_layers,
-    rules,
-    shape_of_ours,
-    to_ours,
-    vocabulary,
-)
+from megasdc.model.hf.fields import model_fields, vocabulary
+from megasdc.model.hf.tensors import Form, Rule, hf_shapes, num_pipeline_layers, rules, shape_of_ours, to_ours
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -12,8 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.common.errors import MegasdcError
-from megasdc.config import DelaySpec, FaultSpec, HookSpec, ProcessFaultSpec
 from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
+from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.ops.run_folder.record import RunRecord
 
 LISTED_HOSTS = 12

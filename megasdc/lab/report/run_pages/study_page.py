@@ -27,7 +27,7 @@ from megasdc.lab.report.run_pages.figures.sweep import increases, sweep_figures
 from megasdc.lab.studies.tables import StudySummary, describe, mismatch_rows, summarize_study, torn_note
 from megasdc.lab.sweeps.ma_tables import node_tables
 from megasdc.lab.sweeps.outcome import DONE, STATUSES
-from megasdc.lab.sweeps.papers import PAPER_TABLES, PaperRow
+from megasdc.lab.sweeps.papers.tables import PAPER_TABLES, PaperRow
 from megasdc.lab.sweeps.pei_metrics import EPSILON, CellScore, NodesScore
 from megasdc.lab.sweeps.results import SweepResults, read_sweep
 from megasdc.lab.sweeps.sweep_file import HEALTHY

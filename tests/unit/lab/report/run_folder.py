@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megasdc.common.addresses import Address
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.incident import conclude

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megasdc.lab.sweeps.outcome import Yardstick, diverged_why, final_mean
-from megasdc.lab.sweeps.papers import PAPER_TABLES
+from megasdc.lab.sweeps.papers.tables import PAPER_TABLES
 from megasdc.lab.sweeps.pei_metrics import Ending, relative_increase, score_cell
 
 BY = Yardstick(final_steps=2, diverged_rise=0.1, entropy=6.0)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
-from megasdc.config import load_profile
+from megasdc.config.fault_profiles import load_profile
 from megasdc.lab.sweeps.plan import Plan, Start, build_plan, measured_folder, runs_of
 from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore
 from megasdc.lab.sweeps.sweep import _check_folder
@@ -252,7 +252,7 @@ def test_cells_and_nodes_of_a_size_take_over_what_the_sweep_says_of_them(tmp_pat
 )
 def test_shipped_sweeps_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size of a shipped sweep is right, has a healthy run in every cell, and makes every row of its tables."""
-    from megasdc.lab.sweeps.papers import PAPER_TABLES
+    from megasdc.lab.sweeps.papers.tables import PAPER_TABLES
 
     monkeypatch.chdir(CONFIGS.parent)
     path = CONFIGS / "sweeps" / f"{name}.json"

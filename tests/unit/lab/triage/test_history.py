@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import DataError
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.events import EventLog
 from megasdc.lab.triage.history import Start, read_history
 from megasdc.lab.triage.step_settings import settings_of_starts

@@ -13,7 +13,7 @@ import pytest
 from run_folder import SMOKE, add_hang, add_incident
 
 from megasdc.common.origin import Origin
-from megasdc.config import load_config
+from megasdc.config.load import load_config
 from megasdc.events import Event, EventLog, in_order
 from megasdc.lab.report.run_pages.facts import places
 from megasdc.metrics.writer import MetricsWriter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.config import parse_config
+from megasdc.config.load import parse_config
 from megasdc.data.prepare import prepare
 
 

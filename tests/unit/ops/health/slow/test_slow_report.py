@@ -85,7 +85,7 @@ def test_garbage_collection_is_told_apart(tmp_path: Path) -> None:
 
 def test_summary_and_page_show_who_was_slow(tmp_path: Path) -> None:
     """The line of the summary, a mark, and a curve for each rank."""
-    from megasdc.config import load_config
+    from megasdc.config.load import load_config
     from megasdc.metrics.writer import MetricsWriter
 
     run = tmp_path / "run"
