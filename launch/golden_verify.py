@@ -48,14 +48,14 @@ def verify(
 
         from megasdc.common.progress import runs_bar
         from megasdc.ops.golden.node import verify_as_launched
-        from megasdc.ops.golden.result import VerifyResult, render_result
+        from megasdc.ops.golden.result import VerifyResult, render_golden
 
         console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with ExitStack() as bar:
 
         def show(result: VerifyResult) -> None:
             bar.close()
-            print_result(result, render_result, out=out, as_json=as_json)
+            print_result(result, render_golden, out=out, as_json=as_json)
 
         code = verify_as_launched(
             path,

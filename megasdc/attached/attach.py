@@ -29,13 +29,13 @@ import torch.distributed as dist
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
 from megasdc.attached.copies import read_copies
-from megasdc.attached.engine import ZERO3, check_engine, check_environment, dims_of, precision_of
+from megasdc.attached.engine import ZERO3, check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
-from megasdc.attached.record import Recorder, choose_watched, computing_names, pattern_problems, trained_names
+from megasdc.attached.record import ResultRecorder, choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import FOLDER, ReproRun, golden_problems, load_settings
-from megasdc.attached.training import Part, Training
+from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common import room
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PARAMETER
@@ -51,15 +51,15 @@ from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
 from megasdc.sdc.device import device_name, gather_places
-from megasdc.sdc.incidents.finding import Finding, describe
+from megasdc.sdc.incidents.finding import Finding, describe_ruling
 from megasdc.sdc.incidents.incident import Environment, Script
 from megasdc.sdc.incidents.page import write_incident
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
+from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
 
 
-class GuardTrace(Part):
+class GuardTrace(Protection):
     """Records every ``trace.interval``-th step of training from its first forward pass to its end."""
 
     def __init__(self, training: Training) -> None:
@@ -67,7 +67,7 @@ class GuardTrace(Part):
         patterns = training.settings.audit.submodules
         self._training, self._engine, self._algorithm, self._dims = training, engine, algorithm, dims
         self._folder, self._interval = training.folder / FOLDER, training.settings.trace.interval
-        self._recorder = Recorder(engine.module, training.watched, algorithm)
+        self._recorder = ResultRecorder(engine.module, training.watched, algorithm)
         self._writer: TraceWriter | None = None
         self._step: int | None = None
         self._header = {
@@ -78,7 +78,7 @@ class GuardTrace(Part):
             "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
             "accumulation_steps": engine.gradient_accumulation_steps(),
             "algorithm": algorithm.name,
-            "precision": precision_of(engine),
+            "precision": engine_precision(engine),
             "device": device_name(engine.device),
             "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),
             "versions": installed_versions(),
@@ -116,7 +116,7 @@ class GuardTrace(Part):
         kept = [place for place, address in enumerate(after.addresses) if address.phase == PARAMETER]
         trace.extend(Trace([after.addresses[one] for one in kept], [after.checksums[one] for one in kept]))
         if self._writer is None:
-            set_aside(self._folder, self._dims.rank, self._dims.world_size, step)
+            set_traces_aside(self._folder, self._dims.rank, self._dims.world_size, step)
             path = trace_path(self._folder, self._dims.rank, step)
             self._writer = TraceWriter(path, {**self._header, "first_step": step})
         self._writer.append(trace)
@@ -262,7 +262,7 @@ class Verdicts:
         training, policy = self._training, self._training.settings.sdc.policy
         action = max((getattr(policy, one.verdict) for one in found.rulings), key=SEVERITY.index)
         for ruling in found.rulings:
-            training.tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+            training.tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
         training.suspects.add(one.rank for one in found.rulings if one.rank is not None)
         is_first = training.dims.rank == 0
         page = gather_objects(self._report(step, found, action) if is_first else None, training.world)[0]
@@ -281,7 +281,7 @@ class Verdicts:
         try:
             incident = found.incident(
                 *(training.folder, step, action, self._ranks),
-                environment=Environment(installed_versions(), training.dims.layout, precision_of(training.engine)),
+                environment=Environment(installed_versions(), training.dims.layout, engine_precision(training.engine)),
                 verified_checkpoint=_text(self._saves.verified),
                 newest_candidate=_text(self._saves.candidate),
                 script=Script(_command(sys.argv), self._agreed),
@@ -309,8 +309,8 @@ logger = logging.getLogger(__name__)
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 _starts: dict[Path, Origin] = {}
 """Starts that this process has counted, by run folder."""
-P = TypeVar("P", bound=Part)
-BuildPart = Callable[[Training], Part | None]
+P = TypeVar("P", bound=Protection)
+BuildPart = Callable[[Training], Protection | None]
 
 
 def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> GuardSettings:
@@ -466,9 +466,9 @@ class Guard:
         self._undo.callback(part.close)
         return part
 
-    def _attach(self, training: Training) -> list[Part]:
+    def _attach(self, training: Training) -> list[Protection]:
         """All parts that the settings ask for, in the order in which they act."""
-        settings, parts = training.settings, list[Part]()
+        settings, parts = training.settings, list[Protection]()
         self._undo.callback(set_deterministic(settings.determinism))
         if settings.trace.enabled:
             parts.append(self._keep(GuardTrace(training)))

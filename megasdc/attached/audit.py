@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from megasdc.attached.batch_replayer import Batch, BatchReplayer
 from megasdc.attached.copies import judge_copies, read_copies
-from megasdc.attached.record import ROOT, Recorder
-from megasdc.attached.training import Part, Training
+from megasdc.attached.record import ROOT, ResultRecorder
+from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditFindings, PermutedResult, Work
+from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.audits.referee import Make, Referee, Subject
 from megasdc.sdc.evidence import count_differing
@@ -38,7 +38,7 @@ from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
 from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.golden.machine import machine_key
 from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
@@ -80,7 +80,7 @@ class StillBuffers:
         """A checksum of those that were alike, and whether this rank's have been written to since."""
         self._now = self._read()
         moved = any(one not in self._now or self._now[one].memory != self._before[one].memory for one in self._alike)
-        return digest(self.trace(0, self._alike)), moved
+        return trace_digest(self.trace(0, self._alike)), moved
 
     def differing(self) -> list[str]:
         """Those that differ between replicas though nothing has written to them, after a ``look``.
@@ -146,7 +146,7 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict
 """Which compute nothing."""
 
 
-def build_referee(model: Any, probe: BatchReplayer, rank: int, group: dist.ProcessGroup | None) -> Referee:
+def build_guard_referee(model: Any, probe: BatchReplayer, rank: int, group: dist.ProcessGroup | None) -> Referee:
     """The referee of a model that a probe computes.
 
     Args:
@@ -240,7 +240,7 @@ class Audited:
     agreed: Agreed
 
 
-class GuardAudit(Part):
+class GuardAudit(Protection):
     """Audits the first step, and every ``audit.interval``-th.
 
     Args:
@@ -259,9 +259,9 @@ class GuardAudit(Part):
         self._modules = _modules_of(engine.module)
         self._algorithm = training.algorithm
         self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
-        recorder = Recorder(engine.module, training.watched, self._algorithm)
+        recorder = ResultRecorder(engine.module, training.watched, self._algorithm)
         self._probe = BatchReplayer(engine.module, engine.device, recorder, settings.audit.seed, self._wanted)
-        referee, sdc = build_referee(engine.module, self._probe, dims.rank, world), settings.sdc
+        referee, sdc = build_guard_referee(engine.module, self._probe, dims.rank, world), settings.sdc
         recorder.listener = referee.listen
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
@@ -344,9 +344,9 @@ class GuardAudit(Part):
             raise ConfigError(problems[0])
         assert batch is not None, "no rank has a problem"
         moved = self._move(batch, step)
-        matters = moved is not None and digest(moved.trace) != digest(own)
+        matters = moved is not None and trace_digest(moved.trace) != trace_digest(own)
         flags = {PLACE: matters, NO_RECORDS: not len(own), WRITTEN: moved_on}
-        values = {RESULTS: digest(own), COPIES: digest(copies), BUFFERS: buffers}
+        values = {RESULTS: trace_digest(own), COPIES: trace_digest(copies), BUFFERS: buffers}
         agreed = compare_replicas(values, flags, dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
 
@@ -379,7 +379,7 @@ class GuardAudit(Part):
             yield from self._settle_buffers(audited.step)
         step, batch = audited.step, audited.batch
         earlier = self._training.suspects.ranks
-        work = Work(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
+        work = AuditedWork(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
         if agreed.raised[PLACE] and audited.moved is not None:
             yield self._findings.of_permuted(work, audited.moved)
         if any(position in self._comparable for position in agreed.differing[RESULTS]):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasdc.attached.attributes import NotKept, attributes_kept, equal_bits
-from megasdc.attached.record import Recorder
+from megasdc.attached.record import ResultRecorder
 from megasdc.common.errors import ConfigError
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
@@ -64,7 +64,7 @@ which are reentrant; 0 while a batch is audited."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentTensor:
     """A tensor on its way to another rank."""
 
     value: Tensor
@@ -106,7 +106,7 @@ class BatchReplayer:
         self,
         model: nn.Module,
         device: torch.device,
-        recorder: Recorder,
+        recorder: ResultRecorder,
         seed: int,
         wants: Callable[[], int | None],
         setting: tuple[str, str] = ("audit.enabled: got true", "false"),
@@ -129,8 +129,8 @@ class BatchReplayer:
         if self._kept is not None and self._kept[0] == step:
             return
 
-        def sent(tensor: Tensor) -> Sent:
-            return Sent(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
+        def sent(tensor: Tensor) -> SentTensor:
+            return SentTensor(tensor.detach().cpu(), tensor.requires_grad, tensor.device.type == "cpu")
 
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -194,13 +194,13 @@ class BatchReplayer:
         """
         inputs = []
 
-        def received(sent: Sent) -> Tensor:
+        def received(sent: SentTensor) -> Tensor:
             value = (sent.value if sent.on_host else sent.value.to(self._device)).clone()
             if sent.requires_grad:
                 inputs.append(value.requires_grad_())
             return value
 
-        args, options = map_in(Sent, batch.args, received), map_in(Sent, batch.options, received)
+        args, options = map_in(SentTensor, batch.args, received), map_in(SentTensor, batch.options, received)
         mixed = torch.autocast(self._device.type, batch.autocast, enabled=batch.autocast is not None)
         with torch.enable_grad(), mixed:
             output = self._model.forward(*args, **options)  # hooks of the engine on the model are not called

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.attached.training import Part, Training
+from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError, NonFiniteError
-from megasdc.config.problems.optimizer_hooks import deepspeed_problems, spec_problems
+from megasdc.config.problems.optimizer_hooks import bound_problems, gradient_hook_problems
 from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpec
-from megasdc.optim.bound_report import gather_totals, rows_of, warnings_of
+from megasdc.optim.bound_report import bound_rows, gather_totals, warnings_of
 from megasdc.optim.bounds import ShardBounds
 from megasdc.optim.clip_factors import clip_factor
 from megasdc.optim.step_control import StepControl
@@ -42,10 +42,10 @@ def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
     Raises:
         ConfigError: with every problem.
     """
-    problems = [one.text for one in deepspeed_problems(engine.config)] if specs else []
+    problems = [one.text for one in bound_problems(engine.config)] if specs else []
     for place, spec in enumerate(specs):
         path = f"optimizer_hooks.{place}"
-        problems += [one.text for one in spec_problems(spec, path, engine.config)]
+        problems += [one.text for one in gradient_hook_problems(spec, path, engine.config)]
         if spec.hook not in BOUNDS:
             problems.append(f"{path}.hook: got {spec.hook!r}; allowed here: {', '.join(BOUNDS)}.")
         elif spec.where != BEFORE_NORM:
@@ -56,7 +56,7 @@ def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
         raise ConfigError(problems)
 
 
-class GuardBounds(Part):
+class GuardBounds(Protection):
     """Bounds the gradients of each step; made after ``check_bounds``."""
 
     def __init__(self, training: Training) -> None:
@@ -110,7 +110,7 @@ class GuardBounds(Part):
             return
         totals = gather_totals(self._bounds, self._dims, self._engine.data_parallel_group, self._group)
         self._bounds.table.zero_()
-        for place, rows in rows_of(totals).items():
+        for place, rows in bound_rows(totals).items():
             self._tell("bounds", "statistics", step=step, where=place, submodules=rows)
         for text, fields in warnings_of(totals, self._specs):
             if self._dims.rank == 0:

@@ -101,7 +101,7 @@ def dims_of(engine: Any) -> ParallelDims:
     return dims
 
 
-def precision_of(engine: Any) -> str:
+def engine_precision(engine: Any) -> str:
     """``fp32``, ``bf16`` or ``fp16``."""
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 

@@ -34,12 +34,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
-from megasdc.attached.engine import precision_of
-from megasdc.attached.record import ROOT, Recorder, Watched
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, SentTensor
+from megasdc.attached.engine import engine_precision
+from megasdc.attached.record import ROOT, ResultRecorder, Watched
 from megasdc.attached.settings import existing, recording_problems
-from megasdc.attached.training import Part as Protection
-from megasdc.attached.training import Training
+from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.formats.allowlist import refuse_compressed
 from megasdc.common.errors import CheckpointError, ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.parallel.collectives import gather_objects, gather_objects_on
@@ -48,9 +47,9 @@ from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
 from megasdc.sdc.golden.file import key_differences
 from megasdc.sdc.golden.machine import machine_key
-from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_bytes, trace_to_bytes, write_sealed
+from megasdc.sdc.golden.sealed import read_members, read_sealed_header, trace_from_bytes, trace_to_bytes, write_sealed
 from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.tensors.nested import map_in
 
 FORMAT, FIRST_FORMAT = "megasdc.guard_golden.v2", "megasdc.guard_golden.v1"
@@ -66,7 +65,7 @@ _VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
 
 
 @dataclass(frozen=True)
-class Part:
+class GoldenPart:
     """What a file holds of a stage and tensor rank.
 
     Args:
@@ -127,18 +126,20 @@ Packed = tuple[dict[str, Any], bytes, bytes]
 """A part as what the header has of it, its batch and its trace."""
 
 
-def pack(part: Part) -> Packed:
+def pack(part: GoldenPart) -> Packed:
     """A part for a file.
 
     Raises:
         ConfigError: the batch holds other than tensors and plain values.
     """
 
-    def whole(sent: Sent) -> Sent:
+    def whole(sent: SentTensor) -> SentTensor:
         return replace(sent, value=sent.value.clone())  # of a slice not the tensor that it is cut from
 
     batch = replace(
-        part.batch, args=map_in(Sent, part.batch.args, whole), options=map_in(Sent, part.batch.options, whole)
+        part.batch,
+        args=map_in(SentTensor, part.batch.args, whole),
+        options=map_in(SentTensor, part.batch.options, whole),
     )
     file = io.BytesIO()
     torch.save(_as_plain(batch), file)
@@ -157,17 +158,17 @@ def _as_plain(batch: Batch) -> dict[str, Any]:
     """A batch as tensors and plain values, whose flags stand beside them in the order of the tensors."""
     flags: list[tuple[bool, bool]] = []
 
-    def value_of(sent: Sent) -> Tensor:
+    def value_of(sent: SentTensor) -> Tensor:
         flags.append((sent.requires_grad, sent.on_host))
         return sent.value
 
-    given = map_in(Sent, (batch.args, batch.options), value_of)
+    given = map_in(SentTensor, (batch.args, batch.options), value_of)
     return {"given": given, "flags": flags, "autocast": batch.autocast, "buffers": dict(batch.buffers)}
 
 
 def _unpack(data: bytes) -> Batch:
     refuse_compressed("the batch", io.BytesIO(data))
-    with torch.serialization.safe_globals(list(zip((Batch, Sent), _FIRST_NAMES, strict=True))):
+    with torch.serialization.safe_globals(list(zip((Batch, SentTensor), _FIRST_NAMES, strict=True))):
         found = torch.load(io.BytesIO(data), weights_only=True)
     if isinstance(found, Batch):
         return found
@@ -178,7 +179,7 @@ def _unpack(data: bytes) -> Batch:
     if len(tensors) != len(found["flags"]):
         raise ValueError(f"the batch has {len(tensors)} tensors and flags of {len(found['flags'])}")
     flags = iter(found["flags"])
-    args, options = map_in(Tensor, found["given"], lambda value: Sent(value, *next(flags)))
+    args, options = map_in(Tensor, found["given"], lambda value: SentTensor(value, *next(flags)))
     return Batch(args, options, found["autocast"], found["buffers"])
 
 
@@ -213,13 +214,13 @@ def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packe
         raise StorageError(f"golden.path: {path} cannot be written: {error.strerror}; choose another one") from error
 
 
-def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:
+def load_golden_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> GoldenPart:
     """Read what a file holds of this rank's stage and tensor rank.
 
     Raises:
         TraceError: the file is missing or damaged, or holds for something else, with every difference.
     """
-    header = read_header(path, (FORMAT, FIRST_FORMAT), REMEDY.format(path=path))
+    header = read_sealed_header(path, (FORMAT, FIRST_FORMAT), REMEDY.format(path=path))
     name = _name(dims.pp_rank, dims.tp_rank)
     parts = header["parts"]
     about = parts.get(name, next(iter(parts.values())))
@@ -237,7 +238,7 @@ def load_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> Part:
         batch = _unpack(found[f"{name}.batch"])
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, CheckpointError) as error:
         raise TraceError(f"golden.path: the batch in {path} cannot be read: {error}; record it again") from error
-    return Part(key, tuple(about["evaluated"]), batch, trace_from_bytes(found[f"{name}.arrow"]))
+    return GoldenPart(key, tuple(about["evaluated"]), batch, trace_from_bytes(found[f"{name}.arrow"]))
 
 
 def _name(stage: int, tensor: int) -> str:
@@ -335,12 +336,12 @@ class GuardGolden(Protection):
         """Stages compute what they are given in the file, and nothing of one another: each is judged for itself."""
         self._first = True
         self._finite = FiniteRecorder()
-        recorder = Recorder(engine.module, training.watched, training.algorithm)
+        recorder = ResultRecorder(engine.module, training.watched, training.algorithm)
         recorder.listener = self._finite if settings.golden.record else None
         off = f'golden.path: got "{self._path}"', "null"
         self._probe = BatchReplayer(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
         self._key: dict[str, Any] = {}
-        self._part: Part | None = None
+        self._part: GoldenPart | None = None
         try:
             self._part = self._together(self._begin)
         except BaseException:
@@ -366,19 +367,19 @@ class GuardGolden(Protection):
         elif first or step % self._settings.interval == 0:
             yield from self._verify(step)
 
-    def _begin(self) -> Part | None:
+    def _begin(self) -> GoldenPart | None:
         if problems := seed_problems(self._engine.module):
             raise ConfigError([f'golden.path: got "{self._path}", and {one}; set it to null.' for one in problems])
         self._key = key_of(
             self._engine.module,
             self._training.watched,
-            precision=precision_of(self._engine),
+            precision=engine_precision(self._engine),
             layout=f"TP{self._dims.tensor} x PP{self._dims.pipeline}",
             algorithm=self._training.algorithm.name,
             seed=self._settings.seed,
         )
         if not self._settings.record:
-            return load_part(self._path, self._dims, self._key)
+            return load_golden_part(self._path, self._dims, self._key)
         if self._dims.rank == 0 and (problems := recording_problems(self._path)):
             raise ConfigError(problems)
         return None
@@ -397,7 +398,7 @@ class GuardGolden(Protection):
     def _record(self, step: int) -> None:
         began = time.monotonic()
         own = self._together(lambda: self._own_part(step))
-        digests = gather_objects(digest(own.trace), self._world)
+        digests = gather_objects(trace_digest(own.trace), self._world)
         others = [rank for rank, one in enumerate(digests) if one != digests[self._dims.at(rank).first_replica_rank]]
         if others:
             raise TraceError(
@@ -418,7 +419,7 @@ class GuardGolden(Protection):
         places = [(self._dims.at(rank), one) for rank, one in enumerate(gathered or ())]
         return {(place.pp_rank, place.tp_rank): one for place, one in places if one is not None}
 
-    def _own_part(self, step: int) -> Part:
+    def _own_part(self, step: int) -> GoldenPart:
         batch = self._probe.share(step, self._dims.first_replica_rank, self._copies)
         trace, again = (self._compute(batch) for _ in range(2))
         if bad := self._finite.take(self._dims):
@@ -431,7 +432,7 @@ class GuardGolden(Protection):
                 f"golden.record: got true, and {wrong} is not the same when computed twice, so that it cannot be "
                 "compared; take it out by audit.submodules, or set golden.path to null."
             )
-        return Part(self._key, evaluated(self._engine.module), batch, trace)
+        return GoldenPart(self._key, evaluated(self._engine.module), batch, trace)
 
     # --- verification ---------------------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.attached.batch_replayer import FP16_SCALE, Batch, BatchReplayer, Sent
-from megasdc.attached.record import ROOT, Recorder, slot_of
-from megasdc.attached.training import Part, Training
+from megasdc.attached.batch_replayer import FP16_SCALE, Batch, BatchReplayer, SentTensor
+from megasdc.attached.record import ROOT, ResultRecorder, slot_of
+from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.determinism import capture_rng
@@ -31,7 +31,7 @@ from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
 from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, Origin, explain, origin_here
+from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, NonFiniteOrigin, explain, origin_here
 from megasdc.tensors.nested import map_in, tensors_in
 
 
@@ -106,9 +106,9 @@ class MicroBatches:
             self.clear()
         tensors: list[Tensor] = []
 
-        def reference(tensor: Tensor) -> Sent:
+        def reference(tensor: Tensor) -> SentTensor:
             tensors.append(tensor.detach())
-            return Sent(tensors[-1], tensor.requires_grad, tensor.device.type == "cpu")
+            return SentTensor(tensors[-1], tensor.requires_grad, tensor.device.type == "cpu")
 
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -167,7 +167,7 @@ EMPTY = "it is the loss, a mean over nothing: the labels of the micro-batch are 
 HIDDEN = "; the log of Trainer shows no loss that is not finite, since logging_nan_inf_filter leaves it out"
 
 
-class GuardNonFinite(Part):
+class GuardNonFinite(Protection):
     """Looks for NaN and Inf before each optimizer step; it decides nothing."""
 
     def __init__(self, training: Training) -> None:
@@ -177,7 +177,7 @@ class GuardNonFinite(Part):
         self._warnings = Warnings()
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
-        recorder = Recorder(engine.module, watched, training.algorithm)
+        recorder = ResultRecorder(engine.module, watched, training.algorithm)
         recorder.listener = self._finite
         off = "nonfinite.enabled: got true", "false"
         self._probe = BatchReplayer(engine.module, engine.device, recorder, 0, lambda: None, off)
@@ -231,14 +231,14 @@ class GuardNonFinite(Part):
                 self._warnings.tell_repeats()
                 logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
 
-    def _origin_seen(self, seen: NonFinite) -> Origin:
+    def _origin_seen(self, seen: NonFinite) -> NonFiniteOrigin:
         given = seen.address.phase == BACKWARD  # such a result is an input
         origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
         return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
 
-    def _recompute_all(self, step: int) -> tuple[list[Origin | None] | None, list[str]]:
+    def _recompute_all(self, step: int) -> tuple[list[NonFiniteOrigin | None] | None, list[str]]:
         """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
-        found: list[Origin | None] | None = None
+        found: list[NonFiniteOrigin | None] | None = None
         lacks: list[str] = []
         kept = self._batches.kept
         for number in range(max(gather_objects(len(kept), self._group))):
@@ -257,7 +257,7 @@ class GuardNonFinite(Part):
                 break
         return found, lacks
 
-    def _recompute(self, step: int, number: int) -> tuple[Origin | None, str | None]:
+    def _recompute(self, step: int, number: int) -> tuple[NonFiniteOrigin | None, str | None]:
         """The first result of a micro-batch that is not finite, and why it could not be computed to the end."""
         kept, problem = self._batches.kept[number], None
         assert kept.batch is not None, "it lacks nothing"
@@ -314,7 +314,7 @@ class Meanings:
             return None
         batch = self._batches.kept[address.micro_batch].batch
         sent = None if batch is None else batch.options.get("labels")
-        labels = sent.value if isinstance(sent, Sent) else None
+        labels = sent.value if isinstance(sent, SentTensor) else None
         said = self._of_loss if recomputed else SEEN
         if labels is not None and labels.numel() == 0:
             said = EMPTY

@@ -100,7 +100,7 @@ def closest_names(pattern: str, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found[one] for one in difflib.get_close_matches(wanted, found, n=3))) if parts else []
 
 
-class Recorder:
+class ResultRecorder:
     """Records the results of submodules as a trace, while it is attached; it changes no bit of them.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.attached.training import Part, Training
+from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.formats.records import Record, read_record, write_record
 from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, Storage, find_place
 from megasdc.common.durable import write_durably
@@ -181,7 +181,7 @@ class _Loaded:
     told: bool = False
 
 
-class SaveMarks(Part):
+class SaveMarks(Protection):
     """Notes what ``engine`` saves and loads, and marks it once an audit of a later step has agreed.
 
     What was saved before a checkpoint was loaded is not marked any more: the steps that follow do not depend on it. The

@@ -15,7 +15,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.problems.problem import secret_problems
 from megasdc.config.problems.without_effect import reset_warnings, sort_out
 from megasdc.config.read import apply_overrides, read_json
-from megasdc.config.schema import home_problems, remove, type_problems, unusable_problems
+from megasdc.config.schema import home_problems, remove_key, type_problems, unusable_problems
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.config.sections.supervise import SuperviseSection
 
@@ -83,7 +83,7 @@ def load_settings(
         raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
-        remove(raw, path)
+        remove_key(raw, path)
     found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
     problems += [one.text for one in found.values()]
     if not problems:
@@ -91,7 +91,7 @@ def load_settings(
         names = [text.partition("=")[0].strip() for text in overrides]
         reset, refused = sort_out(settings, raw, before, names, "", stored=False)
         for one in reset:
-            remove(raw, tuple(one.path.split(".")))
+            remove_key(raw, tuple(one.path.split(".")))
         for warning in reset_warnings(reset, ""):
             logger.warning("%s", warning)
         settings = GuardSettings.model_validate(raw)

@@ -60,14 +60,14 @@ class Training:
         return int(self.engine.global_steps) + 1
 
 
-class Part:
+class Protection:
     """One protection. It attaches where it is made, and acts around optimizer steps until it is closed."""
 
     @property
     def acts(self) -> bool:
         """Whether it does anything around optimizer steps."""
         kind = type(self)
-        return kind.before_step is not Part.before_step or kind.after_step is not Part.after_step
+        return kind.before_step is not Protection.before_step or kind.after_step is not Protection.after_step
 
     def before_step(self, step: int) -> Iterable[Finding]:
         """Act before the optimizer steps; what was found, each settled once it is asked for.

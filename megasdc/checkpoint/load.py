@@ -139,7 +139,7 @@ def compare_engine(engine: Any, saved: dict[str, Any], keys: Sequence[str]) -> N
             raise CheckpointError(f"it was saved with {key} {saved.get(key)}, this run has {now[key]}")
 
 
-class CheckedReader:
+class CheckedCheckpointEngine:
     """Replaces DeepSpeed's checkpoint engine during one load: every file is checked against the allow-list.
 
     Files are mapped into memory, since fresh memory costs more than a copy.
@@ -172,7 +172,7 @@ def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[RankProbl
     problem: RankProblem | None = None
     client_state: dict[str, Any] = {}
     inner = engine.checkpoint_engine
-    reader = engine.checkpoint_engine = CheckedReader(inner)
+    reader = engine.checkpoint_engine = CheckedCheckpointEngine(inner)
     try:
         with plain_path(folder) as path:
             stage_file = engine._get_ckpt_name(str(path), ".")

@@ -37,7 +37,7 @@ from megasdc.checkpoint.places import (
 )
 from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import tell_bytes
+from megasdc.common.progress import report_bytes
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ def _check_share(folder: Path, manifest: Manifest, place: FolderRanks, verify: b
     if place.rank == 0:  # as one of those that read at the same time
         total = sum(record.size_bytes for record in (*needed, *share_of(others, place)))
         said = f"checksums of the checkpoint of step {manifest.step}, on this rank: %s"
-        progress = tell_bytes(lambda text: logger.info(said, text), total)
+        progress = report_bytes(lambda text: logger.info(said, text), total)
     for record in needed:
         problems += check_file(folder, record, manifest, checksums=verify, progress=progress)
     return problems + check_share(folder, manifest, others, place, checksums=verify, progress=progress)

@@ -155,7 +155,7 @@ def _delete_old(job: SaveJob, keep: Retention, verified: set[int]) -> tuple[list
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """Files of a save.
 
     Attributes:
@@ -166,20 +166,20 @@ class Written:
     records: list[FileRecord] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
 
-    def gather(self, place: FolderRanks) -> Written:
+    def gather(self, place: FolderRanks) -> WrittenFiles:
         """Those of all ranks.
 
         Collective: all ranks.
         """
-        answers: list[Written] = place.gather(self)
+        answers: list[WrittenFiles] = place.gather(self)
         records = sorted_records(record for one in answers for record in one.records)
-        return Written(records, sorted({name for one in answers for name in one.not_finite}))
+        return WrittenFiles(records, sorted({name for one in answers for name in one.not_finite}))
 
 
 def finish_save(
     job: SaveJob,
     keep: Retention,
-    written: Written,
+    written: WrittenFiles,
     deleted: list[int],
     failed: list[str],
     duration_s: float,
@@ -277,7 +277,7 @@ class SaveJob:
             return describe_error(error, f"create {self.temporary}")
         return None
 
-    def manifest(self, written: Written) -> Manifest:
+    def manifest(self, written: WrittenFiles) -> Manifest:
         """The manifest of the leader's folder; ``written``: by all ranks."""
         mine = set(self.place.ranks)
         return Manifest(
@@ -344,7 +344,7 @@ class SaveJob:
         return f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
 
 
-def _write(job: SaveJob, engine: Any, state: SavedState) -> Written:
+def _write(job: SaveJob, engine: Any, state: SavedState) -> WrittenFiles:
     """Write this rank's files under the temporary name; return those of all ranks."""
     refuse_decoupled(engine)
     place = job.place
@@ -366,7 +366,7 @@ def _write(job: SaveJob, engine: Any, state: SavedState) -> Written:
     except (OSError, TypeError, ValueError) as error:
         problem = describe_error(error, f"finish {job.temporary}")
     job.agree(problem)
-    return Written(records, writer.not_finite).gather(place)
+    return WrittenFiles(records, writer.not_finite).gather(place)
 
 
 def refuse_decoupled(engine: Any) -> None:
@@ -389,7 +389,7 @@ def _describe(path: Path, place: FolderRanks, tensors: dict[str, str] | None) ->
     return describe_file(path.parent, path.name, rank=place.rank, node=place.node, tensors=tensors)
 
 
-def _commit(job: SaveJob, written: Written) -> None:
+def _commit(job: SaveJob, written: WrittenFiles) -> None:
     """Rename the written folder to the checkpoint of its step, on all nodes."""
     leader = job.place.leader
     manifest = job.manifest(written)

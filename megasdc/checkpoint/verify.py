@@ -142,7 +142,7 @@ def is_called_universal(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
+class ConvertibleCheckpoint:
     """A checkpoint of which the files of all ranks are in one folder, to convert it.
 
     Attributes:
@@ -155,7 +155,7 @@ class Source:
     records: dict[str, FileRecord]
 
 
-def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None, list[str]]:
+def read_source(folder: Path, *, progress: bool = False) -> tuple[ConvertibleCheckpoint | None, list[str]]:
     """Check every file of a checkpoint, and that the files of all ranks are present.
 
     With ``checkpoint.storage = "node_local"`` a node's folder lacks those of other nodes, see ``read_other_nodes``.
@@ -181,4 +181,4 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[Source | None,
                 problems += check_file(folder, record, other)
     expected = {f"{name} is not in the manifest: it does not belong to this checkpoint" for name in records}
     problems = [problem for problem in problems if problem not in expected]
-    return Source(folder, manifest, records), problems + find_missing(folder, manifest, set(records))
+    return ConvertibleCheckpoint(folder, manifest, records), problems + find_missing(folder, manifest, set(records))

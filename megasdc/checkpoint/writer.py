@@ -56,7 +56,7 @@ class RecordingWriter:
         try:
             self._inner.save(with_plain_stage(state_dict), path)
             sync_path(target)
-            if not are_finite(tensors_in(state_dict)):
+            if not are_finite(state_tensors(state_dict)):
                 self.not_finite.append(target.name)
         except Exception as error:  # whatever it is, this rank must reach the barrier and report it
             self.problem = describe_error(error, f"write {target}")
@@ -76,13 +76,13 @@ def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "optimizer_state_dict": {**optimizer, "zero_stage": stage.value}}
 
 
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+def state_tensors(state: Any) -> Iterator[torch.Tensor]:
     """All tensors of a state, in dicts, lists and tuples of any depth."""
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors_in(value)
+            yield from state_tensors(value)
 
 
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from megasdc import __version__
 from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.common.errors import ConfigError, MegasdcError, StorageError
-from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_whole
+from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_atomically
 
 if TYPE_CHECKING:
     from megasdc.output.page import Page
@@ -241,7 +241,7 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     if out is None:
         return
     try:
-        write_whole(out, text + "\n")
+        write_atomically(out, text + "\n")
     except OSError as error:
         raise _unwritable(out, error) from error
 

@@ -53,10 +53,12 @@ def push(
     content for this step; 77: the archive cannot be reached or written; 70: the address is refused; 78: a package is
     missing.
     """
-    from megasdc.ops.archive.push import push
+    from megasdc.ops.archive.push import push_checkpoint
 
     _print(
-        push(checkpoint, address, run=run, quantize_bits=quantize_moments, workers=workers, progress=not as_json),
+        push_checkpoint(
+            checkpoint, address, run=run, quantize_bits=quantize_moments, workers=workers, progress=not as_json
+        ),
         as_json,
     )
 
@@ -84,9 +86,9 @@ def pull(
     After a kill, pull again: what is there is not moved again. Exit code 72: it is damaged, not there, or quantized and
     that was not accepted; 77: the archive cannot be reached, or DIR not written.
     """
-    from megasdc.ops.archive.pull import pull
+    from megasdc.ops.archive.pull import pull_checkpoint
 
-    report = pull(
+    report = pull_checkpoint(
         address,
         out,
         run=run,
@@ -164,10 +166,10 @@ def prune(
 
     Exit code 77: a push goes on; 72: a record that cannot be read may need blocks, so that none was removed.
     """
-    from megasdc.ops.archive.prune import prune
+    from megasdc.ops.archive.prune import prune_archive
 
     _print(
-        prune(address, run=run, keep_last=keep_last, keep_every=keep_every, steps=step, dry_run=dry_run),
+        prune_archive(address, run=run, keep_last=keep_last, keep_every=keep_every, steps=step, dry_run=dry_run),
         as_json,
     )
 

@@ -13,10 +13,10 @@ import typer
 
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_option
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.common.program import echo, write_whole
+from megasdc.common.program import echo, write_atomically
 
 if TYPE_CHECKING:
-    from megasdc.config.checks import Layout
+    from megasdc.config.checks import BatchLayout
     from megasdc.config.load import RunConfig
     from megasdc.train.memory_step import StepMemory
 
@@ -135,7 +135,7 @@ def _tell_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], sho
         echo(note, err=show)
 
 
-def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, Layout | None]:
+def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, BatchLayout | None]:
     """The configuration, and its layout for a number of ranks; files of delays are read too."""
     from megasdc.config.checks import check_layout
     from megasdc.config.load import load_config
@@ -150,7 +150,7 @@ def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple
     return config, layout
 
 
-def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: Layout | None) -> list[str]:
+def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: BatchLayout | None) -> list[str]:
     """What was not checked, or is missing for a start: nothing wrong with the file."""
     from megasdc.data.manifest import MANIFEST_FILE
 
@@ -178,7 +178,7 @@ def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
     )
 
 
-def _describe(layout: Layout) -> str:
+def _describe(layout: BatchLayout) -> str:
     study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
     batch = f"micro-batch {layout.micro_batch_size} x accumulation {layout.accumulation_steps} x data {layout.data}"
     if layout.is_uneven:
@@ -249,7 +249,7 @@ def update_tables(
         if write is not None:
             text, fresh = with_tables(write, tables)
             if text != fresh:
-                write_whole(write, fresh)
+                write_atomically(write, fresh)
             echo(f"{write}: {'was up to date' if text == fresh else 'table written'}")
         if check is not None and len(set(with_tables(check, tables))) > 1:
             echo(f"{check}: table is out of date; run: {command} --write {check}", err=True)
@@ -300,5 +300,5 @@ def schema(
     if out is None:
         echo(text, nl=False)
     else:
-        write_whole(out, text)
+        write_atomically(out, text)
         echo(f"{out}: written")

@@ -23,7 +23,7 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.lab.planning.environment import Environment
+    from megasdc.lab.planning.environment import DelayEnvironment
     from megasdc.lab.planning.simulate import Simulation
     from megasdc.lab.report.step_times import StepTimesOfRun
 
@@ -32,7 +32,7 @@ PAPER_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class RecordedSteps:
+class RecordedStepsOptions:
     """Options that choose recorded steps of a run."""
 
     run: Annotated[Path, input_argument(DataError, metavar="RUN", help="Run folder, with `step_times` in it.")]
@@ -99,7 +99,7 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
     """
     with stdout_kept_clean():
         from megasdc.common.progress import progress_bars
-        from megasdc.lab.planning.simulate import SimulationResults, simulate
+        from megasdc.lab.planning.simulate import SimulationResults, simulate_thresholds
         from megasdc.lab.report.simulation_page import simulation_page
 
     try:
@@ -107,16 +107,16 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with progress_bars(quiet=output.as_json) as on_progress:
-        results = [simulate(simulation, environment, on_progress) for simulation in simulations]
+        results = [simulate_thresholds(simulation, environment, on_progress) for simulation in simulations]
     output.write(SimulationResults(environment, tuple(results)), simulation_page)
 
 
-def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation]]:
+def _simulations(options: SimulateOptions) -> tuple[DelayEnvironment, list[Simulation]]:
     """What is simulated; a number that was not given is that of the recorded latencies, or the default."""
-    from megasdc.distributions.kinds import Resampled, Trace
+    from megasdc.distributions.kinds import RecordedDelay, Resampled
     from megasdc.distributions.trace import load_latencies
-    from megasdc.dropcompute.search import Rule
-    from megasdc.lab.planning.environment import Environment, parse_delay
+    from megasdc.dropcompute.search import DropRule
+    from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
     from megasdc.lab.planning.simulate import Simulation
 
     replicas, steps, micro_batches, stages = 64, 0, 12, 1
@@ -124,11 +124,11 @@ def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation
         if options.delays:
             raise ConfigError("--latencies and --delay: got both, needed only one of them; a delay can be a trace")
         replicas, steps, micro_batches, stages = load_latencies(options.latencies).shape
-        kind = Resampled if options.replicas is not None else Trace
-        environment = Environment(0.0, (kind(str(options.latencies)),), options.seed)
+        kind = Resampled if options.replicas is not None else RecordedDelay
+        environment = DelayEnvironment(0.0, (kind(str(options.latencies)),), options.seed)
     else:
         texts = options.delays or [f"bounded_lognormal:mean_s={PAPER_SHARE * options.latency!r}"]
-        environment = Environment(options.latency, tuple(parse_delay(text) for text in texts), options.seed)
+        environment = DelayEnvironment(options.latency, tuple(parse_delay(text) for text in texts), options.seed)
     simulations = [
         Simulation(
             number,
@@ -138,7 +138,7 @@ def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation
             options.max_drop_rate,
             options.steps or (0 if options.replicas else steps),
             options.training_steps,
-            Rule(options.rule == "finish", options.min_micro_batches, options.forward_share),
+            DropRule(options.rule == "finish", options.min_micro_batches, options.forward_share),
             options.thresholds,
         )
         for number in (_numbers(options.replicas) if options.replicas else [replicas])
@@ -150,7 +150,7 @@ def _simulations(options: SimulateOptions) -> tuple[Environment, list[Simulation
     "threshold", epilog="Example: megasdc dropcompute threshold runs/smoke --first-step 6 --figure threshold.html"
 )
 def threshold_of_run(
-    steps: RecordedSteps,
+    steps: RecordedStepsOptions,
     max_drop_rate: Annotated[
         float, typer.Option("--max-drop-rate", help="Largest share of micro-batches that may be dropped.")
     ] = 0.1,
@@ -183,7 +183,7 @@ def threshold_of_run(
 
 
 @dropcompute_app.command("times", epilog="Example: megasdc dropcompute times runs/smoke --figure times.html")
-def times_of_run(steps: RecordedSteps, output: Output) -> None:
+def times_of_run(steps: RecordedStepsOptions, output: Output) -> None:
     """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
     with stdout_kept_clean():
         from megasdc.lab.report.imbalance import report_times

@@ -55,10 +55,10 @@ def golden_record(
     with stdout_kept_clean():
         from megasdc.common.progress import runs_bar
         from megasdc.config.load import load_config
-        from megasdc.ops.golden.record import record
+        from megasdc.ops.golden.record import record_golden_trace
 
         with runs_bar(Console(stderr=True), "recording") as on_progress:
-            golden = record(
+            golden = record_golden_trace(
                 load_config(config, overrides),
                 out,
                 replicas=replicas,
@@ -108,7 +108,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     with stdout_kept_clean():
         from megasdc.common.progress import runs_bar
         from megasdc.ops.golden.drill import load_drill
-        from megasdc.ops.golden.result import render_result
+        from megasdc.ops.golden.result import render_golden
         from megasdc.ops.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
         from megasdc.sdc.golden.file import load_header
@@ -126,7 +126,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
                 drill=drill,
                 on_progress=on_progress,
             )
-    print_result(result, render_result, out=out, as_json=as_json)
+    print_result(result, render_golden, out=out, as_json=as_json)
     raise typer.Exit(result.exit_code)
 
 

@@ -13,7 +13,7 @@ from megasdc.cli.options import option
 from megasdc.common.program import echo
 
 if TYPE_CHECKING:
-    from megasdc.lab.planning.audits import CheckShares, Plan
+    from megasdc.lab.planning.audits import AuditPlan, CheckShares
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
 
     from megasdc.common.progress import progress_bars
     from megasdc.config.sections.detection import SdcSection
-    from megasdc.lab.planning.audits import make_plan
+    from megasdc.lab.planning.audits import plan_audits
     from megasdc.lab.report.plan_page import plan_page
     from megasdc.output.terminal import printer
 
@@ -81,7 +81,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     budget = SdcSection().budget_of(options.replicas) if options.budget is None else options.budget
     plan = plan.within(budget, shares.fixed)
     with progress_bars(quiet=as_json) as on_progress:
-        result = make_plan(plan, rates, options.trials, options.seed, on_progress)
+        result = plan_audits(plan, rates, options.trials, options.seed, on_progress)
     print_result(result, printer(plan_page), out=out, as_json=as_json)
 
 
@@ -155,10 +155,10 @@ def _interval(options: PlanOptions) -> int:
     return interval
 
 
-def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
+def _plan(options: PlanOptions, interval: int) -> tuple[AuditPlan, CheckShares]:
     """The plan before its cadence is chosen; shares that are not given are predicted."""
     from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
-    from megasdc.lab.planning.audits import Plan, check_shares
+    from megasdc.lab.planning.audits import AuditPlan, check_shares
     from megasdc.sdc.cost import Accelerator
 
     machine = Accelerator()
@@ -178,7 +178,7 @@ def _plan(options: PlanOptions, interval: int) -> tuple[Plan, CheckShares]:
         "slice": options.slice_share,
     }
     shares = replace(predicted, **{name: share for name, share in given.items() if share is not None})
-    plan = Plan(
+    plan = AuditPlan(
         options.replicas,
         interval,
         options.micro_batches,

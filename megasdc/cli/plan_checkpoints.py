@@ -11,13 +11,13 @@ import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_saves
+from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megasdc.config.sections.megasdc import MegasdcSection
     from megasdc.lab.planning.checkpoints.job import Costs
-    from megasdc.lab.planning.checkpoints.rates import Preset, Shares
+    from megasdc.lab.planning.checkpoints.rates import FailureShares, Preset
     from megasdc.lab.report.run_costs import RunCosts
 
 _HOUR_S = 3600
@@ -95,20 +95,20 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
         raise typer.BadParameter("--trials: got 1, needed at least 2 for an interval of confidence, or 0")
 
     from megasdc.common.progress import progress_bars
-    from megasdc.lab.planning.checkpoints.job import ASSUMED, Job
-    from megasdc.lab.planning.checkpoints.plan import make_plan
+    from megasdc.lab.planning.checkpoints.job import ASSUMED, JobModel
+    from megasdc.lab.planning.checkpoints.plan import plan_intervals
     from megasdc.lab.report.checkpoint_plan_page import checkpoint_plan_page
 
     measured, sections = _read(options)
-    origins = Origins(ASSUMED)
+    origins = FigureOrigins(ASSUMED)
     try:
         shares, mtbf_s = _failures(options.failures, origins)
-        job = Job(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
+        job = JobModel(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     own = None if sections is None else (sections.checkpoint.memory.interval, sections.checkpoint.interval)
     with progress_bars(quiet=output.as_json) as on_progress:
-        plan = make_plan(job, own, options.trials, options.seed, on_progress)
+        plan = plan_intervals(job, own, options.trials, options.seed, on_progress)
     plan = replace(
         plan,
         origins=origins.found,
@@ -132,13 +132,13 @@ def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSect
     return measured, None if measured is None else measured.sections
 
 
-def _failures(options: FailureOptions, origins: Origins) -> tuple[Shares, float]:
+def _failures(options: FailureOptions, origins: FigureOrigins) -> tuple[FailureShares, float]:
     """Shares of kinds, and mean seconds between failures of the job."""
-    from megasdc.lab.planning.checkpoints.rates import PRESETS, Shares
+    from megasdc.lab.planning.checkpoints.rates import PRESETS, FailureShares
 
     preset = PRESETS[options.preset]
     published = f"preset {options.preset}"
-    shares = Shares(
+    shares = FailureShares(
         host=origins.choose("host_share", options.host_share, (preset.shares.host, published)),
         older=origins.choose("older_share", options.older_share, (preset.shares.older, published)),
     )
@@ -154,7 +154,7 @@ def _failures(options: FailureOptions, origins: Origins) -> tuple[Shares, float]
     return shares, _HOUR_S / (rate * hosts) if rate else math.inf
 
 
-def _published(options: FailureOptions, origins: Origins) -> str:
+def _published(options: FailureOptions, origins: FigureOrigins) -> str:
     """What the preset is, where a figure of it was taken."""
     from megasdc.lab.planning.checkpoints.rates import PRESETS
 
@@ -174,7 +174,9 @@ def _rate_of_host(options: FailureOptions, preset: Preset) -> float:
     return preset.per_device_hour * options.devices_per_host
 
 
-def _costs(options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: Origins) -> Costs:
+def _costs(
+    options: CostOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: FigureOrigins
+) -> Costs:
     """Seconds of everything: as given, else as the run measured, else as assumed."""
     from megasdc.lab.planning.checkpoints.job import Costs
 

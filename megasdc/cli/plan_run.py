@@ -13,14 +13,14 @@ import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.planning import Origins, RestartOptions, SaveOptions, choose_saves
+from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves
 from megasdc.common.errors import DataError
 
 if TYPE_CHECKING:
     from megasdc.config.sections.detection import AuditSection
     from megasdc.lab.planning.checkpoints.formulas import Intervals
     from megasdc.lab.planning.checkpoints.job import Costs
-    from megasdc.lab.planning.runs.fleet import Audits, Cause, Fleet
+    from megasdc.lab.planning.runs.fleet import Audits, FailureCause, Fleet
     from megasdc.lab.planning.runs.measured import Measured, Pieces, Prediction
     from megasdc.lab.report.run_costs import RunCosts
 
@@ -133,7 +133,7 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
 
     costs = [load_run_costs(path) for path in options.run]
     measured = [measure_run(path, time.time()) for path in options.run]
-    origins = Origins(ASSUMED)
+    origins = FigureOrigins(ASSUMED)
     try:
         predictions, notes = _predictions(measured, costs, options.seed)
         fleet = _fleet(options, measured, costs[0] if costs else None, origins)
@@ -170,7 +170,9 @@ def _predictions(
     return found, notes
 
 
-def _fleet(options: PlanRunOptions, measured: Sequence[Measured], costs: RunCosts | None, origins: Origins) -> Fleet:
+def _fleet(
+    options: PlanRunOptions, measured: Sequence[Measured], costs: RunCosts | None, origins: FigureOrigins
+) -> Fleet:
     """The fleet, of figures that were given, measured, published or assumed.
 
     Raises:
@@ -205,10 +207,10 @@ def _fleet(options: PlanRunOptions, measured: Sequence[Measured], costs: RunCost
     )
 
 
-def _causes(options: PlanRunOptions, pieces: Pieces, origins: Origins) -> tuple[Cause, ...]:
+def _causes(options: PlanRunOptions, pieces: Pieces, origins: FigureOrigins) -> tuple[FailureCause, ...]:
     from megasdc.lab.planning.checkpoints.rates import CAUSES, PRESETS
     from megasdc.lab.planning.runs.assumed import DETECTION_S, REPLACED
-    from megasdc.lab.planning.runs.fleet import Cause
+    from megasdc.lab.planning.runs.fleet import FailureCause
 
     preset, published = PRESETS[options.fleet.preset], f"preset {options.fleet.preset}"
     rates = _by_cause("--rate", options.fleet.rate)
@@ -229,7 +231,7 @@ def _causes(options: PlanRunOptions, pieces: Pieces, origins: Origins) -> tuple[
         origins.found.setdefault(f"detection {name}", "mean of the runs" if name in pieces.detection_s else "assumed")
         origins.found.setdefault(f"replaced {name}", "assumed")
         found.append(
-            Cause(
+            FailureCause(
                 name=name,
                 per_device_hour=rates.get(name, preset.causes[name] * (total or 0.0)),
                 detection_s=detection_s.get(name, pieces.detection_s.get(name, DETECTION_S[name])),
@@ -255,7 +257,7 @@ def _by_cause(name: str, given: Sequence[str]) -> Mapping[str, float]:
     return found
 
 
-def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, origins: Origins) -> Costs:
+def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, origins: FigureOrigins) -> Costs:
     from megasdc.lab.planning.checkpoints.job import Costs
 
     started = len(pieces.starts)
@@ -264,7 +266,7 @@ def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, or
     return Costs(**saves, **restarts, verification_s=0.0, detection_s=0.0)  # both: see Fleet
 
 
-def _audits(options: FoundOptions, section: AuditSection | None, origins: Origins) -> Audits:
+def _audits(options: FoundOptions, section: AuditSection | None, origins: FigureOrigins) -> Audits:
     from megasdc.lab.planning.runs.fleet import Audits
 
     own = None if section is None else section.interval if section.enabled else 0
@@ -276,7 +278,7 @@ def _audits(options: FoundOptions, section: AuditSection | None, origins: Origin
     )
 
 
-def _intervals(options: PlanRunOptions, has_memory: bool, origins: Origins) -> Intervals | None:
+def _intervals(options: PlanRunOptions, has_memory: bool, origins: FigureOrigins) -> Intervals | None:
     """Steps between saves as given; None: none are."""
     from megasdc.lab.planning.checkpoints.formulas import Intervals
 
@@ -293,7 +295,7 @@ def _intervals(options: PlanRunOptions, has_memory: bool, origins: Origins) -> I
     return Intervals(memory, disk)
 
 
-def _published(options: FleetOptions, origins: Origins) -> str:
+def _published(options: FleetOptions, origins: FigureOrigins) -> str:
     """What the preset is, where a figure of it was taken."""
     from megasdc.lab.planning.checkpoints.rates import PRESETS
 

@@ -44,7 +44,7 @@ class RestartOptions:
 
 
 @dataclass
-class Origins:
+class FigureOrigins:
     """Where each figure comes from, as it is chosen.
 
     Args:
@@ -64,7 +64,7 @@ class Origins:
 
 
 def choose_saves(
-    options: SaveOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: Origins
+    options: SaveOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: FigureOrigins
 ) -> dict[str, Any]:
     """What steps and saves cost, by the names of ``Costs``: as given, else as the run measured, else as assumed."""
     saves = ""

@@ -59,7 +59,7 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
     from megasdc.common.progress import progress_bars
     from megasdc.ops.preflight.command import SKIPPABLE, run_preflight
     from megasdc.ops.preflight.request import PreflightRequest
-    from megasdc.ops.preflight.result import render_result
+    from megasdc.ops.preflight.result import render_preflight
 
     skip = tuple(options.skip.split(",")) if options.skip else ()
     if unknown := [name for name in skip if name not in SKIPPABLE]:
@@ -71,5 +71,5 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
     request = PreflightRequest(**{**vars(options), "skip": skip})
     with progress_bars(quiet=as_json) as on_progress:
         result = run_preflight(request, on_progress)
-    print_result(result, render_result, out=out, as_json=as_json)
+    print_result(result, render_preflight, out=out, as_json=as_json)
     raise typer.Exit(result.exit_code)

@@ -266,9 +266,9 @@ def summary(
     """Summarize a run: loss at begin and end, speed, checkpoints; of one that failed exit code, cause, verdict,
     rank and host, incident report, last verified checkpoint.
     """
-    from megasdc.ops.run_folder.summary import render, summarize
+    from megasdc.ops.run_folder.summary import render, summarize_run
 
-    found = summarize(run_dir)
+    found = summarize_run(run_dir)
     echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
     raise typer.Exit(int(require_finished and not found.finished))
 
@@ -291,7 +291,7 @@ def top(
     Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
     """
     from megasdc.common.program import output_console
-    from megasdc.ops.top.command import watch
+    from megasdc.ops.top.command import watch_run
     from megasdc.ops.top.screen import Screen
     from megasdc.ops.top.view import RunWatcher
 
@@ -302,4 +302,4 @@ def top(
     elif once or not console.is_terminal:
         console.print(Screen(watcher.look()))
     else:
-        watch(watcher, console, interval)
+        watch_run(watcher, console, interval)

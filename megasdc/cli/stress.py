@@ -62,9 +62,9 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():
         from megasdc.common.progress import runs_bar
-        from megasdc.ops.stress.record import record
-        from megasdc.ops.stress.result import render_result
-        from megasdc.ops.stress.run import stress as run_stress
+        from megasdc.ops.stress.record import record_stress
+        from megasdc.ops.stress.result import render_stress
+        from megasdc.ops.stress.run import stress_hosts as run_stress
 
         plan = _plan(options)
         with runs_bar(
@@ -72,10 +72,10 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
         ) as on_progress:
             if options.record:
                 assert options.golden is not None, "checked above"
-                result, files = record(plan, options.golden, on_progress)
+                result, files = record_stress(plan, options.golden, on_progress)
             else:
                 result, files = run_stress(plan, on_progress), []
-    print_result(result, render_result, out=options.out, as_json=as_json)
+    print_result(result, render_stress, out=options.out, as_json=as_json)
     for file in files:
         echo(f"golden values: {file}", err=True)
     raise typer.Exit(result.exit_code)

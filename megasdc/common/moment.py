@@ -91,7 +91,7 @@ class Moment:
         return there - within_s, there + within_s
 
 
-def first_of(moments: Mapping[Key, Moment], clocks: Mapping[str, HostClock]) -> list[Key]:
+def first_moments(moments: Mapping[Key, Moment], clocks: Mapping[str, HostClock]) -> list[Key]:
     """Those that no other one was before: one where it is known which was first, else all that may have been.
 
     Args:

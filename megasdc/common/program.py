@@ -230,7 +230,7 @@ def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> st
     return None
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: on failure the previous content remains.
 
     A symbolic link is followed and its target replaced; a device or a pipe is written directly.

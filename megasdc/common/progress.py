@@ -68,7 +68,7 @@ def bytes_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[
         yield lambda count: bar.advance(task, count)
 
 
-def tell_bytes(say: Callable[[str], None], total: int, every_s: float = 10.0) -> Callable[[int], None]:
+def report_bytes(say: Callable[[str], None], total: int, every_s: float = 10.0) -> Callable[[int], None]:
     """Make a function to call with the bytes of each part, which says every few seconds how many of all are done.
 
     Args:

@@ -69,7 +69,7 @@ def probe(folder: Path | str) -> None:
         os.fsync(file.fileno())
 
 
-def say_on_stderr(text: str) -> None:
+def print_on_stderr(text: str) -> None:
     """Print a line to standard error."""
     print(f"megasdc: {text}", file=sys.stderr, flush=True)
 
@@ -211,7 +211,7 @@ def write_when_room(path: Path, text: str) -> bool:
 def _keep(path: Path, error: OSError) -> None:
     """Note that what belongs into a file waits; a disk that fails, which its folder does not show, is said once."""
     if error.errno in FAILS and str(path) not in _process.since:
-        say_on_stderr(
+        print_on_stderr(
             f"{path} cannot be written ({error.strerror}): what belongs there is kept in memory, and written once that "
             f"is possible, for up to {_process.limit_s:g} s"
         )
@@ -221,7 +221,7 @@ def _keep(path: Path, error: OSError) -> None:
 def wait_for_room(
     action: Callable[[], T],
     what: Path | str,
-    say: Say = say_on_stderr,
+    say: Say = print_on_stderr,
     *,
     at_most_s: float | None = None,
     passes: Callable[[BaseException], bool] = lacks_room,
@@ -269,7 +269,7 @@ def wait_for_room(
             return result
 
 
-def need_room(action: Callable[[], T], what: Path | str, say: Say = say_on_stderr) -> T:
+def need_room(action: Callable[[], T], what: Path | str, say: Say = print_on_stderr) -> T:
     """``wait_for_room``, where no room for too long is the end of what this process does.
 
     Raises:
@@ -282,7 +282,7 @@ def need_room(action: Callable[[], T], what: Path | str, say: Say = say_on_stder
         raise StorageError(text, no_room=lacks_room(error)) from error
 
 
-def finish(say: Say = say_on_stderr) -> None:
+def finish(say: Say = print_on_stderr) -> None:
     """Write the small files that wait, for ``END_S``; what then has no room is lost, which is said."""
     end = (_process.hurries_since or time.monotonic()) + END_S
     while _process.files and time.monotonic() < end:
@@ -442,7 +442,7 @@ class LineFile(io.TextIOBase):
             wait_for_room(self._write, self.path, at_most_s=END_S, passes=may_pass)
         except OSError as error:
             kept = bytes(self._kept).count(b"\n") + self.lost
-            say_on_stderr(f"{self.path}: {kept} lines could not be written and are lost: {error.strerror}")
+            print_on_stderr(f"{self.path}: {kept} lines could not be written and are lost: {error.strerror}")
             if not may_pass(error):
                 raise
         finally:

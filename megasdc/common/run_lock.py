@@ -214,7 +214,7 @@ class LockedFolders:
             lock.release()
 
 
-def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
+def take_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
     """Lock a folder for a launch, and remove what processes that were killed within a write have left there.
 
     Args:
@@ -252,7 +252,7 @@ def take(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
     return RunLock(folder, holder, file, found, watched=not _is_replaced(found, ended))
 
 
-def join(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock | None:
+def join_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock | None:
     """Lock a folder unless a rank of this launch holds it: with node-local storage, each host has its own folder.
 
     Args:
@@ -272,7 +272,7 @@ def join(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) ->
         if (found := read_holder(folder)) is not None and found.token == holder.token:
             return None
         try:
-            return take(folder, holder, say, ended)
+            return take_lock(folder, holder, say, ended)
         except LaunchError:
             # Another rank of this launch may hold the lock and be about to write its record.
             now = read_holder(folder)

@@ -71,7 +71,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Exchange:
+class BoundedExchange:
     """Bytes over a connection, all of them within a limit: no wait for a part prolongs it.
 
     Args:
@@ -166,7 +166,7 @@ def introduce(connection: socket.socket, secret: bytes, hello: Mapping[str, Any]
         WireError: who listens does not know the secret.
         OSError: the connection is broken, or it took longer.
     """
-    exchange, own = Exchange(connection, limit_s), secrets.token_hex(16)
+    exchange, own = BoundedExchange(connection, limit_s), secrets.token_hex(16)
     theirs, text = _text(exchange.message(HELLO_BYTES), "number"), json.dumps(dict(hello))
     proof = _proof(secret, "caller", theirs, own, text)
     exchange.tell({"number": own, "hello": text, "proof": proof}, HELLO_BYTES)
@@ -182,7 +182,7 @@ def admit(connection: socket.socket, secret: bytes, limit_s: float) -> dict[str,
         WireError: the caller does not know the secret, or speaks something else.
         OSError: the connection is broken, or it took longer.
     """
-    exchange, own = Exchange(connection, limit_s), secrets.token_hex(16)
+    exchange, own = BoundedExchange(connection, limit_s), secrets.token_hex(16)
     exchange.tell({"number": own}, HELLO_BYTES)
     answer = exchange.message(HELLO_BYTES)
     theirs, text = _text(answer, "number"), _text(answer, "hello")
@@ -247,7 +247,7 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Messages:
+class MessageChannel:
     """JSON objects over a connection whose ends know each other, each within a time and a length."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -260,7 +260,7 @@ class Messages:
             WireError: it is too long.
             OSError: the connection is broken, or it is not taken in time.
         """
-        Exchange(self._connection, timeout_s).tell(message, MESSAGE_BYTES)
+        BoundedExchange(self._connection, timeout_s).tell(message, MESSAGE_BYTES)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """Receive one message.
@@ -269,7 +269,7 @@ class Messages:
             WireError: it is no JSON object, or too long.
             OSError: the connection is broken, or it has not come in time.
         """
-        return Exchange(self._connection, timeout_s).message(MESSAGE_BYTES)
+        return BoundedExchange(self._connection, timeout_s).message(MESSAGE_BYTES)
 
     def close(self) -> None:
         """Close the connection."""

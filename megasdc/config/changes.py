@@ -29,7 +29,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedField:
     """One field with a changed value.
 
     Attributes:
@@ -46,7 +46,7 @@ class Change:
         return f"{self.path}: saved with {shown(self.old)}, now {shown(self.new)}"
 
 
-def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, data: int) -> list[Change]:
+def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, data: int) -> list[ChangedField]:
     """List the fields that differ, without those whose change has no effect.
 
     Args:
@@ -61,7 +61,7 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, d
     return [change for change in _compare_sections(WholeFile, old, new, ()) if change.at_resume != "-"]
 
 
-def may_change(change: Change, allowed: Collection[str], universal: bool) -> bool:
+def may_change(change: ChangedField, allowed: Collection[str], universal: bool) -> bool:
     """Whether a run may resume with this changed field.
 
     Args:
@@ -73,7 +73,7 @@ def may_change(change: Change, allowed: Collection[str], universal: bool) -> boo
     return change.at_resume == "applied" or (change.at_resume == "universal" and universal)
 
 
-def explain_refusal(refused: Iterable[Change]) -> str:
+def explain_refusal(refused: Iterable[ChangedField]) -> str:
     """Message with the changed fields that prevent a resume, and what to do."""
     refused = list(refused)
     kinds, lines = {change.at_resume for change in refused}, [f"  - {change}" for change in refused]
@@ -114,14 +114,14 @@ def _fill_widths(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _compare_sections(
     section: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any], at: tuple[str | int, ...]
-) -> Iterator[Change]:
+) -> Iterator[ChangedField]:
     for name in dict.fromkeys([*section.model_fields, *old, *new]):
         before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
         field = section.model_fields.get(name)
         if before is _ABSENT and after is _ABSENT:
             continue
         if field is None:  # of another version: nothing reads it now
-            yield Change(dotted((*at, name)), _plain(before), _plain(after), "applied")
+            yield ChangedField(dotted((*at, name)), _plain(before), _plain(after), "applied")
             continue
         before, after = (_default(field) if value is _ABSENT else value for value in (before, after))
         yield from _compare_values(section, field, before, after, (*at, name))
@@ -129,7 +129,7 @@ def _compare_sections(
 
 def _compare_values(
     section: type[BaseModel], field: FieldInfo, old: Any, new: Any, at: tuple[str | int, ...]
-) -> Iterator[Change]:
+) -> Iterator[ChangedField]:
     if old == new:
         return
     inner, element = model_in(field.annotation), model_in(element_in(field.annotation))
@@ -139,7 +139,7 @@ def _compare_values(
         for place, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _compare_sections(element, before, after, (*at, place))
     else:
-        yield Change(dotted(at), old, new, at_resume_of(section, field))
+        yield ChangedField(dotted(at), old, new, at_resume_of(section, field))
 
 
 def _default(field: FieldInfo) -> Any:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Layout of the ranks, and batch sizes.
 
     Attributes:
@@ -57,7 +57,7 @@ class Layout:
         return self.micro_batch_size if self.is_uneven else 1
 
 
-def check_layout(config: RunConfig, world_size: int, launch_size: int | None = None) -> Layout:
+def check_layout(config: RunConfig, world_size: int, launch_size: int | None = None) -> BatchLayout:
     """Check that the layout and the batch sizes fit a number of ranks, all those of the run.
 
     Args:
@@ -113,7 +113,7 @@ def check_layout(config: RunConfig, world_size: int, launch_size: int | None = N
         raise ConfigError(text, config.source)
     if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
         raise ConfigError(few, config.source)
-    return Layout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
+    return BatchLayout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:

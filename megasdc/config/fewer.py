@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megasdc.config.checks import Layout
+from megasdc.config.checks import BatchLayout
 from megasdc.config.load import RunConfig, parse_config
 
 
-def settings_for(config: RunConfig, whole: Layout, replicas: int) -> list[str]:
+def settings_for(config: RunConfig, whole: BatchLayout, replicas: int) -> list[str]:
     """What must be set for a number of replicas, texts ``a.b.c=value``.
 
     Where too few would be left without one more, the run is halted where that one would have been isolated.
@@ -32,7 +32,7 @@ def settings_for(config: RunConfig, whole: Layout, replicas: int) -> list[str]:
     return settings
 
 
-def with_replicas(config: RunConfig, whole: Layout, replicas: int) -> RunConfig:
+def with_replicas(config: RunConfig, whole: BatchLayout, replicas: int) -> RunConfig:
     """The configuration of a run that goes on with fewer replicas.
 
     Raises:

@@ -27,9 +27,9 @@ from megasdc.config.schema import (
     Path_,
     home_problems,
     homes_of,
-    locate,
+    locate_key,
     nearest,
-    remove,
+    remove_key,
     remove_removed,
     type_problems,
     unusable_problems,
@@ -144,7 +144,7 @@ def _build(
     problems += apply_overrides(raw, overrides, _list_default)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
-        remove(raw, path)
+        remove_key(raw, path)
     wrong = _expand_preset(raw) | unusable_problems(raw) | type_problems(raw, WholeFile)
     wrong |= {} if stored else secrets | home_problems(raw)
     found = list(wrong.values())
@@ -172,8 +172,8 @@ def _allowance_problems(names: Iterable[str]) -> list[str]:
     problems = []
     for name in names:
         path: Path_ = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
-        found, info, annotation = locate(path, WholeFile)
-        section = model_in(locate(path[:-1], WholeFile)[2]) if path[:-1] else WholeFile
+        found, info, annotation = locate_key(path, WholeFile)
+        section = model_in(locate_key(path[:-1], WholeFile)[2]) if path[:-1] else WholeFile
         if section is not None and model_in(annotation) is not None:
             problems.append(f"--allow-changed {name}: is a section; name its fields, one by one.")
         elif found != path or info is None or section is None:
@@ -207,7 +207,7 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def _list_default(path: Path_) -> list[Any] | None:
-    found, info, annotation = locate(path, WholeFile)
+    found, info, annotation = locate_key(path, WholeFile)
     if found != path or info is None or element_in(annotation) is None or info.is_required():
         return None
     default = info.get_default(call_default_factory=True, validated_data={})
@@ -229,7 +229,7 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
 def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
     """Build our sections without the wrong values, removed in place, so that the other fields can be cross-checked."""
     for path in bad:
-        remove(raw, _without_needed(path))
+        remove_key(raw, _without_needed(path))
     section = raw.get("megasdc")
     merged: dict[str, Any] = dict(section) if isinstance(section, dict) else {}
     for key, needed in _PLACEHOLDERS.items():
@@ -239,6 +239,6 @@ def _repaired(raw: dict[str, Any], bad: Sequence[Path_]) -> MegasdcSection:
 
 def _without_needed(path: Path_) -> Path_:
     """Shorten a path to its list if it names a required field of a list item."""
-    _, info, _ = locate(path, WholeFile)
+    _, info, _ = locate_key(path, WholeFile)
     numbers = [place for place, item in enumerate(path) if isinstance(item, int)]
     return path[: numbers[-1]] if numbers and info is not None and info.is_required() else path

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megasdc.config.sections.model import ModelSection
-from megasdc.config.table import type_text
+from megasdc.config.table import json_type_text
 
 _RECOMPUTE = "set pipeline.activation_checkpoint_interval instead"
 _DTYPE = "set bf16.enabled or fp16.enabled instead"
@@ -93,7 +93,7 @@ def _value_problem(name: str, value: Any, layers: int) -> str | None:
     try:
         TypeAdapter(VALUES[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except ValidationError:
-        return f"allowed: {type_text(VALUES[name])}"
+        return f"allowed: {json_type_text(VALUES[name])}"
     if name == "no_rope_freq" and isinstance(value, list) and value and len(value) != layers:
         return f"the list has {len(value)} entries; needed: one for each of the {layers} layers"
     if name == "no_rope_freq" and isinstance(value, int) and layers % value:

@@ -33,7 +33,7 @@ STARTUP_MODULES = ("sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
-class Cause:
+class DifferenceCause:
     """One thing that could make two runs differ.
 
     Attributes:
@@ -54,7 +54,7 @@ class Cause:
 
 def find_causes(
     config: RunConfig, environ: Mapping[str, str], startup_modules: Mapping[str, str], cuda: bool
-) -> list[Cause]:
+) -> list[DifferenceCause]:
     """List everything known that could make two runs of a configuration differ.
 
     Args:
@@ -70,7 +70,7 @@ def find_causes(
     ]
     for name, path in startup_modules.items():
         text = f"{path} runs at the start of every process and can change whatever is imported later"
-        causes.append(Cause(f"module {name}", text, "take its folder out of PYTHONPATH, or read it", "runs"))
+        causes.append(DifferenceCause(f"module {name}", text, "take its folder out of PYTHONPATH, or read it", "runs"))
     return causes
 
 
@@ -88,14 +88,14 @@ def find_startup_modules() -> dict[str, str]:
     return found
 
 
-def _gpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cause]:
+def _gpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[DifferenceCause]:
     switch = "megasdc.determinism.enabled"
     enabled = config.megasdc.determinism.enabled
     if not enabled:
         text = (
             "got false: kernels of PyTorch that add with atomic operations may be taken (embedding, attention backward)"
         )
-        yield Cause(switch, text, "set true", "runs")
+        yield DifferenceCause(switch, text, "set true", "runs")
     for variable in VARIABLES:
         transformer_engine = config.megasdc.model.backend == "transformer_engine"
         if variable.name.startswith("NVTE_") and not transformer_engine:
@@ -103,62 +103,66 @@ def _gpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cause
         value = environ.get(variable.name)
         if value and not variable.is_fixed(environ):
             text = f"got {value!r}: {variable.reason}"
-            yield Cause(variable.name, text, f"unset it, with {switch} true, or set {variable.accepted[0]}", "runs")
+            yield DifferenceCause(
+                variable.name, text, f"unset it, with {switch} true, or set {variable.accepted[0]}", "runs"
+            )
         elif not value and not enabled:
-            yield Cause(variable.name, f"not set: {variable.reason}", f"set {variable.value}, or {switch} true", "runs")
+            yield DifferenceCause(
+                variable.name, f"not set: {variable.reason}", f"set {variable.value}, or {switch} true", "runs"
+            )
     if enabled:
         return
     if config.precision != "fp32":
         place = f"torch.backends.cuda.matmul.allow_{config.precision}_reduced_precision_reduction"
         text = f"true by default: whether sums are rounded to {config.precision} on the way is up to cuBLAS and the GPU"
-        yield Cause(place, text, f"set {switch} true", "machines")
+        yield DifferenceCause(place, text, f"set {switch} true", "machines")
     if environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
         text = "fp32 products are computed in TF32 on GPUs that have it"
-        yield Cause("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", text, f"unset it, or set {switch} true", "machines")
+        yield DifferenceCause("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", text, f"unset it, or set {switch} true", "machines")
 
 
-def _cpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Cause]:
+def _cpu_causes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[DifferenceCause]:
     threads = config.megasdc.parallel.threads
     if threads == 0:
         number = environ.get("OMP_NUM_THREADS") or "the number of cores"
         text = f"got 0: the number of threads is {number} here, and sums depend on it"
-        yield Cause("megasdc.parallel.threads", text, "give a number", "machines")
+        yield DifferenceCause("megasdc.parallel.threads", text, "give a number", "machines")
     if threads != 1 and environ.get("OMP_DYNAMIC", "").lower() == "true":
         text = "got true: fewer threads are used when the machine is busy, and sums depend on their number"
-        yield Cause("OMP_DYNAMIC", text, "unset it", "runs")
+        yield DifferenceCause("OMP_DYNAMIC", text, "unset it", "runs")
     for name in CPU_KERNEL_VARIABLES:
         if value := environ.get(name):
             text = f"got {value!r}: other kernels are taken than where it is not set"
-            yield Cause(name, text, "unset it, or set it alike on every machine", "machines")
+            yield DifferenceCause(name, text, "unset it, or set it alike on every machine", "machines")
 
 
-def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[Cause]:
+def _setting_causes(config: RunConfig, cuda: bool) -> Iterator[DifferenceCause]:
     if config.megasdc.model.megatron.get("tp_comm_overlap"):
         text = "got true: the overlapped sums over tensor ranks are added in no fixed order"
-        yield Cause("megasdc.model.megatron.tp_comm_overlap", text, "remove it", "runs")
+        yield DifferenceCause("megasdc.model.megatron.tp_comm_overlap", text, "remove it", "runs")
     on_host = not cuda or config.offloads_optimizer
     if on_host and not config.deepspeed["optimizer"]["params"]["torch_adam"]:
         text = "got false: DeepSpeed's Adam is compiled for the processor it is built on, and rounds as that does"
-        yield Cause("optimizer.params.torch_adam", text, "set true, or use equal processors", "machines")
+        yield DifferenceCause("optimizer.params.torch_adam", text, "set true, or use equal processors", "machines")
 
 
-def _drop_causes(config: RunConfig) -> Iterator[Cause]:
+def _drop_causes(config: RunConfig) -> Iterator[DifferenceCause]:
     drop = config.megasdc.drop_compute
     if drop.enabled and drop.threshold != INFINITE and drop.replay_decisions is None:
         text = "got true: which micro-batches are dropped depends on the time that they take"
         remedy = "name the decisions.jsonl of the first run in megasdc.drop_compute.replay_decisions"
-        yield Cause("megasdc.drop_compute.enabled", text, remedy, "runs")
+        yield DifferenceCause("megasdc.drop_compute.enabled", text, remedy, "runs")
 
 
-def _data_causes(config: RunConfig) -> Iterator[Cause]:
+def _data_causes(config: RunConfig) -> Iterator[DifferenceCause]:
     data = config.megasdc.data
     for index, source in enumerate(data.sources):
         if source.kind == "hub" and not COMMIT.fullmatch(source.revision or ""):
             text = f"got {shown(source.revision)}, which names another state of the dataset once it is changed"
             remedy = "give a commit, or copy the prepared data instead of preparing them anew"
-            yield Cause(f"megasdc.data.sources.{index}.revision", text, remedy, "machines")
+            yield DifferenceCause(f"megasdc.data.sources.{index}.revision", text, remedy, "machines")
     path = data.tokenizer.path
     if data.tokenizer.kind == "huggingface" and path and not Path(path).exists():
         text = f"got the hub name {path!r}, whose newest state is taken"
         remedy = "name a folder, or copy the prepared data instead of preparing them anew"
-        yield Cause("megasdc.data.tokenizer.path", text, remedy, "machines")
+        yield DifferenceCause("megasdc.data.tokenizer.path", text, remedy, "machines")

@@ -16,7 +16,7 @@ from megasdc.config.fields import ABSENT, LARGEST_INTEGER
 from megasdc.config.presets import PRESETS
 from megasdc.config.problems.problem import Problem
 from megasdc.config.read import dotted, is_unusable, shown, unusable_values
-from megasdc.config.table import element_in, field_text, model_in, type_text
+from megasdc.config.table import element_in, field_text, json_type_text, model_in
 
 Path_ = tuple[str | int, ...]
 Root = type[BaseModel]
@@ -43,7 +43,7 @@ def type_problems(raw: dict[str, Any], root: Root) -> dict[Path_, Problem]:
         root.model_validate(raw)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
-            path, info, annotation = locate(item["loc"], root)
+            path, info, annotation = locate_key(item["loc"], root)
             found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation, root))
     return found
 
@@ -56,7 +56,7 @@ def unusable_problems(raw: dict[str, Any]) -> dict[Path_, Problem]:
         found[path] = Problem((name,), f"{reason}, got {shown(value_at(raw, path))}; write it without.")
     for path in found:  # pydantic would reject the whole object without naming the key
         if path and isinstance(path[-1], str) and is_unusable(path[-1]):
-            remove(raw, path)
+            remove_key(raw, path)
     return found
 
 
@@ -89,7 +89,7 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
     if kind == "extra_forbidden":
         return _unknown_key(raw, path, root)
     meaning = f" ({info.description.rstrip('.')})" if info is not None and info.description else ""
-    allowed = type_text(annotation) if info is None else field_text(info)
+    allowed = json_type_text(annotation) if info is None else field_text(info)
     if kind == "missing":
         return Problem((name,), f"missing; needed: {allowed}{meaning}.")
     value = value_at(raw, path)
@@ -119,7 +119,7 @@ def _unknown_key(raw: Any, path: Path_, root: Root) -> Problem:
         return Problem((name,), f"got {value}; not supported: {REFUSED[name]}. Remove the key.")
     if name in REMOVED:
         return Problem((name,), f"is gone (value {value}): {REMOVED[name]}; remove the key.")
-    _, _, annotation = locate(path[:-1], root)
+    _, _, annotation = locate_key(path[:-1], root)
     model = (model_in(annotation) if path[:-1] else None) or root
     names = list(model.model_fields)
     where = dotted(path[:-1])
@@ -145,7 +145,7 @@ def homes_of(key: str, root: Root, depth: int = 3) -> list[str]:
     return sorted(found, key=lambda path: path.count("."))
 
 
-def locate(loc: Path_, root: Root) -> tuple[Path_, FieldInfo | None, Any]:
+def locate_key(loc: Path_, root: Root) -> tuple[Path_, FieldInfo | None, Any]:
     """Follow pydantic's location through the sections; tags of a union, which are no keys, end the path."""
     path: list[str | int] = []
     info: FieldInfo | None = None
@@ -184,7 +184,7 @@ def remove_removed(raw: dict[str, Any]) -> None:
             inner.pop(key, None)
 
 
-def remove(raw: Any, path: Path_) -> None:
+def remove_key(raw: Any, path: Path_) -> None:
     """Remove a key; for a bad list item the whole list, since the indices of the other items would change."""
     while path and isinstance(path[-1], int):
         path = path[:-1]

@@ -30,7 +30,7 @@ _BOUNDS = ((annotated_types.Gt, "gt", ">"), (annotated_types.Ge, "ge", ">="), (a
 _ALL_BOUNDS = (*_BOUNDS, (annotated_types.Le, "le", "<="))
 
 
-def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def json_type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """The JSON values that an annotation allows, in words, such as ``integer > 0 or null``.
 
     Args:
@@ -38,11 +38,11 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_text(arguments[0], [*arguments[1:], *metadata])
+        return json_type_text(arguments[0], [*arguments[1:], *metadata])
     if origin is Literal:
         return " or ".join(json.dumps(argument) for argument in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(type_text(argument) for argument in arguments)
+        return " or ".join(json_type_text(argument) for argument in arguments)
     if origin is list:
         return _list_text(arguments[0], _flat(metadata))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -59,7 +59,7 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def field_text(field: FieldInfo) -> str:
     """The JSON values that a field allows, in words."""
-    return type_text(field.annotation, field.metadata)
+    return json_type_text(field.annotation, field.metadata)
 
 
 def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
@@ -78,7 +78,7 @@ def _list_text(element: Any, metadata: Iterator[Any]) -> str:
         if isinstance(item, annotated_types.MaxLen):
             high = item.max_length
     count = f"{low} " if low == high else f"at least {low} " if low and high is None else ""
-    return f"list of {count}({type_text(element)})"
+    return f"list of {count}({json_type_text(element)})"
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
@@ -95,18 +95,18 @@ def element_in(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is list else None
 
 
-def rows_of(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, AtResume]]:
+def field_rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, AtResume]]:
     """Yield path, field and effect of a change at a resume, for every field that is not a section."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = model_in(field.annotation)
         element = element_in(field.annotation)
         if inner is not None:
-            yield from rows_of(inner, f"{path}.")
+            yield from field_rows(inner, f"{path}.")
             continue
         yield path, field, at_resume_of(model, field)
         if element is not None and (inner := model_in(element)) is not None:
-            yield from rows_of(inner, f"{path}[].")
+            yield from field_rows(inner, f"{path}[].")
 
 
 def relations(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Needs]]:
@@ -144,7 +144,7 @@ def render_table() -> str:
     """The markdown tables: every field under `megasdc`, and DeepSpeed's keys by effect of a change at a resume."""
     lines = ["| field | type | default | at resume | meaning |", "|---|---|---|---|---|"]
     needs = {path: _needs_text(needs) for path, _, needs in relations(MegasdcSection, "")}
-    for path, field, at_resume in rows_of(MegasdcSection, ""):
+    for path, field, at_resume in field_rows(MegasdcSection, ""):
         meaning = (field.description or "") + needs.get(path, "")
         cells = (f"`{path}`", field_text(field), _default_text(field), at_resume, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -156,7 +156,7 @@ def _deepspeed_lines() -> Iterator[str]:
     yield "| at resume | DeepSpeed's keys |"
     yield "|---|---|"
     kinds: dict[str, dict[str, AtResume]] = {}
-    for path, _, at_resume in rows_of(DeepSpeedPart, ""):
+    for path, _, at_resume in field_rows(DeepSpeedPart, ""):
         kinds.setdefault(path.split(".")[0], {})[path] = at_resume
     del kinds["bfloat16"]  # another name of bf16
     for kind in get_args(AtResume):

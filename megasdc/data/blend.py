@@ -28,13 +28,13 @@ import xxhash
 from megatron.core.datasets import helpers
 from megatron.core.datasets.utils import normalize
 
-from megasdc.data.index_cache import OnDamage, kept_index, tell_nobody
+from megasdc.data.index_cache import OnDamage, ignore_problem, kept_index
 
 WINDOW_SAMPLES = 1 << 20
 """The index is built for a multiple of this many samples, at 10 bytes each."""
 
 
-class Part(Protocol):
+class OrderedSamples(Protocol):
     """A stream of samples in its own order; `megasdc.data.dataset.TokenDataset` is one."""
 
     path: Path
@@ -70,12 +70,12 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[OrderedSamples],
         weights: Sequence[float],
         num_samples: int,
         vocab_size: int,
         cache: Path,
-        on_damage: OnDamage = tell_nobody,
+        on_damage: OnDamage = ignore_problem,
     ) -> None:
         self.parts = list(parts)
         self.weights: list[float] = normalize(list(weights))
@@ -118,7 +118,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         return self.num_samples if first is None else first
 
     @property
-    def first_used_up(self) -> Part | None:
+    def first_used_up(self) -> OrderedSamples | None:
         """The part that repeats first; None if none repeats within the stream."""
         first = self._first_repeated()
         return None if first is None else self.parts[int(self._part_of[first])]

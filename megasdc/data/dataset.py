@@ -34,7 +34,7 @@ from megasdc.common.errors import DataError
 from megasdc.config.sections.data import DataSection, TokenizerSection
 from megasdc.data.blend import BlendedTokens
 from megasdc.data.blocks import BlockChecksums, CheckedReader, DirectReader
-from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, kept_index, tell_nobody
+from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, ignore_problem, kept_index
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import verify_prepared
 
@@ -61,7 +61,7 @@ class EpochConfig(GPTDatasetConfig):
     """Megatron's config with our cache folder; `path_to_cache` is "", so that Megatron builds in memory."""
 
     index_cache: Path | None = None
-    on_damage: OnDamage = tell_nobody
+    on_damage: OnDamage = ignore_problem
 
 
 class EpochDataset(GPTDataset):
@@ -139,7 +139,7 @@ def build_datasets(
     cache_dir: Path | str | None = None,
     verify_checksums: bool = False,
     manifests: list[Manifest] | None = None,
-    on_damage: OnDamage = tell_nobody,
+    on_damage: OnDamage = ignore_problem,
 ) -> tuple[TokenDataset | BlendedTokens, TokenDataset | BlendedTokens | None]:
     """Build the training and the validation stream.
 
@@ -164,7 +164,7 @@ def build_datasets(
         None.
     """
     if manifests is None:
-        manifests = verify_data(section, verify_checksums)
+        manifests = verify_section_data(section, verify_checksums)
     _check_vocabulary(section, manifests, vocab_size)
     train = _build_stream(section, manifests, vocab_size, Split.train, num_train_samples, cache_dir, on_damage)
     if num_eval_samples == 0:
@@ -184,7 +184,7 @@ def build_split(
     Collective:
         None.
     """
-    manifests = verify_data(section)
+    manifests = verify_section_data(section)
     _check_vocabulary(section, manifests, vocab_size)
     return _build_stream(section, manifests, vocab_size, Split[split], num_samples, cache_dir)
 
@@ -206,7 +206,7 @@ def _build_stream(
     split: Split,
     num_samples: int,
     cache_dir: Path | str | None,
-    on_damage: OnDamage = tell_nobody,
+    on_damage: OnDamage = ignore_problem,
 ) -> TokenDataset | BlendedTokens:
     parts = [
         TokenDataset(
@@ -226,7 +226,7 @@ def _build_stream(
     return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir), on_damage)
 
 
-def verify_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
+def verify_section_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
     """Check that the prepared data of a section are complete and compatible.
 
     Args:
@@ -309,7 +309,7 @@ class TokenDataset(torch.utils.data.Dataset):
         num_samples: int,
         vocab_size: int,
         cache: Path,
-        on_damage: OnDamage = tell_nobody,
+        on_damage: OnDamage = ignore_problem,
     ) -> None:
         self.path = Path(section.path) / f"{split.name}.bin"
         self.vocab_size = vocab_size

@@ -92,7 +92,7 @@ class Unreadable:
     problem: str
 
 
-def kind_of(path: Path) -> str | None:
+def format_kind(path: Path) -> str | None:
     """Format of a file by its ending, one of the values of `KINDS`; None: another."""
     name = path.name.lower()
     for ending in COMPRESSIONS:
@@ -106,7 +106,7 @@ def read_file(path: Path, section: SourceSection, skipped: LeftOut) -> Iterator[
     Raises:
         DataError: the column is missing; more cannot be read than ``skipped`` accepts.
     """
-    place, kind = f"file {path}", kind_of(path)
+    place, kind = f"file {path}", format_kind(path)
     before, num_documents = skipped.total(), 0
     column: str = section.text_field
     unit: str
@@ -117,7 +117,7 @@ def read_file(path: Path, section: SourceSection, skipped: LeftOut) -> Iterator[
     else:
         unit, values = "row", _parquet_column(path, section.text_field)
     try:
-        for text in take_texts(
+        for text in collect_texts(
             values, column, lambda number: place if unit == "file" else f"{place}, {unit} {number}", skipped
         ):
             num_documents += 1
@@ -131,7 +131,7 @@ def read_file(path: Path, section: SourceSection, skipped: LeftOut) -> Iterator[
         skipped.add("empty files", place)
 
 
-def take_texts(
+def collect_texts(
     values: Iterable[tuple[int, Any]], column: str, place: Callable[[int], str], skipped: LeftOut
 ) -> Iterator[str]:
     """Yield those of numbered values that are non-empty text, and count the others.

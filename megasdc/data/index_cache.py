@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from megasdc.common.durable import parse_json, rename_durably, replacing, write_durably
-from megasdc.common.program import write_whole
+from megasdc.common.program import write_atomically
 from megasdc.common.run_lock import open_lock_file
 from megasdc.data.manifest import checksum_file
 
@@ -38,12 +38,12 @@ OnDamage = Callable[[Path, str], object]
 """Called with the folder of a rebuilt index and its problem, in the one process that rebuilds it."""
 
 
-def tell_nobody(folder: Path, problem: str) -> None:
+def ignore_problem(folder: Path, problem: str) -> None:
     """Default ``OnDamage``: does nothing beyond the logged warning."""
 
 
 def kept_index(
-    folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = tell_nobody
+    folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = ignore_problem
 ) -> Arrays:
     """The arrays of a cached index, memory-mapped; built and saved if missing or damaged. No collective.
 
@@ -104,7 +104,7 @@ def _add_checksums(folder: Path, names: Sequence[str], arrays: Arrays) -> bool:
     except (OSError, EOFError, ValueError):
         return False
     if same:
-        write_whole(folder / CHECKSUMS_FILE, json.dumps({path.name: checksum_file(path) for path in paths}))
+        write_atomically(folder / CHECKSUMS_FILE, json.dumps({path.name: checksum_file(path) for path in paths}))
     return same
 
 

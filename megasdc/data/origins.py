@@ -10,7 +10,7 @@ from megasdc.data.manifest import SPLITS, Manifest
 from megasdc.data.merge import assign_splits
 
 
-class Origins:
+class DocumentOrigins:
     """Sources of the documents of one split of prepared data."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:

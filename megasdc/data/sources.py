@@ -21,7 +21,16 @@ import xxhash
 
 from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
-from megasdc.data.formats import COMPRESSIONS, KINDS, NUM_PLACES, LeftOut, json_problem, kind_of, read_file, take_texts
+from megasdc.data.formats import (
+    COMPRESSIONS,
+    KINDS,
+    NUM_PLACES,
+    LeftOut,
+    collect_texts,
+    format_kind,
+    json_problem,
+    read_file,
+)
 
 OTHER_KINDS = "files of other kinds"
 """Reason for skipping files of a folder; the place is the ending."""
@@ -245,8 +254,8 @@ def _known_endings() -> str:
 
 def _files_of_folder(root: Path, field: str, skipped: LeftOut) -> list[Path]:
     visible = _visible_files(root, skipped)
-    paths = [path for path in visible if kind_of(path) is not None and not _is_json(path)]
-    others = [path for path in visible if kind_of(path) is None]
+    paths = [path for path in visible if format_kind(path) is not None and not _is_json(path)]
+    others = [path for path in visible if format_kind(path) is None]
     unclear = [path for path in visible if _is_json(path)]
     empty = [path for path in unclear if path.stat().st_size == 0]
     problems = {path: json_problem(path, field) for path in unclear if path not in empty}
@@ -276,7 +285,7 @@ def _files_of_glob(where: str, field: str) -> list[Path]:
     if not paths:
         raise DataError(f"no file matches {where!r}; give a file, a folder or a glob (now in {Path.cwd()})")
     for path in paths:
-        if kind_of(path) is None:
+        if format_kind(path) is None:
             raise DataError(f"file {path} is not of a known kind ({_known_endings()}); {KINDS_REMEDY}")
         if _is_json(path) and (problem := json_problem(path, field)):
             raise DataError(f"file {path} {problem[0]}")
@@ -385,7 +394,7 @@ def _read_hub(section: SourceSection, skipped: LeftOut) -> Iterator[str]:
             name, section.name, split=section.split, streaming=section.streaming, revision=section.revision
         )
         values = _column(rows, section.text_field, place)
-        yield from take_texts(values, section.text_field, lambda number: f"{place}, row {number}", skipped)
+        yield from collect_texts(values, section.text_field, lambda number: f"{place}, row {number}", skipped)
     except DataError:
         raise
     except Exception as error:

@@ -26,7 +26,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Place:
+class DelayPlace:
     """One step of one block of replicas.
 
     Args:
@@ -72,7 +72,7 @@ class Delay:
             if field.name.endswith("_s") and not (0 <= value < math.inf):
                 raise ValueError(f"{self.kind}: {field.name} is {value}, needed a finite number of seconds >= 0")
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place: seconds >= 0 that broadcast to ``place.shape``, [replica, micro-batch, stage]."""
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ class BoundedLogNormal(Delay):
     kind = "bounded_lognormal"
     mean_s: float
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place, by the alias method: constant time per draw."""
         kept, alias, values = _lognormal_tables()
         spot = place.generator().random(place.shape)
@@ -134,7 +134,7 @@ class Normal(Delay):
     mean_s: float
     std_s: float
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         drawn = place.generator().standard_normal(place.shape)
         drawn *= self.std_s
@@ -154,7 +154,7 @@ class Gamma(Delay):
         super().__post_init__()
         self._need_above_zero("mean_s", "std_s")
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         shape = (self.mean_s / self.std_s) ** 2
         return place.generator().gamma(shape, self.mean_s / shape, place.shape)
@@ -167,7 +167,7 @@ class Exponential(Delay):
     kind = "exponential"
     mean_s: float
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         return place.generator().exponential(self.mean_s, place.shape)
 
@@ -191,7 +191,7 @@ class Bursts(Delay):
         if not 0 <= self.probability <= 1:
             raise ValueError(f"{self.kind}: probability is {self.probability}, needed 0 to 1")
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place: slow if a burst began in one of the last ``num_steps`` steps, from step 1 on."""
         slow = np.zeros(BLOCK_REPLICAS, dtype=bool)
         for step in range(max(1, place.step - self.num_steps + 1), place.step + 1):
@@ -218,7 +218,7 @@ class SlowRank(Delay):
                 f"{self.kind}: replica {self.replica}, stage {self.stage}; needed a replica >= 0, a stage >= -1"
             )
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         stages = np.arange(place.stages)
         slow_stage = (stages == self.stage) | (self.stage == -1)
@@ -245,20 +245,20 @@ class SlowPeriods(Delay):
                 f"{self.kind}: slow_steps is {self.slow_steps}, needed 1 to period_steps, which is {self.period_steps}"
             )
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         phase = place.generator(0).integers(self.period_steps, size=BLOCK_REPLICAS)
         return np.where((phase + place.step) % self.period_steps < self.slow_steps, self.delay_s, 0.0)[:, None, None]
 
 
 @dataclass(frozen=True)
-class Trace(Delay):
+class RecordedDelay(Delay):
     """Delays from a file of ``load_latencies``, [replica, step, micro-batch, stage]; each axis wraps around."""
 
     kind = "trace"
     path: str
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         delays = _loaded(self.path)
         replicas, steps, micro_batches, stages = delays.shape
@@ -278,7 +278,7 @@ class Resampled(Delay):
     kind = "resampled"
     path: str
 
-    def draw(self, place: Place) -> Seconds:
+    def draw(self, place: DelayPlace) -> Seconds:
         """Delays of a place."""
         delays = _loaded(self.path)
         if delays.shape[2] < place.micro_batches or delays.shape[3] < place.stages:
@@ -298,6 +298,6 @@ def _loaded(path: str) -> Seconds:
 
 KINDS: dict[str, type[Delay]] = {
     kind.kind: kind
-    for kind in (BoundedLogNormal, Normal, Gamma, Exponential, Bursts, SlowRank, SlowPeriods, Trace, Resampled)
+    for kind in (BoundedLogNormal, Normal, Gamma, Exponential, Bursts, SlowRank, SlowPeriods, RecordedDelay, Resampled)
 }
 """Kind by name."""

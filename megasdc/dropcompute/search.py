@@ -7,7 +7,7 @@ operations. So every rank computes the same threshold from the same latencies, o
 Differences from the published code: the step then lasts min(tau, T), as in eq. 6, and not until the last completed
 micro-batch; a micro-batch that ends at tau is completed; the smallest threshold is the first at which a replica
 completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; on a tie the largest is
-taken; the drop rate is bounded; the first ``min_micro_batches`` are protected. ``Rule.finish`` is the rule of a
+taken; the drop rate is bounded; the first ``min_micro_batches`` are protected. ``DropRule.finish`` is the rule of a
 pipeline that drains: what was started before tau counts, as in a run.
 """
 
@@ -32,7 +32,7 @@ Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class DropRule:
     """Rule for micro-batches when the threshold tau has passed.
 
     Args:
@@ -120,7 +120,11 @@ class Threshold:
 
 
 def search_threshold(
-    latencies_s: Seconds, communication_s: float, max_drop_rate: float = 1.0, rule: Rule | None = None, count: int = 200
+    latencies_s: Seconds,
+    communication_s: float,
+    max_drop_rate: float = 1.0,
+    rule: DropRule | None = None,
+    count: int = 200,
 ) -> Threshold:
     """The threshold of the largest effective speed-up on recorded latencies.
 
@@ -150,7 +154,7 @@ def search_threshold(
         lambda: ((step, whole[:, step]) for step in range(steps)),
         (replicas, steps, micro_batches),
         communication_s,
-        rule or Rule(),
+        rule or DropRule(),
         count,
     )
     return _chosen(curve, max_drop_rate)
@@ -214,7 +218,7 @@ def search_recorded(
         lambda: ((step, starts[:, step] + expected[:, None], ends[:, step]) for step in range(steps)),
         (replicas, steps, micro_batches),
         communication_s,
-        Rule(True, min_micro_batches),
+        DropRule(True, min_micro_batches),
         count,
     )
     return _chosen(curve, max_drop_rate)
@@ -226,7 +230,9 @@ def _chosen(curve: Curve, max_drop_rate: float) -> Threshold:
     return Threshold(tau_s, speedup, 1 - float(curve.completed_share[best]), curve)
 
 
-def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
+def make_curve(
+    chunks: Chunks, sizes: tuple[int, int, int], communication_s: float, rule: DropRule, count: int
+) -> Curve:
     """Effective speed-up against ``count`` finite thresholds, from latencies in pieces, which are read twice.
 
     ``chunks`` must yield the same pieces in both passes; ``sizes`` are replicas N, steps and micro-batches M.
@@ -240,7 +246,7 @@ def make_curve(chunks: Chunks, sizes: tuple[int, int, int], communication_s: flo
     return _make_curve(times, sizes, communication_s, rule, count)
 
 
-def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: float, rule: Rule, count: int) -> Curve:
+def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: float, rule: DropRule, count: int) -> Curve:
     replicas, steps, micro_batches = sizes
     if not 0 <= communication_s < math.inf:
         raise ValueError(f"communication_s is {communication_s}, needed a finite number of seconds >= 0")
@@ -269,7 +275,7 @@ def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: floa
 
 
 def _grid(
-    times: Iterable[tuple[int, Seconds, Seconds]], rule: Rule, longest: Seconds, protected: Seconds, count: int
+    times: Iterable[tuple[int, Seconds, Seconds]], rule: DropRule, longest: Seconds, protected: Seconds, count: int
 ) -> Seconds:
     """Thresholds at equal distances; fills in the latest end of each step, of all and of protected micro-batches."""
     low, high = math.inf, 0.0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.sections.delay import DelaySpec
-from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, Place
+from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.faults.schedule import in_steps, is_here
@@ -52,7 +52,7 @@ def draw_delays(
     Raises:
         DataError: the entry's file cannot be read, or does not fit.
     """
-    place = Place(spec.seed, index, step, replica // BLOCK_REPLICAS, micro_batches, stages)
+    place = DelayPlace(spec.seed, index, step, replica // BLOCK_REPLICAS, micro_batches, stages)
     drawn = np.broadcast_to(build_delay(spec).draw(place), place.shape)[replica % BLOCK_REPLICAS]
     return drawn * (1.0 if spec.micro_batch_latency_s is None else spec.micro_batch_latency_s)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import PHASES, Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.faults import BIT_KINDS, TOKENS, FaultSpec, place_problems, spec_problems
+from megasdc.config.sections.faults import BIT_KINDS, TOKENS, FaultSpec, fault_spec_problems, place_problems
 from megasdc.faults.schedule import Draws, in_steps, is_here
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
@@ -443,7 +443,7 @@ def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
     """Refuse specs that cannot be injected at this layout, with a ConfigError naming each spec and field."""
     problems = []
     for index, spec in enumerate(specs):
-        found = [*spec_problems(spec), *place_problems(spec, dims.tensor, dims.pipeline, dims.data)]
+        found = [*fault_spec_problems(spec), *place_problems(spec, dims.tensor, dims.pipeline, dims.data)]
         if spec.profile is not None:
             found.append(("profile", "expand profiles first, with megasdc.config.fault_profiles.expand_faults"))
         problems += [f"faults.{index}.{name}: {text}." for name, text in found]

@@ -44,7 +44,7 @@ from megasdc.checkpoint.universal import (
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.verify import Source, find_folders, read_source
+from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_source
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed_part import precision_of
@@ -174,7 +174,7 @@ def check_converted(folder: Path, names: set[str]) -> dict[str, list[int]]:
     return shapes
 
 
-def _choose(path: Path, progress: bool) -> tuple[Source, dict[str, list[str]]]:
+def _choose(path: Path, progress: bool) -> tuple[ConvertibleCheckpoint, dict[str, list[str]]]:
     """The newest complete checkpoint at a path, and those passed over; CheckpointError if there is none."""
     if is_universal(path):
         raise CheckpointError(f"{path} is a universal checkpoint already: set megasdc.checkpoint.universal to it")
@@ -188,7 +188,7 @@ def _choose(path: Path, progress: bool) -> tuple[Source, dict[str, list[str]]]:
     raise CheckpointError(f"{path} holds no whole checkpoint, nothing was converted:\n{lines}")
 
 
-def _check_output(final: Path, source: Source, force: bool) -> None:
+def _check_output(final: Path, source: ConvertibleCheckpoint, force: bool) -> None:
     read, written = source.path.resolve(), final.resolve()
     if read.is_relative_to(written):
         raise CheckpointError(f"{final} cannot be the output: it is or holds the checkpoint that is converted")
@@ -204,7 +204,7 @@ def _check_output(final: Path, source: Source, force: bool) -> None:
         raise CheckpointError(f"{final} is no universal checkpoint, --force does not replace it; choose another --out")
 
 
-def _check_source(source: Source) -> dict[str, Any]:
+def _check_source(source: ConvertibleCheckpoint) -> dict[str, Any]:
     """Load the shared state that megasdc saved; CheckpointError if what the conversion needs was not saved."""
     if UNIVERSAL_INFO_KEY not in load_checked(source.path / _stages(source)[0], mmap=True):
         raise CheckpointError(
@@ -214,11 +214,11 @@ def _check_source(source: Source) -> dict[str, Any]:
     return read_shared_state(source.path)
 
 
-def _stages(source: Source) -> list[str]:
+def _stages(source: ConvertibleCheckpoint) -> list[str]:
     return sorted(name for name in source.records if kind_of_file(name) == "stages")
 
 
-def _saved_names(source: Source) -> set[str]:
+def _saved_names(source: ConvertibleCheckpoint) -> set[str]:
     """Names of all parameters, from the files of all stages."""
     states = (load_checked(source.path / name, mmap=True) for name in _stages(source))
     return {name for state in states for group in state["param_shapes"] for name in group}
@@ -302,7 +302,7 @@ def _spinner() -> Iterator[Any]:
 
 
 def _describe(
-    folder: Path, source: Source, shared_state: dict[str, Any], parameters: dict[str, list[int]]
+    folder: Path, source: ConvertibleCheckpoint, shared_state: dict[str, Any], parameters: dict[str, list[int]]
 ) -> UniversalManifest:
     """Wait until all files are on the disk, and write the manifest."""
     node, files = socket.gethostname(), []

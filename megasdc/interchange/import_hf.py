@@ -27,7 +27,7 @@ from megasdc.checkpoint.initial import (
     WeightsManifest,
     weights_file,
 )
-from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
+from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError
 from megasdc.common.program import why_unreadable
@@ -86,7 +86,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     check_out(target, force, WEIGHTS_FILE, "format_version", source)
     folder = _local(source)
     _refuse_links_out(folder)
-    config = read_json(folder / "config.json")
+    config = read_model_json(folder / "config.json")
     model = section_of({**model_fields(config), "initial_weights": str(out)})
     shards = HfShards(folder)
     count = num_pipeline_layers(model)
@@ -113,7 +113,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
         for path in sorted((work / TOKENIZER_FOLDER).glob("*")):
             files[f"{TOKENIZER_FOLDER}/{path.name}"] = _record(path)
         if (folder / GENERATION_FILE).exists():
-            read_json(folder / GENERATION_FILE)
+            read_model_json(folder / GENERATION_FILE)
             shutil.copyfile(folder / GENERATION_FILE, work / GENERATION_FILE)
             files[GENERATION_FILE] = _record(work / GENERATION_FILE)
         notes = [*([note] if note is not None else []), *_unknown_ids(token_ids, rows)]

@@ -145,7 +145,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def set_aside(run_dir: Path | str) -> Path | None:
+def set_metrics_aside(run_dir: Path | str) -> Path | None:
     """Rename the metrics of an earlier run in the same folder, so that a new run does not append to them.
 
     Returns:

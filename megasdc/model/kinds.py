@@ -58,7 +58,7 @@ _BY_NAME = {
 }
 
 
-def kind_of(fqn: str) -> str:
+def submodule_kind(fqn: str) -> str:
     """The kind of a submodule.
 
     Args:

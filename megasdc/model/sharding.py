@@ -105,7 +105,7 @@ def split_name(name: str) -> tuple[int, str]:
     return int(index), rest
 
 
-def join(shards: Sequence[Tensor], split: Split) -> Tensor:
+def join_shards(shards: Sequence[Tensor], split: Split) -> Tensor:
     """Join the shards of all tensor ranks.
 
     Args:

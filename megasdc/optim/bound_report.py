@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, HookSpec
-from megasdc.optim.bound_rules import Rule, rule_of
+from megasdc.optim.bound_rules import BoundRule, bound_rule
 from megasdc.optim.bounds import COLUMNS, PLACES, ShardBounds
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -78,7 +78,7 @@ def _shares(row: Sequence[float]) -> dict[str, float]:
     }
 
 
-def rows_of(totals: Totals) -> dict[str, list[dict[str, Any]]]:
+def bound_rows(totals: Totals) -> dict[str, list[dict[str, Any]]]:
     """For each place, a row for each submodule in the order of the model.
 
     Columns: elements seen, summed over steps; share of them that was bounded; share of the mass (sum of magnitudes)
@@ -105,7 +105,7 @@ def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
         row
         for place, of_place in totals.items()
         for name, row in of_place.items()
-        if rule_of(name, specs, place) != Rule()
+        if bound_rule(name, specs, place) != BoundRule()
     ]
     seen = [row for row in totals.get(BEFORE_NORM, {}).values()]
     found = {}
@@ -129,7 +129,7 @@ def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str
             for name, row in totals.get(spec.where, {}).items()
             if any(
                 one is spec
-                for one in (rule_of(name, specs, spec.where).absolute, rule_of(name, specs, spec.where).spike)
+                for one in (bound_rule(name, specs, spec.where).absolute, bound_rule(name, specs, spec.where).spike)
             )
         }
         for fqn, row in _by_submodule(fitting).items():

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUND, SKIP_STEP, SPIKE_AWARE, ZERO, HookSpec, theta_at
-from megasdc.tensors.bound_limits import Limits
+from megasdc.tensors.bound_limits import ElementLimits
 
 
 @dataclass(frozen=True)
-class Rule:
+class BoundRule:
     """Bounds of one parameter at one place.
 
     Args:
@@ -44,7 +44,7 @@ def fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
+def bound_rule(name: str, specs: Sequence[HookSpec], place: str) -> BoundRule:
     """Bounds of a parameter, by its full name, at one of ``megasdc.optim.bounds.PLACES``: the first of each kind."""
     fitting = [
         spec
@@ -52,8 +52,8 @@ def rule_of(name: str, specs: Sequence[HookSpec], place: str) -> Rule:
         if spec.hook in (ABSOLUTE, SPIKE_AWARE) and spec.where == place and fits(name, spec.parameters)
     ]
     if not fitting:
-        return Rule()
-    return Rule(
+        return BoundRule()
+    return BoundRule(
         absolute=next((spec for spec in fitting if spec.hook == ABSOLUTE), None),
         spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
         policy=fitting[0].non_finite,
@@ -65,13 +65,15 @@ def may_act(spec: HookSpec, step: int) -> bool:
     return spec.non_finite in (ZERO, BOUND) or (spec.theta is not None and math.isfinite(theta_at(spec.theta, step)))
 
 
-def limits_at(rule: Rule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0) -> Limits:
+def limits_at(
+    rule: BoundRule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0
+) -> ElementLimits:
     """Limits of a parameter's elements in a step, at this loss scale.
 
     ``floor`` is the smallest V, None: the spike-aware bound does not act in this step; V is multiplied by ``v_factor``.
     """
     absolute, spike = rule.absolute, None if floor is None else rule.spike
-    return Limits(
+    return ElementLimits(
         absolute=math.inf if absolute is None or absolute.theta is None else theta_at(absolute.theta, step),
         spike=math.inf if spike is None or spike.theta is None else theta_at(spike.theta, step),
         floor=floor or 0.0,

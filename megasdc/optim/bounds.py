@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP, HookSpec
-from megasdc.optim.bound_rules import Rule, limits_at, may_act, rule_of
+from megasdc.optim.bound_rules import BoundRule, bound_rule, limits_at, may_act
 from megasdc.optim.clip_factors import ClipFactors
-from megasdc.optim.copies import digest
+from megasdc.optim.copies import shard_checksum
 from megasdc.optim.momentum_reset import MomentumReset
 from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bound import bound_
-from megasdc.tensors.bound_limits import SUMS, Limits
+from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
@@ -73,7 +73,7 @@ class ShardBounds:
         self.names = list(names.values())
         self._parameters = list(names)
         self._places = {id(parameter): place for place, parameter in enumerate(names)}
-        self.rules = {place: [rule_of(name, specs, place) for name in self.names] for place in PLACES}
+        self.rules = {place: [bound_rule(name, specs, place) for name in self.names] for place in PLACES}
         device = self._parameters[0].device
         self.table = torch.zeros(len(PLACES), len(self.names), len(COLUMNS), dtype=torch.float64, device=device)
         self.last_pass = torch.zeros(len(self.names), len(SUMS), dtype=torch.float64, device=device)
@@ -105,7 +105,7 @@ class ShardBounds:
 
     def acts(self, place: str) -> bool:
         """Whether any parameter has a rule at a place."""
-        return any(rule != Rule() for rule in self.rules[place])
+        return any(rule != BoundRule() for rule in self.rules[place])
 
     def changes(self, step: int) -> bool:
         """Whether any rank may change gradients before the norm at this step; the same on all ranks."""
@@ -168,7 +168,7 @@ class ShardBounds:
             skipping = skipping + bad * (1 - self._halting[LOCAL])
         squares = sums[:, _SQUARES]
         of_copies = (squares * self._copied).sum().unsqueeze(0)
-        copies = torch.cat([of_copies, digest(copied, sums.device)])
+        copies = torch.cat([of_copies, shard_checksum(copied, sums.device)])
         return Seen((squares * self._counted).sum(), copies, skipping.sum(), halting.sum())
 
     @torch.no_grad()
@@ -216,11 +216,11 @@ class ShardBounds:
     def _end(self, place: str, sums: Tensor, stepped: Tensor | None = None) -> None:
         table = self.table[PLACES.index(place)]
         looked_at = self._whole if place == LOCAL else self._owned
-        add(table, torch.cat([sums, (looked_at if stepped is None else stepped).unsqueeze(1)], dim=1))
+        add_counts(table, torch.cat([sums, (looked_at if stepped is None else stepped).unsqueeze(1)], dim=1))
 
     def _limits_of(
-        self, rule: Rule, flat: Tensor, step: int, scale: float, has_moment: bool, *, unclip: bool
-    ) -> Limits:
+        self, rule: BoundRule, flat: Tensor, step: int, scale: float, has_moment: bool, *, unclip: bool
+    ) -> ElementLimits:
         """Limits of the elements of a parameter; ``unclip``: the gradient is not clipped yet, as those in V are."""
         spike = rule.spike
         if spike is None or not has_moment or self._in_grace(spike, step):
@@ -259,7 +259,7 @@ class ShardBounds:
         )
 
 
-def add(table: Tensor, more: Tensor) -> None:
+def add_counts(table: Tensor, more: Tensor) -> None:
     """Add counts, [parameters, columns], in place; of the largest ratios the larger is kept."""
     largest = torch.maximum(table[:, _RATIO], more[:, _RATIO])
     table += more

@@ -15,7 +15,7 @@ from megasdc.tensors.checksum import default_algorithm
 _HALF = (1 << 32) - 1
 
 
-def digest(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def shard_checksum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """A checksum of shards that is exact when summed in fp64.
 
     Args:

@@ -17,7 +17,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True)
-class Block:
+class StateBlock:
     """Consecutive elements of this rank's flat partition of one group.
 
     Args:
@@ -35,11 +35,11 @@ class Block:
         return flat.detach().narrow(0, self.start, self.numel)
 
 
-Digests = Mapping[tuple[Block, str], int]
+Digests = Mapping[tuple[StateBlock, str], int]
 """By block and state: ``MASTER``, or the optimizer's name, such as ``exp_avg``."""
 
 
-def blocks_of(optimizer: Any, most: int = BLOCK) -> list[Block]:
+def blocks_of(optimizer: Any, most: int = BLOCK) -> list[StateBlock]:
     """All blocks of this rank's shard; together they hold every element of every group, alignment included.
 
     Args:
@@ -47,15 +47,15 @@ def blocks_of(optimizer: Any, most: int = BLOCK) -> list[Block]:
         most: elements of a block.
     """
     return [
-        Block(group, start, min(most, flat.numel() - start))
+        StateBlock(group, start, min(most, flat.numel() - start))
         for group, flat in enumerate(master_partitions(optimizer))
         for start in range(0, flat.numel(), most)
     ]
 
 
 def start_digests(
-    optimizer: Any, blocks: Iterable[Block], algorithm: ChecksumAlgorithm
-) -> dict[tuple[Block, str], int | Tensor]:
+    optimizer: Any, blocks: Iterable[StateBlock], algorithm: ChecksumAlgorithm
+) -> dict[tuple[StateBlock, str], int | Tensor]:
     """Start the digests of blocks of the masters and of each state that has one value an element.
 
     With all of ``blocks_of`` they are of the rank's whole state.
@@ -63,7 +63,7 @@ def start_digests(
     Sync: none on a GPU; ``finish_digests`` waits.
     """
     flats = master_partitions(optimizer)
-    found: dict[tuple[Block, str], int | Tensor] = {}
+    found: dict[tuple[StateBlock, str], int | Tensor] = {}
     for block in blocks:
         flat = flats[block.group]
         state = optimizer.optimizer.state.get(flat, {})
@@ -74,7 +74,7 @@ def start_digests(
     return found
 
 
-def finish_digests(started: Mapping[tuple[Block, str], int | Tensor]) -> Digests:
+def finish_digests(started: Mapping[tuple[StateBlock, str], int | Tensor]) -> Digests:
     """Complete digests.
 
     Sync: waits for the device.
@@ -82,6 +82,6 @@ def finish_digests(started: Mapping[tuple[Block, str], int | Tensor]) -> Digests
     return dict(zip(started, read_back(list(started.values())), strict=True))
 
 
-def differing(before: Digests, after: Digests) -> list[tuple[Block, str]]:
+def differing_state_blocks(before: Digests, after: Digests) -> list[tuple[StateBlock, str]]:
     """Blocks and states whose digests differ; what only one of them has is not compared."""
     return [place for place, value in before.items() if place in after and after[place] != value]

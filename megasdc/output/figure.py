@@ -206,7 +206,7 @@ def layer_map(
     return [common | grey, *([common | differs] if known else [])]
 
 
-def look(place: int) -> tuple[str, str]:
+def line_look(place: int) -> tuple[str, str]:
     """Colour and dash of the curve at a place: colours in order, then the same with the next dash."""
     return COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import StorageError
-from megasdc.common.program import write_whole
+from megasdc.common.program import write_atomically
 from megasdc.output.page import Page
 
 
@@ -43,6 +43,6 @@ def write_template(template: str, path: Path, option: str, **values: Any) -> Non
     )
     text = environment.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error

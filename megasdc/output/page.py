@@ -22,7 +22,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a result under a heading, none where that is empty.
 
     Sentences come first, then items of a list, facts by label, tables, folded texts and figures.
@@ -56,7 +56,7 @@ class Page:
     sentences: Sequence[str] = ()
     tiles: dict[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[PageSection] = ()
     kind: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
 

@@ -132,12 +132,12 @@ def _value(item: Any, column: str | Callable[[Any], Any]) -> Any:
         return column(item)
     field, _, form = column.partition(":")
     value = item[field] if isinstance(item, Mapping) else getattr(item, field)
-    return number(value, form) if form else value
+    return number_cell(value, form) if form else value
 
 
 def alarming(count: int) -> Cell:
     """A cell with a number that is bad unless it is zero."""
-    return number(count, ",d", look="bad" if count else "")
+    return number_cell(count, ",d", look="bad" if count else "")
 
 
 def cell(value: Cell | str | float | None) -> Cell:
@@ -146,10 +146,10 @@ def cell(value: Cell | str | float | None) -> Cell:
         return value
     if isinstance(value, str):
         return Cell(value)
-    return number(value, ",d" if isinstance(value, int) else ",.4g")
+    return number_cell(value, ",d" if isinstance(value, int) else ",.4g")
 
 
-def number(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-", more: str = "") -> Cell:
+def number_cell(value: float | None, form: str = ",.4g", look: str = "", missing: str = "-", more: str = "") -> Cell:
     """A cell with a number, or with ``missing`` for None; ``more`` is text after the number."""
     if value is None:
         return Cell(missing, look=look)
@@ -161,7 +161,7 @@ def number(value: float | None, form: str = ",.4g", look: str = "", missing: str
 def percent(value: float | None, worse: float | None = None) -> Cell:
     """A cell with a signed share in percent; bad above a limit."""
     look = "bad" if value is not None and worse is not None and value > worse else ""
-    return number(value, "+.3%", look)
+    return number_cell(value, "+.3%", look)
 
 
 def few(values: Sequence[object], count: int = 3, none: str = "-") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from megasdc.common.program import output_console
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from megasdc.output.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ _LOOKS = {"bad": "red", "good": "green", "best": "bold", "": ""}
 
 def print_page(page: Page, console: Console) -> None:
     """Prints the sentences and tables of a result, and its figures that have a text."""
-    say(page.verdict, console, _STYLES[page.state])
+    print_sentence(page.verdict, console, _STYLES[page.state])
     for sentence in page.sentences:
-        say(sentence, console)
+        print_sentence(sentence, console)
     for note in page.notes:
-        say(f"note: {note}", console)
+        print_sentence(f"note: {note}", console)
     for section in page.sections:
         _print_section(section, console)
 
@@ -32,7 +32,7 @@ def print_pages(pages: Iterable[Page]) -> None:
     console = output_console()
     for place, page in enumerate(pages):
         if place:
-            say("", console)
+            print_sentence("", console)
         print_page(page, console)
 
 
@@ -41,23 +41,23 @@ def printer(build: Callable[..., Page]) -> Callable[[Any, Console], None]:
     return lambda result, console: print_page(build(result), console)
 
 
-def _print_section(section: Section, console: Console) -> None:
+def _print_section(section: PageSection, console: Console) -> None:
     told = (section.sentences, section.items, section.facts, section.folds)
     if not (any(told) or any(one.rows for one in section.tables)):
         return
     if section.heading:
-        say(f"\n{section.heading}", console, "bold")
+        print_sentence(f"\n{section.heading}", console, "bold")
     for sentence in (*section.sentences, *section.items):
-        say(sentence, console)
+        print_sentence(sentence, console)
     wide = max(map(len, section.facts), default=0)
     for label, value in section.facts.items():
-        say(f"  {label:{wide}}  {value}", console)
+        print_sentence(f"  {label:{wide}}  {value}", console)
     for table in section.tables:
         print_table(table, console)
     for fold in section.folds:
-        say(f"\n{fold.title}\n{fold.text}", console)
+        print_sentence(f"\n{fold.title}\n{fold.text}", console)
     for text in filter(None, (figure.text for figure in section.figures)):
-        say(f"\n{text}", console)
+        print_sentence(f"\n{text}", console)
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -67,7 +67,7 @@ def print_table(table: Table, console: Console) -> None:
     from rich.table import Table as RichTable
 
     if table.title:
-        say(f"\n{table.title}", console, "italic")
+        print_sentence(f"\n{table.title}", console, "italic")
     shown = table.rows if table.listed is None else table.rows[: table.listed]
     drawn = RichTable(box=None, pad_edge=False, header_style="bold")
     columns = [place for place, heading in enumerate(table.headings) if heading not in table.elsewhere]
@@ -79,9 +79,9 @@ def print_table(table: Table, console: Console) -> None:
     if shown:
         console.print(drawn)
     if (more := len(table.rows) - len(shown)) > 0:
-        say(f"... and {more:,} more (--limit)", console)
+        print_sentence(f"... and {more:,} more (--limit)", console)
     if table.note:
-        say(table.note, console)
+        print_sentence(table.note, console)
 
 
 def _text(cell: Cell) -> Any:
@@ -90,6 +90,6 @@ def _text(cell: Cell) -> Any:
     return Text(cell.text, style=_LOOKS[cell.look])
 
 
-def say(text: str, console: Console, style: str = "") -> None:
+def print_sentence(text: str, console: Console, style: str = "") -> None:
     """Prints a sentence, all of it in ``style``, as it is: no markup, no colours of its own, no lines broken."""
     console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)

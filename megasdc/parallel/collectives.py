@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.parallel.stores import check_size, launch_secret, sign, verify
+from megasdc.parallel.stores import check_size, launch_secret, sign, verified_value
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ def _load_all(found: list[Tensor], sizes: list[int], group: dist.ProcessGroup | 
 def _load(content: Tensor, rank: int) -> Any:
     secret = launch_secret()
     assert secret is not None, "asked before"
-    return pickle.loads(verify(secret, _name(rank), content.cpu().numpy().tobytes()))
+    return pickle.loads(verified_value(secret, _name(rank), content.cpu().numpy().tobytes()))
 
 
 def _name(rank: int) -> str:

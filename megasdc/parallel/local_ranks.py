@@ -63,7 +63,7 @@ def base_environment(threads: int) -> dict[str, str]:
     return environment
 
 
-def rank_environment(rank: int, ranks: int, threads: int, place: Mapping[str, str]) -> dict[str, str]:
+def local_rank_environment(rank: int, ranks: int, threads: int, place: Mapping[str, str]) -> dict[str, str]:
     """A launcher's variables for a rank, on top of ``base_environment``.
 
     Args:

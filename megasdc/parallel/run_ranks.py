@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import MegasdcError, error_of_rank
-from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Descriptor, Process, start_module
 
 GRACE_S = 5.0
 TAIL_CHARACTERS = 3000
 
 
-class Messages:
+class ReportChannel:
     """Sends JSON lines to the process that started the ranks.
 
     Args:
@@ -121,7 +121,7 @@ def _answer(answers: int) -> None:
 def _bench_environment(rank: int, ranks: int, threads: int, meeting: LocalMeeting) -> dict[str, str]:
     """A rank's environment, with a terminal that shows a progress bar."""
     return {
-        **rank_environment(rank, ranks, threads, meeting.environment),
+        **local_rank_environment(rank, ranks, threads, meeting.environment),
         "TERM": "xterm",
         "COLUMNS": "120",
     }

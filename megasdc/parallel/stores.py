@@ -194,7 +194,7 @@ def sign(secret: bytes, name: str, value: bytes) -> bytes:
     return _signature(secret, name, value) + value
 
 
-def verify(secret: bytes, name: str, signed: bytes) -> bytes:
+def verified_value(secret: bytes, name: str, signed: bytes) -> bytes:
     """The value of ``sign``.
 
     Args:
@@ -299,12 +299,12 @@ def _signed_store() -> Any:
             self.plain.set(key, sign(self._secret, key, _bytes(value)))  # type: ignore[arg-type]
 
         def get(self, key: str) -> bytes:
-            return verify(self._secret, key, self.plain.get(key))
+            return verified_value(self._secret, key, self.plain.get(key))
 
         def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
             before = sign(self._secret, key, _bytes(expected)) if expected else b""
             found = self.plain.compare_set(key, before, sign(self._secret, key, _bytes(desired)))  # type: ignore[arg-type]
-            return verify(self._secret, key, found) if found else b""
+            return verified_value(self._secret, key, found) if found else b""
 
         def add(self, key: str, amount: int) -> int:
             return self.plain.add(key, amount)

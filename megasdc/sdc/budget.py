@@ -11,7 +11,7 @@ MOST_EVERY = 50
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """Time of checks, each as a share of a step.
 
     Args:
@@ -65,12 +65,12 @@ class Cadence:
         """Steps in which results of each of a step's micro-batches have been looked at."""
         return math.ceil(of / self.micro_batches) * self.every
 
-    def share(self, shares: Shares) -> float:
+    def share(self, shares: TimeShares) -> float:
         """Time of all checks over that of all steps."""
         return shares.fixed + shares.audits + (shares.look * self.micro_batches + shares.slice) / self.every
 
 
-def choose_cadence(shares: Shares, budget: float, micro_batches: int) -> Cadence:
+def choose_cadence(shares: TimeShares, budget: float, micro_batches: int) -> Cadence:
     """As many looks as a share ``budget`` of a step leaves room for: from all ``micro_batches`` of every step down.
 
     One look in ``MOST_EVERY`` steps is made even where that is more than the budget.

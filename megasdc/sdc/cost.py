@@ -40,7 +40,7 @@ _OF_A_LAYER = {NORM: 2, QKV: 1, CORE_ATTENTION: 1, PROJECTION: 1, RESIDUAL: 1, F
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """Work of one rank in a step, without pipeline parallelism.
 
     Args:
@@ -100,13 +100,13 @@ class Accelerator:
     accumulation: int = 16
     vocab: int = 32000
 
-    def work(self, hidden: int) -> Work:
+    def work(self, hidden: int) -> RankWork:
         """Work of a rank in bf16, GPT style with an MLP of 4 h and heads of 128, with embedding and output."""
         heads = hidden // 128
         model = ModelSection(
             num_layers=self.layers, hidden_size=hidden, num_attention_heads=heads, max_positions=self.sequence
         )
-        return Work(model, self.vocab, self.sequence, 1, self.accumulation, self.tensor, self.data, width_bytes=2)
+        return RankWork(model, self.vocab, self.sequence, 1, self.accumulation, self.tensor, self.data, width_bytes=2)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Reads:
         return Reads(self.count * factor, self.bytes * factor)
 
 
-def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
+def reads_of_step(work: RankWork, granularity: str) -> dict[str, Reads]:
     """Reads of one step's checksums on one rank, by phase.
 
     Of a shard over replicas the count is an upper bound: a rank owns at most so many parameters. Gradients are taken to
@@ -158,7 +158,7 @@ def reads_of_step(work: Work, granularity: str) -> dict[str, Reads]:
     }
 
 
-def reads_of_row_sums(work: Work) -> Reads:
+def reads_of_row_sums(work: RankWork) -> Reads:
     """What the sums of rows of one product read, in the mean over a layer's linear submodules: each factor and the
     result twice, in ten operations.
     """
@@ -173,7 +173,7 @@ def total(reads: dict[str, Reads]) -> Reads:
 
 
 def predicted_share(
-    work: Work, granularity: str, *, bytes_per_s: float, flop_per_s: float, call_s: float, interval: int = 1
+    work: RankWork, granularity: str, *, bytes_per_s: float, flop_per_s: float, call_s: float, interval: int = 1
 ) -> float:
     """Time of the checksums over the time of the step without them.
 
@@ -193,7 +193,7 @@ def _reads(sizes: list[float], width: float) -> Reads:
     return Reads(len(sizes), sum(sizes) * width)
 
 
-def _widths(work: Work) -> tuple[int, float, float, float]:
+def _widths(work: RankWork) -> tuple[int, float, float, float]:
     """(h, query width, key width, MLP width) of this rank."""
     model, tensor = work.model, work.tensor
     head = head_width(model)
@@ -205,7 +205,7 @@ def _widths(work: Work) -> tuple[int, float, float, float]:
     )
 
 
-def _outputs(kind: str, work: Work) -> list[float]:
+def _outputs(kind: str, work: RankWork) -> list[float]:
     """Values per token of each forward result."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
@@ -215,7 +215,7 @@ def _outputs(kind: str, work: Work) -> list[float]:
     return by_kind.get(kind, [float(h)])
 
 
-def _input_gradients(kind: str, work: Work) -> list[float]:
+def _input_gradients(kind: str, work: RankWork) -> list[float]:
     """Values per token of each input gradient."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
@@ -224,7 +224,7 @@ def _input_gradients(kind: str, work: Work) -> list[float]:
     return by_kind.get(kind, [float(h)])
 
 
-def _parameters(kind: str, work: Work) -> list[float]:
+def _parameters(kind: str, work: RankWork) -> list[float]:
     """Number of values of each parameter of one submodule."""
     h, query, key, ffn = _widths(work)
     model, vocab = work.model, work.vocab / work.tensor

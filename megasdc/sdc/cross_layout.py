@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.common.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD
 from megasdc.common.errors import TraceError
-from megasdc.model.kinds import EMBEDDING, HEAD, KINDS, POSITIONS, kind_of
+from megasdc.model.kinds import EMBEDDING, HEAD, KINDS, POSITIONS, submodule_kind
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import Comparison, Divergence, in_execution_order
 from megasdc.sdc.trace import Trace
@@ -99,7 +99,7 @@ def _by_sample(
     for rank, trace in traces.items():
         dims = _dims(layout, rank)
         for address, value in zip(trace.addresses, trace.checksums, strict=True):
-            if kind_of(address.fqn) in free.get(address.phase, ()):
+            if submodule_kind(address.fqn) in free.get(address.phase, ()):
                 found[_key(address, header, dims)].append((rank, value))
     return found
 

@@ -69,7 +69,7 @@ class FiniteRecorder:
         return min(found, key=lambda one: execution_key(one.address, one.place, dims), default=None)
 
 
-def first_of(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[int, NonFinite] | None:
+def first_non_finite(found: Sequence[NonFinite | None], layout: ParallelDims) -> tuple[int, NonFinite] | None:
     """The first non-finite result over all ranks, in execution order.
 
     Replicas do not influence each other within a micro-batch; of two at the same place the lower rank is taken.

@@ -84,7 +84,7 @@ def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
     return tuple(gaps)
 
 
-def judge(
+def judge_cell(
     findings: Mapping[int, Iterable[GoldenComparison]], layout: ParallelDims, gaps: Sequence[str] = ()
 ) -> dict[int, GoldenVerdict]:
     """Name the divergent ranks of one cell.

@@ -17,14 +17,14 @@ from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, 
 from megasdc.model.inputs import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import execution_key
-from megasdc.sdc.finite import NonFinite, first_of
-from megasdc.tensors.finite import checkable, kind_of, start_extremes
+from megasdc.sdc.finite import NonFinite, first_non_finite
+from megasdc.tensors.finite import checkable, non_finite_kind, start_extremes
 
 EVENT_KIND = "nonfinite"
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """The first non-finite result, with facts from its rank.
 
     ``inputs_finite`` is None where not known. ``inputs_read``: inputs were read, in a repeat; else they are judged by
@@ -42,7 +42,7 @@ class Origin:
 
 def origin_here(
     found: NonFinite, inputs_finite: bool | None, parameters: Sequence[Tensor], *, inputs_read: bool
-) -> Origin:
+) -> NonFiniteOrigin:
     """What is known of a result of this rank.
 
     Args:
@@ -50,7 +50,7 @@ def origin_here(
 
     Sync: waits for the device.
     """
-    return Origin(found, socket.gethostname(), inputs_finite, inputs_read, kind_of(parameters) is None)
+    return NonFiniteOrigin(found, socket.gethostname(), inputs_finite, inputs_read, non_finite_kind(parameters) is None)
 
 
 class InputKinds:
@@ -83,7 +83,7 @@ class InputKinds:
         phase = FORWARD if address.phase in (FORWARD, RECOMPUTE) else BACKWARD
         times = self._seen.get((phase, address.fqn), [])
         time += int(address.phase == RECOMPUTE)
-        return kind_of(times[time]) is None if len(times) > time else None
+        return non_finite_kind(times[time]) is None if len(times) > time else None
 
     def _show(self, phase: str, fqn: str, tensors: list[Tensor]) -> None:
         kept = [value for one in tensors if checkable(one) for value in start_extremes(one)]
@@ -100,7 +100,7 @@ class Explanation:
     """
 
     rank: int | None
-    origin: Origin | None
+    origin: NonFiniteOrigin | None
     reproduced: bool | None
 
     @property
@@ -143,7 +143,10 @@ class Explanation:
 
 
 def explain(
-    before: Sequence[Origin | None], after: Sequence[Origin | None] | None, order: Sequence[str], dims: ParallelDims
+    before: Sequence[NonFiniteOrigin | None],
+    after: Sequence[NonFiniteOrigin | None] | None,
+    order: Sequence[str],
+    dims: ParallelDims,
 ) -> Explanation:
     """The first place over all ranks.
 
@@ -153,7 +156,7 @@ def explain(
         order: names of submodules, in the order in which they are computed.
     """
     repeats = [None] * len(before) if after is None else after
-    at_first, again = (first_of([_result(one) for one in side], dims) for side in (before, repeats))
+    at_first, again = (first_non_finite([_result(one) for one in side], dims) for side in (before, repeats))
     if again is not None and (at_first is None or _key(again, order, dims) <= _key(at_first, order, dims)):
         return Explanation(again[0], repeats[again[0]], True)
     reproduced = None if after is None else False
@@ -162,7 +165,7 @@ def explain(
     return Explanation(at_first[0], before[at_first[0]], reproduced)
 
 
-def _result(origin: Origin | None) -> NonFinite | None:
+def _result(origin: NonFiniteOrigin | None) -> NonFinite | None:
     return None if origin is None else origin.found
 
 

@@ -28,7 +28,7 @@ class Trace:
         self.checksums += other.checksums
 
 
-def digest(trace: Trace) -> int:
+def trace_digest(trace: Trace) -> int:
     """One number for a trace, which changes with any address (except its step) or checksum."""
     state = xxhash.xxh3_64()
     for address, value in zip(trace.addresses, trace.checksums, strict=True):

@@ -64,7 +64,7 @@ def trace_path(folder: Path, rank: int, first_step: int) -> Path:
     return folder / f"rank_{rank:05d}.from_step_{first_step:08d}.trace"
 
 
-def set_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list[Path]:
+def set_traces_aside(folder: Path, rank: int, world_size: int, first_step: int) -> list[Path]:
     """Rename the trace files that this start of the run replaces.
 
     Those are this rank's files of the first step and later ones, and files of ranks beyond the world size, which the

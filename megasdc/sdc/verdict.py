@@ -138,7 +138,7 @@ def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(spots))
 
 
-def differences(ballot: Ballot) -> list[tuple[Address, int, Mapping[int, int]]]:
+def find_differences(ballot: Ballot) -> list[tuple[Address, int, Mapping[int, int]]]:
     """Where ranks of equal inputs got different results: address, place, and checksums by rank."""
     found: list[tuple[Address, int, Mapping[int, int]]] = [
         (flag.address, flag.place, {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected))

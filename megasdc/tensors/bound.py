@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megasdc.common.errors import LaunchError
-from megasdc.tensors.bound_limits import DTYPES, SUMS, Factors, Limits, factors
+from megasdc.tensors.bound_limits import DTYPES, SUMS, ElementLimits, Factors, limit_factors
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ CHUNK = 1 << 16
 """Elements processed at once, to save memory and stay in a CPU's cache."""
 
 
-def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def bound_(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     """Bound a gradient in place, by the fastest implementation for its device, and add to the sums.
 
     Args:
@@ -60,7 +60,7 @@ def bound_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums:
     _function(implementation(gradient.device))(gradient, second_moment, limits, sums)
 
 
-def _function(name: str) -> Callable[[Tensor, Tensor | None, Limits, Tensor], None]:
+def _function(name: str) -> Callable[[Tensor, Tensor | None, ElementLimits, Tensor], None]:
     if name == COMPILED:
         from megasdc.tensors.bound_host import bound_on_host_
 
@@ -95,7 +95,7 @@ def implementation(device: torch.device) -> str:
     return FORMULA
 
 
-def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     """Raise ValueError for what no implementation supports."""
     if gradient.dtype not in DTYPES or gradient.dim() != 1 or not gradient.is_contiguous():
         raise ValueError(f"gradient must be [n] contiguous in fp32, bf16 or fp16; got {_describe(gradient)}")
@@ -116,7 +116,7 @@ def _check_arguments(gradient: Tensor, second_moment: Tensor | None, limits: Lim
         raise ValueError(f"sums must be [{len(SUMS)}] in fp64 on {gradient.device}; got {_describe(sums)}")
 
 
-def bound_formula_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def bound_formula_(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     """`bound_` in torch operations; the reference for every implementation.
 
     Args:
@@ -132,10 +132,10 @@ def bound_formula_(gradient: Tensor, second_moment: Tensor | None, limits: Limit
         _bound_chunk(gradient[part], None if second_moment is None else second_moment[part], limits, sums)
 
 
-def _bound_chunk(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def _bound_chunk(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     magnitude = gradient.to(torch.float32).abs()
     finite, infinite = magnitude < math.inf, magnitude == math.inf
-    limit, of_spike, known = _limits_of(magnitude, second_moment, factors(limits))
+    limit, of_spike, known = _limits_of(magnitude, second_moment, limit_factors(limits))
     over = finite & (magnitude > limit)
     bounded = torch.copysign(_towards_zero(limit, gradient.dtype), gradient)
     after = torch.where(over, bounded, gradient)

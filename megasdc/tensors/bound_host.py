@@ -22,7 +22,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megasdc.common.errors import LaunchError
-from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, Limits, factors
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, ElementLimits, limit_factors
 
 SOURCE = Path(__file__).with_name("bound_host.c")
 OPTIONS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -42,7 +42,7 @@ class _Limits(ctypes.Structure):
     ]
 
 
-def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     """`megasdc.tensors.bound.bound_` on the host, in one thread; raises as `fused_library`.
 
     ``squares`` and ``mass`` are summed in fp32 within blocks of 1024, and over blocks in fp64.
@@ -58,8 +58,8 @@ def bound_on_host_(gradient: Tensor, second_moment: Tensor | None, limits: Limit
 
 
 @lru_cache(maxsize=64)
-def _limits_of(limits: Limits) -> _Limits:
-    numbers = factors(limits)
+def _limits_of(limits: ElementLimits) -> _Limits:
+    numbers = limit_factors(limits)
     return _Limits(
         numbers.absolute,
         numbers.spike,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasdc.common.errors import LaunchError
-from megasdc.tensors.bound_limits import SUMS, Limits, factors
+from megasdc.tensors.bound_limits import SUMS, ElementLimits, limit_factors
 
 try:
     import triton
@@ -38,7 +38,7 @@ _LARGEST = tl.constexpr(SUMS.index("largest_ratio"))
 _MASS, _REMOVED = tl.constexpr(SUMS.index("mass")), tl.constexpr(SUMS.index("removed"))
 
 
-def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits, sums: Tensor) -> None:
+def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: ElementLimits, sums: Tensor) -> None:
     """`megasdc.tensors.bound.bound_` on a GPU (or in Triton's interpreter), by one kernel and a reduction of its sums.
 
     ``largest_ratio`` is computed from fp32 quotients, of which those under 1e-15 may be 0. It does not wait for the
@@ -50,7 +50,7 @@ def bound_on_gpu_(gradient: Tensor, second_moment: Tensor | None, limits: Limits
     most = min(_PROGRAMS_PER_PROCESSOR * _num_processors(gradient.device), _MOST_PROGRAMS)
     programs = min(triton.cdiv(count, _BLOCK), most)
     partial = torch.empty(len(SUMS), programs, dtype=torch.float64, device=gradient.device)
-    numbers = factors(limits)
+    numbers = limit_factors(limits)
     with torch.cuda.device_of(gradient):
         _bound_kernel[(programs,)](
             gradient.view(_INTEGERS[gradient.dtype]),

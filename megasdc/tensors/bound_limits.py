@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ElementLimits:
     """Limits of the magnitude of an element.
 
     Args:
@@ -69,7 +69,7 @@ class Factors:
 
 
 @lru_cache(maxsize=64)
-def factors(limits: Limits) -> Factors:
+def limit_factors(limits: ElementLimits) -> Factors:
     """The fp32 numbers of limits."""
     return Factors(
         absolute=_fp32(limits.absolute * limits.scale),

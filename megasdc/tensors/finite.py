@@ -41,7 +41,7 @@ def kind_of_extremes(smallest: float, largest: float) -> str | None:
     return INF if math.isinf(smallest) or math.isinf(largest) else None
 
 
-def kind_of(tensors: Sequence[Tensor]) -> str | None:
+def non_finite_kind(tensors: Sequence[Tensor]) -> str | None:
     """The kind of non-finite elements in some tensors; None: none; NaN before Inf.
 
     Sync: waits for the device.
@@ -61,4 +61,4 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     Sync: waits for the device.
     """
     unsure = [one for one in tensors if checkable(one) and (one.device.type != "cpu" or not is_surely_finite(one))]
-    return kind_of(unsure) is None
+    return non_finite_kind(unsure) is None

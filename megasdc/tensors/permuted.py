@@ -112,7 +112,7 @@ class Permuted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation."""
         kwargs = kwargs or {}
-        rule = rule_of(func, args)
+        rule = permutation_rule(func, args)
         if rule is None or signature_of(func, args) in self._without:
             return func(*args, **kwargs)
         result = rule(func, *args, **kwargs)
@@ -164,7 +164,7 @@ class Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation twice, and compare."""
-        kwargs, rule, tried = kwargs or {}, rule_of(func, args), self.tried
+        kwargs, rule, tried = kwargs or {}, permutation_rule(func, args), self.tried
         changes = rule is not None and func._schema.name.endswith("_")
         moved = NotImplemented
         if rule is not None:  # on a copy of what it would change
@@ -195,7 +195,7 @@ def signature_of(func: Any, args: Sequence[Any]) -> Signature:
     return func.name(), *(f"{str(one.dtype)[6:]}{tuple(one.shape)}" for one in args if isinstance(one, Tensor))
 
 
-def rule_of(func: Any, args: Sequence[Any]) -> Rule | None:
+def permutation_rule(func: Any, args: Sequence[Any]) -> Rule | None:
     """The rule for an operation on floating-point numbers; None: there is none."""
     if not any(one.is_floating_point() for one in args if isinstance(one, Tensor)):
         return None

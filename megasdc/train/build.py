@@ -23,12 +23,12 @@ from megasdc.common.origin import Origin
 from megasdc.common.run_identity import count_start
 from megasdc.common.run_lock import LockedFolders
 from megasdc.common.versions.installed import component_versions, untested_versions
-from megasdc.config.checks import Layout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig
 from megasdc.config.replica import replica_config
 from megasdc.config.sections.data import DataSection
 from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.data.dataset import TokenDataset, build_datasets, verify_data
+from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import Order, Position
@@ -164,11 +164,11 @@ def _place(whole: RunConfig, world: ReplicaWorld | None, features: Features) -> 
     )
 
 
-def _check_host(config: RunConfig, launch_size: int | None) -> tuple[Layout, list[Manifest]]:
+def _check_host(config: RunConfig, launch_size: int | None) -> tuple[BatchLayout, list[Manifest]]:
     """Check layout, data, memory and folders, and prepare this process; the manifests are of the training data."""
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")), launch_size)
-    manifests = verify_data(sections.data)
+    manifests = verify_section_data(sections.data)
     check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
     prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
@@ -303,7 +303,7 @@ def _deal_from_here(run: Run) -> None:
 
 
 def _build_loaders(
-    config: RunConfig, layout: Layout, dims: ParallelDims, manifests: list[Manifest], events: EventLog
+    config: RunConfig, layout: BatchLayout, dims: ParallelDims, manifests: list[Manifest], events: EventLog
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
     sections = config.megasdc
     eval_samples = sections.training.eval_samples if sections.training.eval_interval else 0

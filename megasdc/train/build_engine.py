@@ -15,7 +15,7 @@ from megasdc.checkpoint.initial import InitialWeights
 from megasdc.checkpoint.views.logical import load_weights
 from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config.checks import Layout
+from megasdc.config.checks import BatchLayout
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.deepspeed import Bf16
 from megasdc.config.sections.megasdc import MegasdcSection
@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_training_engine(
-    config: RunConfig, layout: Layout, dims: ParallelDims, vocab_size: int, clock: StartClock
+    config: RunConfig, layout: BatchLayout, dims: ParallelDims, vocab_size: int, clock: StartClock
 ) -> TrainingEngine:
     """Build the model's stage of this rank and its engine.
 
@@ -146,7 +146,7 @@ def _agree_on_source(folder: str, whence: str) -> None:
         raise CheckpointError(f"{FIELD}: in {folder} ranks found {' and '.join(found)}; name one of them")
 
 
-def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> None:
+def check_memory_here(config: RunConfig, layout: BatchLayout, vocab_size: int) -> None:
     """Refuse a model that certainly does not fit into this rank's host or device, before any of it is built.
 
     Raises:
@@ -163,7 +163,7 @@ def check_memory_here(config: RunConfig, layout: Layout, vocab_size: int) -> Non
     check_memory(config, stages, stage, host_ranks, host_memory_bytes(), device)
 
 
-def deepspeed_config(config: RunConfig, layout: Layout) -> dict[str, Any]:
+def deepspeed_config(config: RunConfig, layout: BatchLayout) -> dict[str, Any]:
     """DeepSpeed's part of the configuration, with the values that depend on the layout."""
     deepspeed = copy.deepcopy(config.deepspeed)
     for key in OWN_SINKS:

@@ -15,7 +15,7 @@ from typing import Any
 from megasdc.checkpoint.load_universal import place_steps
 from megasdc.checkpoint.places import RankProblem
 from megasdc.common.errors import CheckpointError
-from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
+from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.study import StudySection
 from megasdc.engine.engine import TrainingEngine
@@ -44,7 +44,7 @@ class ChangedSettings:
         ]
         self._clip = optimizer.clip_grad
         self._scaler: Any = getattr(optimizer, "loss_scaler", None)
-        self.changes: list[Change] = []
+        self.changes: list[ChangedField] = []
 
     def check(self, saved: Mapping[str, Any], data: int, *, universal: bool = False) -> None:
         """Find changes since the state ``saved`` for all ranks by ``data`` replicas; refuse those that are not allowed.

@@ -17,7 +17,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.bound_report import Totals, gather_totals, merge_totals, metrics_of, rows_of, warnings_of
+from megasdc.optim.bound_report import Totals, bound_rows, gather_totals, merge_totals, metrics_of, warnings_of
 from megasdc.optim.bound_rules import fits
 from megasdc.optim.bounds import ShardBounds
 from megasdc.optim.clip_factors import ClipFactors, clip_factor
@@ -55,7 +55,7 @@ class GradientBounds(Hook):
         self._dims = engine.dims
         self._inner = engine.optimizer.optimizer
         self._reset = momentum_reset_of(specs)
-        names = parameter_names(engine)
+        names = stage_parameter_names(engine)
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._bounds = ShardBounds(engine.optimizer, names, specs, self._reset, self._dims)
         self._files = self._load_files()
@@ -224,7 +224,7 @@ class GradientBounds(Hook):
         self._carried, self._copies_told = {}, False
         if self._dims.rank != 0:
             return
-        for place, rows in rows_of(totals).items():
+        for place, rows in bound_rows(totals).items():
             run.events.emit(EVENT_KIND, "statistics", step=run.step, where=place, submodules=rows)
         for text, fields in warnings_of(totals, self._specs):
             logger.warning("step %d: %s", run.step, text)
@@ -262,7 +262,7 @@ class GradientBounds(Hook):
                 logger.warning("the checkpoint has a state of hook %s, which is not configured; it is dropped", name)
 
 
-def parameter_names(engine: TrainingEngine) -> dict[Any, str]:
+def stage_parameter_names(engine: TrainingEngine) -> dict[Any, str]:
     """Full name of every parameter of the stage, the same for both copies of a tied one."""
     return {
         parameter: TIED_NAME if getattr(parameter, "ds_pipe_replicated", False) else f"{one.fqn}.{slot}"

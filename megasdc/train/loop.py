@@ -19,7 +19,7 @@ def train(run: Run) -> None:
         for hook in hooks:
             hook.on_start(run)
         while not run.is_last_step:
-            take_step(run)
+            train_step(run)
         for hook in hooks:
             hook.on_end(run)
     except IsolationError:
@@ -31,7 +31,7 @@ def train(run: Run) -> None:
             hook.close()
 
 
-def take_step(run: Run) -> None:
+def train_step(run: Run) -> None:
     """Run one step of a started run, with all hooks before and after it.
 
     Collective: all ranks of the world.

@@ -81,7 +81,7 @@ def pretrain(
 
     def leave_running(code: int, error: BaseException | None) -> None:
         assert leave is not None and error is not None, "asked only where it is given, and with a reason"
-        tell_failure(folder, code, error, process_started, held)
+        report_failure(folder, code, error, process_started, held)
         leave_start(code, error)
 
     signals = StopSignals(None if leave is None else leave_start)
@@ -108,12 +108,12 @@ def pretrain(
         if signals.start is not None:
             signals.start.wait_where_all_leave()
         code, known = _explain(error)
-        tell_failure(folder, code, known, process_started, held)
+        report_failure(folder, code, known, process_started, held)
         return code, known
     except KeyboardInterrupt as error:  # the record of the end must still be written
         logger.error("interrupted by a second SIGINT; steps since the last checkpoint are lost")
         code = 128 + signal.SIGINT
-        tell_failure(folder, code, error, process_started, held)
+        report_failure(folder, code, error, process_started, held)
         return code, error
     finally:
         room.finish()
@@ -132,7 +132,7 @@ def _explain(error: Exception) -> tuple[int, Exception]:
     return known.exit_code, known
 
 
-def tell_failure(
+def report_failure(
     folder: Path | None, code: int, error: BaseException, process_started: float, held: LockedFolders
 ) -> None:
     """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
@@ -220,7 +220,7 @@ def _train(
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
         from megasdc.train import build, loop  # noqa: F401 - all of PyTorch and DeepSpeed
-        from megasdc.train.process.isolation import free_memory
+        from megasdc.train.process.isolation import free_previous_run
         from megasdc.train.process.startup import StartClock
 
         rank = _Rank(world, signals, held, library, features())
@@ -228,7 +228,7 @@ def _train(
     start = _Start(config, StartClock(started_at), started_at)
     while not isinstance(remaining := _train_from(start, rank), str):
         began_at = time.monotonic()
-        free_memory()
+        free_previous_run()
         whole = check_layout(config, remaining.launch_size)
         fewer = with_replicas(config, whole, remaining.replicas(whole))
         start = _Start(fewer, StartClock(started_at, again=True), began_at, remaining)
@@ -240,7 +240,7 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.loop import train
-    from megasdc.train.process.isolation import IsolationError, leave_out
+    from megasdc.train.process.isolation import IsolationError, leave_replicas_out
 
     signals, held, library = rank.signals, rank.held, rank.library
     try:
@@ -260,7 +260,7 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
         step, wrong = error.step, error.ranks
     else:
         if run.dims.rank == 0:
-            tell_end(run, first)
+            report_end(run, first)
         run.events.close()
         groups.shutdown()
         if run.stop_error is not None:
@@ -269,7 +269,7 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
             return ALL_DONE
         assert run.stop_reason is not None, f"the loop has ended at step {run.step} of {run.steps}"
         return f"stopped at step {run.step} of {run.steps}: {run.stop_reason}"
-    remaining = leave_out(run, step, wrong, start.remaining, held)
+    remaining = leave_replicas_out(run, step, wrong, start.remaining, held)
     if run.launch_dims.rank in remaining.ranks:
         set_up_logging(int(os.environ["RANK"]))
         return remaining
@@ -277,7 +277,7 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
     return f"left out: its replica was found wrong in step {step}"
 
 
-def tell_end(run: Run, first: int) -> None:
+def report_end(run: Run, first: int) -> None:
     """Report the end of a run that did not fail, as a line and an event; a launch that trained nothing is a warning.
 
     ``first``: the step after which this launch began.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields, replace
 
-from megasdc.config.checks import Layout
+from megasdc.config.checks import BatchLayout
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import ModelSizes, layers_per_stage, model_sizes
@@ -61,7 +61,9 @@ class StepMemory:
         return float(sum(astuple(self)[:-1]))
 
 
-def predict_step_memory(config: RunConfig, layout: Layout, vocab_size: int, on_gpu: bool = False) -> list[StepMemory]:
+def predict_step_memory(
+    config: RunConfig, layout: BatchLayout, vocab_size: int, on_gpu: bool = False
+) -> list[StepMemory]:
     """Peak memory of a step after the first, for each pipeline stage.
 
     Args:
@@ -84,7 +86,7 @@ class _Stage:
     def __init__(
         self,
         config: RunConfig,
-        layout: Layout,
+        layout: BatchLayout,
         sizes: ModelSizes,
         vocab: int,
         real: int,

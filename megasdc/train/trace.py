@@ -17,7 +17,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.device import device_name
-from megasdc.sdc.trace_file import TraceWriter, set_aside, trace_path
+from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
 
@@ -47,7 +47,7 @@ class TraceRecorder(Hook):
 
     def _open(self, run: Run, first_step: int) -> TraceWriter:
         folder = run.folder / TRACE_FOLDER
-        for path in set_aside(folder, run.dims.rank, run.dims.world_size, first_step):
+        for path in set_traces_aside(folder, run.dims.rank, run.dims.world_size, first_step):
             run.events.emit("start", "trace_set_aside", step=first_step, path=str(path))
         return TraceWriter(trace_path(folder, run.dims.rank, first_step), {**self._header, "first_step": first_step})
 

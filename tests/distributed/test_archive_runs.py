@@ -16,8 +16,8 @@ from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run,
 
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.errors import StorageError
-from megasdc.ops.archive.pull import pull
-from megasdc.ops.archive.push import push
+from megasdc.ops.archive.pull import pull_checkpoint
+from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.verify import verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -105,8 +105,8 @@ def test_quantized_moments_resume_near_by(tmp_path: Path, data: Path, straight: 
     checkpoint, losses = straight / "checkpoints" / "step_00000004", {}
     for name, bits in (("exact", None), ("quantized", 8)):
         address, run_dir = str(tmp_path / f"archive_{name}"), tmp_path / name
-        push(checkpoint, address, quantize_bits=bits)
-        pull(address, run_dir / "checkpoints", accept_quantized=bits is not None)
+        push_checkpoint(checkpoint, address, quantize_bits=bits)
+        pull_checkpoint(address, run_dir / "checkpoints", accept_quantized=bits is not None)
         config = write_config(tmp_path / f"{name}.json", data, run_dir, training__steps=STEPS)
         assert train_run(config, 2, **ARCHIVED) == [(0, None)] * 2
         losses[name] = [row["train/loss"] for row in metrics_of(run_dir) if "train/loss" in row]
@@ -124,7 +124,7 @@ def test_node_local_storage_is_archived_by_node(tmp_path: Path, data: Path) -> N
     config = write_config(tmp_path / "c.json", data, run_dir, training__steps=4, checkpoint=section)
     assert train_run(config, 2, "megasdc.training.stop_step=2", **ARCHIVED) == [(0, None)] * 2
     shutil.rmtree(run_dir / "checkpoints")
-    pull(address, run_dir / "checkpoints")
+    pull_checkpoint(address, run_dir / "checkpoints")
     assert train_run(config, 2, **ARCHIVED) == [(0, None)] * 2
     assert events_of(run_dir, "resume", "checkpoint")[0]["step"] == 2
     assert events_of(run_dir, "archive", "pruned") == [], (
@@ -139,9 +139,9 @@ def test_full_disks_lose_nothing(tmp_path: Path, straight: Path) -> None:
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
     with small_disk(tmp_path / "small", size // 2) as small:
         with pytest.raises(StorageError, match="No space left on device"):
-            push(checkpoint, str(small / "archive"))
+            push_checkpoint(checkpoint, str(small / "archive"))
         assert list((small / "archive").rglob(".tmp_*")) == []
-        push(checkpoint, str(tmp_path / "archive"))
+        push_checkpoint(checkpoint, str(tmp_path / "archive"))
         with pytest.raises(StorageError, match=r"needs .* MB more"):
-            pull(str(tmp_path / "archive"), small / "out")
+            pull_checkpoint(str(tmp_path / "archive"), small / "out")
     assert verify_checkpoint(checkpoint).ok and verify(str(tmp_path / "archive")).ok

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.model.kinds import GRANULARITIES
-from megasdc.sdc.cost import Work, reads_of_step, total
+from megasdc.sdc.cost import RankWork, reads_of_step, total
 from tools.bench.commands import app
 from tools.bench.detection.trace import HIDDEN_SIZES, Accelerator, bench_trace, extrapolate
 from tools.bench.training.options import TrainBenchOptions, run_config
@@ -29,7 +29,7 @@ def test_a_sample(tmp_path: Path) -> None:
     assert list(found["costs"]) == list(GRANULARITIES)
     options = TrainBenchOptions(**found["options"])
     model = run_config(options, tmp_path).megasdc.model
-    work = Work(model, vocab=512, sequence=32, micro_batch=1, accumulation=2)
+    work = RankWork(model, vocab=512, sequence=32, micro_batch=1, accumulation=2)
     assert found["flop_per_s"] == pytest.approx(work.flops / found["step_s"]["median"])
     for name, cost in found["costs"].items():
         reads = total(reads_of_step(work, name))

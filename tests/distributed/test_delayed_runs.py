@@ -10,7 +10,7 @@ import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.distributions.kinds import BoundedLogNormal, SlowRank
-from megasdc.lab.planning.environment import Environment
+from megasdc.lab.planning.environment import DelayEnvironment
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +50,7 @@ def test_ranks_sleep_what_is_drawn_and_change_nothing(
     assert _final(tmp_path / "plain") == _final(tmp_path / "late")
 
     data_size = ranks // (tensor * pipeline)
-    environment = Environment(0.0, (BoundedLogNormal(0.5 * 0.02), SlowRank(0, 0.01)), SEED)
+    environment = DelayEnvironment(0.0, (BoundedLogNormal(0.5 * 0.02), SlowRank(0, 0.01)), SEED)
     drawn = [environment.draw(step, 0, data_size, 4 // data_size, pipeline) for step in range(1, STEPS + 1)]
     told = events_of(tmp_path / "late", "delay", "slept")
     for rank in range(ranks):

@@ -27,8 +27,8 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.verification_marks import find_corruption, find_standing, list_verified
 from megasdc.config.load import load_config
 from megasdc.events import read_events
-from megasdc.ops.golden.record import record
-from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.golden.record import record_golden_trace
+from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
@@ -125,7 +125,7 @@ def test_a_persistent_fault_halts_all_ranks(tmp_path: Path, data: Path) -> None:
     assert (failed.exit_code, failed.verdict, failed.incident) == (72, None, None), "of this start, not of the last"
     results = train_run(_write(tmp_path, data, "run", 3, checkpoint__require_verified="never"), 3)
     assert [code for code, _ in results] == [0, 0, 0], results
-    assert summarize(tmp_path / "run").failure is None
+    assert summarize_run(tmp_path / "run").failure is None
 
 
 def test_a_wrong_result_of_a_fused_submodule_is_named(tmp_path: Path, data: Path) -> None:
@@ -194,7 +194,7 @@ def test_two_replicas_whose_fault_rounding_may_explain_need_a_golden_trace(tmp_p
     golden = {"vocab_size": 256, "micro_batches": 1, "steps": 1}
     model = {"model__hidden_dropout": 0.1}
     trusted = _write(tmp_path, data, "trusted", 2, golden=golden, **model)
-    record(load_config(trusted), tmp_path / "good.golden", repeats=1)
+    record_golden_trace(load_config(trusted), tmp_path / "good.golden", repeats=1)
     harm = {"faults": [{**fault, "steps": [2, None]}]}
     blind = _write(tmp_path, data, "blind", 2, **model, **harm)
     results = train_run(blind, 2)

@@ -189,14 +189,14 @@ def _steps_of_a_hidden_model(config: str, folder: str, seed: int) -> None:
     """Two steps on random tokens of a model whose submodules cannot be observed."""
     from megasdc.model import submodules
     from megasdc.ops.determinism_check.rank import run_steps
-    from megasdc.parallel.run_ranks import Messages
+    from megasdc.parallel.run_ranks import ReportChannel
 
     def refuse(_stage: Any) -> Any:
         raise ConfigError("megasdc.model.backend is transformer_engine: results cannot be observed")
 
     submodules.list_submodules = refuse
     loaded = load_config(Path(config), [f"megasdc.training.seed={seed}"])
-    run_steps(loaded, 2, False, Path(folder), Messages(None))
+    run_steps(loaded, 2, False, Path(folder), ReportChannel(None))
 
 
 def test_what_cannot_be_observed_is_compared_by_its_states(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from earlier_files import (
 from harness import StartedCommand, run_command, run_distributed
 from whole_runs import events_of, metrics_of, train_run
 
-from megasdc.attached.golden import load_part
+from megasdc.attached.golden import load_golden_part
 from megasdc.parallel.dims import ParallelDims
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -191,7 +191,7 @@ def test_the_golden_file_of_a_guard_is_read(earlier: Path) -> None:
     file = earlier / "guard.golden"
     with zipfile.ZipFile(file) as packed:
         (part,) = json.loads(packed.read("header.json"))["parts"].values()
-    found = load_part(file, ParallelDims(1, 1, 2), part["key"])
+    found = load_golden_part(file, ParallelDims(1, 1, 2), part["key"])
     tokens = [sent.value for sent in found.batch.options.values() if isinstance(sent.value, torch.Tensor)]
     assert [list(one.shape) for one in tokens] == [[2, 16]] * 2 and torch.equal(*tokens)
     assert len(found.trace) > 8

@@ -33,7 +33,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.loop import take_step
+from megasdc.train.loop import train_step
 
 pytestmark = pytest.mark.distributed
 
@@ -306,7 +306,7 @@ def _chain_of(specs: list[dict[str, Any]], layout: tuple[int, int], options: Any
         faults, chain = StateFaults(engine, injector), _Chain(engine)
         engine.hooks = run.hooks = [faults, chain]
         while not run.is_last_step:
-            take_step(run)
+            train_step(run)
         faults.close()
         events.close()
     return chain.all, injector.firings

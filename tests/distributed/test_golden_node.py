@@ -13,7 +13,7 @@ from harness import StartedCommand, fork_fresh_ranks
 
 from megasdc.config.load import parse_config
 from megasdc.ops.golden.node import Collector, StoreMailbox
-from megasdc.ops.golden.record import record
+from megasdc.ops.golden.record import record_golden_trace
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.local_ranks import free_port
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
@@ -36,7 +36,7 @@ def _record(file: Path, replicas: int) -> Path:
     }
     with pytest.MonkeyPatch.context() as patch:
         fork_fresh_ranks(patch.setattr)
-        record(parse_config(config), file, replicas=replicas, repeats=1)
+        record_golden_trace(parse_config(config), file, replicas=replicas, repeats=1)
     return file
 
 

@@ -11,7 +11,7 @@ from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.config.load import load_config
-from megasdc.ops.golden.record import record
+from megasdc.ops.golden.record import record_golden_trace
 from megasdc.sdc.golden.answer import GoldenAnswer
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
 from megasdc.sdc.incidents.incident import Incident, incident_from_json
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = prepare_text(path)
     golden = {"vocab_size": 256, "micro_batches": 1, "steps": 1}
     options = {"golden": golden, "model__hidden_dropout": 0.1, "model__num_layers": 1}
-    record(
+    record_golden_trace(
         load_config(write_config(path / "trusted.json", data, path / "trusted", **options)), path / "good", repeats=1
     )
     return path

@@ -12,7 +12,7 @@ from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.verification_marks import list_verified
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.run_folder.summary import render, summarize_run
 
 pytestmark = pytest.mark.distributed
 
@@ -62,6 +62,6 @@ def test_a_nan_in_the_state_leaves_what_a_run_can_go_on_from(tmp_path: Path, dat
     passed = {one["step"]: one["reasons"] for one in events_of(run, "skip", "checkpoint")}
     assert set(passed) == {28, 30} and all("not finite" in reason for (reason,) in passed.values())
     assert set(list_verified(folder)) & {28}, "it was saved anew, and is finite"
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert [(one.first, one.last) for one in summary.skipped] == [(11, 30)]
     assert "steps 11 to 30" in render(summary)

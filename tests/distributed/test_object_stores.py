@@ -17,9 +17,9 @@ from run_to_archive import RUN, contents, invoke, killed_command, write_run
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.ops.archive import lease
 from megasdc.ops.archive.entries import read_entries
-from megasdc.ops.archive.prune import prune
-from megasdc.ops.archive.pull import pull
-from megasdc.ops.archive.push import push
+from megasdc.ops.archive.prune import prune_archive
+from megasdc.ops.archive.pull import pull_checkpoint
+from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import BLOCKS, RUNS, open_archive
 from megasdc.ops.archive.store import Store
 from megasdc.ops.archive.verify import verify
@@ -53,21 +53,21 @@ def test_steps_come_back_and_what_is_there_is_not_stored_again(
 ) -> None:
     """Push, list, verify, pull bit for bit, prune."""
     address = store.address("steps")
-    first = push(checkpoints / "step_00000002", address)
-    again = push(checkpoints / "step_00000002", address)
+    first = push_checkpoint(checkpoints / "step_00000002", address)
+    again = push_checkpoint(checkpoints / "step_00000002", address)
     assert again.already and not again.new_blocks and again.known_bytes == first.new_bytes
-    second = push(checkpoints, address)
+    second = push_checkpoint(checkpoints, address)
     assert second.step == 4 and second.known_blocks > 0, "the random generators did not change"
     code, text = invoke("list", address, "--json")
     assert code == 0 and [(entry["step"], entry["problems"]) for entry in json.loads(text)] == [(2, []), (4, [])]
     assert verify(address).ok
     for step in (2, 4):
-        path = Path(pull(address, tmp_path / "out", step=step).path)
+        path = Path(pull_checkpoint(address, tmp_path / "out", step=step).path)
         assert contents(path) == contents(checkpoints / path.name)
-    assert prune(address, keep_last=1).removed == {RUN: [2]}
+    assert prune_archive(address, keep_last=1).removed == {RUN: [2]}
     report = verify(address)
     assert report.ok and (report.num_steps, report.unneeded) == (1, 0)
-    assert pull(address, tmp_path / "again").step == 4
+    assert pull_checkpoint(address, tmp_path / "again").step == 4
 
 
 def test_content_comes_back_with_its_last_bytes(store: ObjectStore) -> None:
@@ -88,13 +88,13 @@ def test_a_push_that_was_killed_is_taken_up(
     killed = killed_command(["push", checkpoints, address, "--workers", 1], lambda: len(watched.sizes(BLOCKS)) >= 5)
     assert killed == -signal.SIGKILL and read_entries(open_archive(address)) == []
     there = watched.sizes(BLOCKS)
-    report = push(checkpoints, address)
+    report = push_checkpoint(checkpoints, address)
     assert report.known_blocks >= len(there) >= 5 and report.new_blocks > 0
-    assert contents(Path(pull(address, tmp_path / "out").path)) == contents(checkpoints / "step_00000004")
+    assert contents(Path(pull_checkpoint(address, tmp_path / "out").path)) == contents(checkpoints / "step_00000004")
     with pytest.raises(StorageError, match="goes on; prune when it has ended"):
-        prune(address)
+        prune_archive(address)
     monkeypatch.setattr(lease, "STALE_S", 0.0)
-    prune(address)
+    prune_archive(address)
     assert not watched.sizes(lease.LEASES) and verify(address).ok
 
 
@@ -111,13 +111,13 @@ def test_two_runs_push_to_one_place_at_once(store: ObjectStore, checkpoints: Pat
     report = verify(address)
     assert report.ok and (report.num_steps, report.unneeded) == (2, 0)
     for run, folder in folders.items():
-        assert contents(Path(pull(address, tmp_path / run, run=run).path)) == contents(folder)
+        assert contents(Path(pull_checkpoint(address, tmp_path / run, run=run).path)) == contents(folder)
 
 
 def test_damages_are_found(store: ObjectStore, checkpoints: Path, tmp_path: Path) -> None:
     """An emptied, a cut and a lost object, a flipped bit: as in a folder."""
     address = store.address("damaged")
-    push(checkpoints, address)
+    push_checkpoint(checkpoints, address)
     opened = open_archive(address)
     for name in (min(opened.sizes(BLOCKS)), *opened.sizes(RUNS)):
         whole = opened.read(name, 1 << 30)
@@ -127,9 +127,9 @@ def test_damages_are_found(store: ObjectStore, checkpoints: Path, tmp_path: Path
             opened.delete([name]) if harmed is None else opened.write(name, harmed)
             assert not verify(address).ok, name
             with pytest.raises(CheckpointError):
-                pull(address, tmp_path / "out")
+                pull_checkpoint(address, tmp_path / "out")
         opened.write(name, whole)
-    assert verify(address).ok and pull(address, tmp_path / "out").step == 4
+    assert verify(address).ok and pull_checkpoint(address, tmp_path / "out").step == 4
 
 
 def test_commands_name_what_is_wrong(

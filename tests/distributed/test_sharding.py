@@ -11,7 +11,7 @@ from harness import run_distributed
 from tiny import GPT, LLAMA, full_tensors, make_engine
 
 from megasdc.config.sections.model import ModelSection
-from megasdc.model.sharding import join, parameter_splits, take_shard
+from megasdc.model.sharding import join_shards, parameter_splits, take_shard
 
 pytestmark = pytest.mark.distributed
 
@@ -52,6 +52,6 @@ def test_the_catalogue_is_that_of_the_real_model(name: str) -> None:
     assert splits.keys() == shards.keys()
     for key, split in splits.items():
         pieces = [shards[key][0], shards[key][1]]
-        assert torch.equal(join(pieces, split), full[key]), key
+        assert torch.equal(join_shards(pieces, split), full[key]), key
         for tp_rank, piece in enumerate(pieces):
             assert torch.equal(take_shard(full[key], split, 2, tp_rank), piece), key

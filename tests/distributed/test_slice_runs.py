@@ -21,7 +21,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.sdc.incidents.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
@@ -282,7 +282,7 @@ def test_rounding_hides_no_fault(tmp_path: Path, data: Path, slot: str | None) -
     assert run_distributed(_with_rounding_elsewhere, 1, str(config), init=False) == [(0, None)]
     (told,) = events_of(tmp_path / "run", "sdc", "slices_within_rounding")
     assert told["step"] == 1 and told["elements"] == [0]
-    assert summarize(tmp_path / "run").weaker == [
+    assert summarize_run(tmp_path / "run").weaker == [
         f"updates are compared within rounding since step 1, where {told['address']} differed each time"
     ]
     (covered,) = events_of(tmp_path / "run", "sdc", "coverage")

@@ -21,9 +21,9 @@ from megasdc.config.sections.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress.collectives import Group, check_group
 from megasdc.ops.stress.drill import ALONE, read_drill
-from megasdc.ops.stress.run import StressPlan, stress
+from megasdc.ops.stress.run import StressPlan, stress_hosts
 from megasdc.ops.stress.state import ALONE as OWN
-from megasdc.ops.stress.verdict import judge
+from megasdc.ops.stress.verdict import judge_stress
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
@@ -105,7 +105,7 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
         if number == 1:
             _agents()[2].children()[1].kill()
 
-    result = stress(plan, after_a_round)
+    result = stress_hosts(plan, after_a_round)
     by_host = {verdict.host: verdict for verdict in result.verdicts}
     assert {name: verdict.status for name, verdict in by_host.items()} == {
         "a": "healthy",
@@ -126,7 +126,7 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
     for state in result.states:
         state.lost = None
         state.meetings[OWN].wrong = 0
-    assert [(one.status, [reason.evidence for reason in one.reasons]) for one in judge(result.states)] == [
+    assert [(one.status, [reason.evidence for reason in one.reasons]) for one in judge_stress(result.states)] == [
         ("healthy", []),
         ("unhealthy", ["pairs"]),
         ("healthy", []),
@@ -183,7 +183,7 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
             for process in [_agents()[1], *_agents()[1].children()]:
                 process.suspend()
 
-    result = stress(plan, after_a_round)
+    result = stress_hosts(plan, after_a_round)
     assert [verdict.status for verdict in result.verdicts] == ["healthy", "not tested"]
     assert result.verdicts[0].rounds == 3
     assert "hung after 1 whole rounds: gave no answer in 20 s" in result.verdicts[1].reasons[0].text

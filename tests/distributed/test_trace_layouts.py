@@ -26,11 +26,11 @@ from megasdc.common.errors import TraceError
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.config.sections.model import ModelSection
 from megasdc.engine.observer import Observer
-from megasdc.lab.traces.traces import RunTraces, compare_runs, load_traces
-from megasdc.model.kinds import kind_of
+from megasdc.lab.traces.traces import RunTraces, compare_traces_of_runs, load_traces
+from megasdc.model.kinds import submodule_kind
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.cost import Work, reads_of_step
+from megasdc.sdc.cost import RankWork, reads_of_step
 from megasdc.sdc.cross_layout import LAYOUT_FREE, compare_across_layouts
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, trace_path
@@ -75,12 +75,12 @@ def _run(model: dict[str, Any], layout: tuple[int, int, int], **options: Any) ->
 
 def _difference(expected: RunTraces, got: RunTraces, monkeypatch: Any) -> tuple[Counter[Any], Counter[Any]]:
     """Results that were compared and that differ, by (phase, kind), of everything that has a counterpart."""
-    kinds = frozenset(kind_of(address.fqn) for trace in got.traces.values() for address in trace.addresses)
+    kinds = frozenset(submodule_kind(address.fqn) for trace in got.traces.values() for address in trace.addresses)
     monkeypatch.setattr("megasdc.sdc.cross_layout.free_kinds", lambda *_: dict.fromkeys(PHASES, kinds))
     one = compare_across_layouts(expected.traces, got.traces, expected.header, got.header)[0]
     monkeypatch.undo()
-    wrong = Counter((d.address.phase, kind_of(d.address.fqn)) for d in one.divergences)
-    held = Counter((a.phase, kind_of(a.fqn)) for trace in got.traces.values() for a in trace.addresses)
+    wrong = Counter((d.address.phase, submodule_kind(d.address.fqn)) for d in one.divergences)
+    held = Counter((a.phase, submodule_kind(a.fqn)) for trace in got.traces.values() for a in trace.addresses)
     return held, wrong
 
 
@@ -113,7 +113,7 @@ def test_the_table_is_what_is_free_of_the_layout(style: str, monkeypatch: pytest
             accumulated = {("accumulated_grad", "embedding"), ("accumulated_grad", "head")}
             assert left_out == {("weight_grad", "embedding"), *accumulated}
         for pair in ((one, other), (other, one)):
-            assert compare_runs(*pair, cross_layout=True).same
+            assert compare_traces_of_runs(*pair, cross_layout=True).same
 
 
 def test_a_tied_embedding_is_not_in_the_table_for_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +127,12 @@ def test_a_tied_embedding_is_not_in_the_table_for_a_reason(monkeypatch: pytest.M
 def test_later_steps_are_not_free_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second step weights have parted, so that across layouts one step is compared."""
     one, two = (_run(GPT, layout, steps=2) for layout in ((1, 1, 1), (1, 2, 1)))
-    assert compare_runs(one, two, cross_layout=True).steps == [1]
+    assert compare_traces_of_runs(one, two, cross_layout=True).steps == [1]
     second = [
         RunTraces(run.path, run.headers, {rank: _of_step(trace, 2) for rank, trace in run.traces.items()})
         for run in (one, two)
     ]
-    assert len(compare_runs(*second, cross_layout=True).comparison.divergences) > 100
+    assert len(compare_traces_of_runs(*second, cross_layout=True).comparison.divergences) > 100
 
 
 def _of_step(trace: Trace, step: int) -> Trace:
@@ -144,16 +144,16 @@ def _of_step(trace: Trace, step: int) -> Trace:
 def test_all_three_dimensions_at_once(model: dict[str, Any]) -> None:
     """2x2x2 ranks agree with one in what is free of all three; sequence parallelism leaves nothing to compare."""
     one, eight = _run(model, (1, 1, 1)), _run(model, (2, 2, 2))
-    report = compare_runs(one, eight, cross_layout=True)
+    report = compare_traces_of_runs(one, eight, cross_layout=True)
     assert report.same
     # Positions of 4 samples on each of 4 ranks of the first stage.
     assert report.comparison.compared == 4 * 4
     three = _run(model, (1, 2, 2), steps=1)
-    assert compare_runs(eight, three, cross_layout=True).comparison.compared == 4 * 4
-    assert compare_runs(one, three, cross_layout=True).comparison.compared > 8 * 40
+    assert compare_traces_of_runs(eight, three, cross_layout=True).comparison.compared == 4 * 4
+    assert compare_traces_of_runs(one, three, cross_layout=True).comparison.compared > 8 * 40
     split = _run(model, (2, 1, 1), sequence_parallel=True)
     with pytest.raises(TraceError, match="no result in common"):
-        compare_runs(one, split, cross_layout=True)
+        compare_traces_of_runs(one, split, cross_layout=True)
 
 
 def test_a_changed_result_is_found_across_layouts() -> None:
@@ -163,7 +163,7 @@ def test_a_changed_result_is_found_across_layouts() -> None:
     trace = four.traces[rank]
     place = next(i for i, a in enumerate(trace.addresses) if a.phase == FORWARD and a.micro_batch == 2)
     trace.checksums[place] ^= 1
-    (found,) = compare_runs(one, four, cross_layout=True).comparison.first
+    (found,) = compare_traces_of_runs(one, four, cross_layout=True).comparison.first
     assert (found.rank, found.against, found.address) == (rank, 0, trace.addresses[place])
 
 
@@ -247,7 +247,7 @@ def test_a_changed_result_of_one_tensor_rank_is_named(tmp_path: Path, model: dic
     for number, (phase, fqn, rank) in enumerate(cases):
         folder = tmp_path / f"wrong{number}"
         run_distributed(_write_with_change, 2, str(folder), model, phase, fqn, rank)
-        report = compare_runs(clean, load_traces(folder))
+        report = compare_traces_of_runs(clean, load_traces(folder))
         first = report.comparison.first[0]
         assert len(report.comparison.first) == 1
         got = (first.rank, first.address.step, first.address.micro_batch, first.address.phase, first.address.fqn)
@@ -286,7 +286,7 @@ def test_the_cost_model_counts_what_a_trace_reads(
 ) -> None:
     """Number and bytes of all results of a step are exactly those of the formulas, in every phase."""
     found = run_distributed(_read_by_phase, tensor, model, tensor, granularity, precision)[0]
-    work = Work(
+    work = RankWork(
         ModelSection(**model),
         vocab=256,
         sequence=SEQUENCE,

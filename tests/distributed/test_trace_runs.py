@@ -12,7 +12,7 @@ from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES
-from megasdc.lab.traces.traces import compare_runs, load_traces
+from megasdc.lab.traces.traces import compare_traces_of_runs, load_traces
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import read_folder
@@ -172,10 +172,10 @@ def test_what_may_differ_between_runs_is_told(tmp_path: Path, data: Path) -> Non
     for config in (one, two, same):
         _ok(train_run(config, 1))
     runs = {name: load_traces(tmp_path / name) for name in ("one", "two", "same")}
-    notes = compare_runs(runs["one"], runs["two"]).notes
+    notes = compare_traces_of_runs(runs["one"], runs["two"]).notes
     assert [note.split(":")[0] for note in notes] == ["threads", "config_digest"]
     assert "1 in the first, 2 in the second" in notes[0]
-    report = compare_runs(runs["one"], runs["same"])
+    report = compare_traces_of_runs(runs["one"], runs["same"])
     assert report.same and report.notes == [] and report.steps == [1, 2]
 
 
@@ -187,5 +187,5 @@ def test_a_stage_without_results_has_a_file_too(tmp_path: Path, data: Path) -> N
         _ok(train_run(config, 2))
     runs = [load_traces(tmp_path / name) for name in ("one", "two")]
     assert len(runs[0].traces[0]) == 0 and {address.fqn[0] for address in runs[0].traces[1].addresses} == {"3", "l"}
-    report = compare_runs(*runs)
+    report = compare_traces_of_runs(*runs)
     assert report.same and report.steps == [1, 3] and report.comparison.compared == len(runs[0].traces[1])

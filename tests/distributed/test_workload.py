@@ -15,7 +15,7 @@ from megasdc.config.load import parse_config
 from megasdc.config.sections.faults import OPTIMIZER_STATE
 from megasdc.engine.hooks import Hook
 from megasdc.parallel import groups
-from megasdc.sdc.golden_compare import GoldenComparison, judge
+from megasdc.sdc.golden_compare import GoldenComparison, judge_cell
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.detection.golden_rank import Campaign, campaign_config
@@ -90,7 +90,7 @@ def _blind(folder: str, seed: int) -> list[Any]:
     """Trials of a campaign whose detector sees nothing."""
     campaign = Campaign(_request(Path(folder), precision="fp32", seed=seed))
     assert torch.are_deterministic_algorithms_enabled()
-    campaign._judge = lambda _trace: judge({0: [GoldenComparison(1, 0)]}, campaign.dims)  # type: ignore[method-assign]
+    campaign._judge = lambda _trace: judge_cell({0: [GoldenComparison(1, 0)]}, campaign.dims)  # type: ignore[method-assign]
     trials = [campaign.harm() for _ in range(60)]
     return [trial for trial in trials if trial.changed]
 

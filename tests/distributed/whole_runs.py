@@ -177,9 +177,9 @@ def verdicts_of(run_dir: Path) -> list[tuple[Any, ...]]:
 
 def failure_of(run_dir: Path) -> Any:
     """What ``megasdc summary`` says of how the last start failed; the host is this one."""
-    from megasdc.ops.run_folder.summary import render, summarize
+    from megasdc.ops.run_folder.summary import render, summarize_run
 
-    summary = summarize(run_dir)
+    summary = summarize_run(run_dir)
     found = summary.failure
     assert found is not None and found.host == socket.gethostname()
     text = render(summary)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from megasdc.common.errors import ConfigError
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise.goodput import PARTS
-from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
+from megasdc.ops.supervise.journal import FOLDER, Journal, JournalEntry
 from tools.bench.commands import app
 from tools.bench.supervised.campaign import _plan, _truthful_end
 from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again, used_up
@@ -76,7 +76,7 @@ def test_hosts_are_away_until_they_have_passed() -> None:
         ("tested", 35.0, {"host": "c", "exit_code": 73}),
         ("finished", 71.0, {}),
     ]
-    found = excluded([Entry(number, at, kind, fields) for number, (kind, at, fields) in enumerate(entries, 1)])
+    found = excluded([JournalEntry(number, at, kind, fields) for number, (kind, at, fields) in enumerate(entries, 1)])
     assert found == (
         Excluded("a", "corrupt_one_of", 20.0, returned=True),
         Excluded("b", "corrupt_one_of", 60.0, returned=False),
@@ -197,8 +197,8 @@ def test_a_fault_that_is_waited_out_ends_no_attempt() -> None:
 def test_a_host_that_computed_wrong_results_is_not_used_again() -> None:
     """Nor is it in an allocation that was asked for without it; one that was lost may be used again."""
 
-    def entries(*kinds: tuple[str, dict[str, object]]) -> list[Entry]:
-        return [Entry(number, 0.0, kind, fields) for number, (kind, fields) in enumerate(kinds, 1)]
+    def entries(*kinds: tuple[str, dict[str, object]]) -> list[JournalEntry]:
+        return [JournalEntry(number, 0.0, kind, fields) for number, (kind, fields) in enumerate(kinds, 1)]
 
     def ended(kind: str) -> list[tuple[str, dict[str, object]]]:
         return [("ended", {"diagnosis": {"kind": kind}}), ("decided", {"replaced": ["a"]})]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megasdc.config.load import parse_config
-from megasdc.ops.golden.record import record
+from megasdc.ops.golden.record import record_golden_trace
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -56,7 +56,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "logging": {"run_dir": str(folder / "run")},
         },
     }
-    record(parse_config(config), folder / "a.golden", repeats=1)
+    record_golden_trace(parse_config(config), folder / "a.golden", repeats=1)
     return folder / "a.golden"
 
 

@@ -21,7 +21,7 @@ from test_launch_train import folder  # noqa: F401 - a fixture
 from megasdc.events import Event, read_events
 from megasdc.ops.health.shared_folder_heartbeat import SIGN, node_name
 from megasdc.ops.launch.command import NODE_MODULE
-from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.ops.supervise import attempt_process as front
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from tools.bench.supervised.target import clock_library
@@ -124,9 +124,9 @@ def test_dates_of_hosts_that_differ_and_jump_blame_nobody(tmp_path: Path, folder
     assert all(one.fields["uncertainty_s"] < 5 for one in differing_dates(run, "node2"))
     assert not differing_dates(run, "node1"), "the front is on it"
     assert "clocks: the date of node2 is 7,200." in said and "clocks: the date of node2 was set by +2" in said, said
-    failure = summarize(run).failure
+    failure = summarize_run(run).failure
     assert failure is not None and (failure.rank, failure.host) == (1, "node2"), said
-    assert any("the date of node2 is 252,00" in one for one in summarize(run).clocks)
+    assert any("the date of node2 is 252,00" in one for one in summarize_run(run).clocks)
 
 
 def differing_dates(run: Path, host: str) -> list[Event]:

@@ -20,7 +20,7 @@ from whole_runs import train_run
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.supervise.goodput import goodput_of
-from megasdc.ops.supervise.history import Attempt, History
+from megasdc.ops.supervise.history import Attempt, JournalHistory
 from megasdc.ops.supervise.journal import Journal, read_journal
 from megasdc.ops.supervise.launch_backend import overrides_of
 from tools.hosts import Cluster, unavailable_reason
@@ -101,10 +101,10 @@ def have_equal_checkpoints(folder: Path) -> None:  # noqa: F811
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
-def history_of(folder: Path) -> History:  # noqa: F811
+def history_of(folder: Path) -> JournalHistory:  # noqa: F811
     """What the journal says."""
     with Journal(folder / "run" / "supervise", print) as journal:
-        return History.of(journal.entries)
+        return JournalHistory.of(journal.entries)
 
 
 def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811

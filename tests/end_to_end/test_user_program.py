@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.shared_memory import SHARED_MEMORY
-from megasdc.ops.supervise.history import History
+from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import read_journal
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, base_environment, free_port
 from tools.hosts import Cluster, unavailable_reason
@@ -201,7 +201,7 @@ def supervise(hosts: Cluster, folder: Path, ranks: int, *script: str) -> tuple[s
 
 def kinds_of(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
     """What each attempt ended with, and whom that named."""
-    history = History.of(read_journal(folder / "runs" / "train" / "supervise"))
+    history = JournalHistory.of(read_journal(folder / "runs" / "train" / "supervise"))
     return [(one.diagnosis.kind, one.diagnosis.hosts) for one in history.failures]
 
 

@@ -162,11 +162,11 @@ def rank_base(device: str) -> dict[str, str]:
 
 def world(function: str, ranks: int, place: Mapping[str, str], arguments: Mapping[str, Any]) -> list[Job]:
     """Jobs of ranks that meet in a folder of this process, each with what a launcher would set."""
-    from megasdc.parallel.local_ranks import rank_environment
+    from megasdc.parallel.local_ranks import local_rank_environment
 
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", *place)
     jobs = []
     for rank in range(ranks):
-        environment = rank_environment(rank, ranks, 1, place)
+        environment = local_rank_environment(rank, ranks, 1, place)
         jobs.append(Job(function, arguments, {name: environment[name] for name in names}))
     return jobs

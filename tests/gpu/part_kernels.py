@@ -116,9 +116,14 @@ def _checksums(recorder: Recorder, device: torch.device) -> None:
 def _bounds(recorder: Recorder, device: torch.device) -> None:
     from megasdc.tensors.bound import bound_formula_
     from megasdc.tensors.bound_kernel import bound_on_gpu_
-    from megasdc.tensors.bound_limits import NON_FINITE, SUMS, Limits
+    from megasdc.tensors.bound_limits import NON_FINITE, SUMS, ElementLimits
 
-    cases = [Limits(0.03), Limits(0.03, 4.0), Limits(spike=2.0), *(Limits(0.03, 4.0, non_finite=n) for n in NON_FINITE)]
+    cases = [
+        ElementLimits(0.03),
+        ElementLimits(0.03, 4.0),
+        ElementLimits(spike=2.0),
+        *(ElementLimits(0.03, 4.0, non_finite=n) for n in NON_FINITE),
+    ]
     wrong: list[Any] = []
     compared = 0
     for dtype in FLOATS:
@@ -253,13 +258,13 @@ def _checksum_rates(recorder: Recorder, device: torch.device) -> None:
 
 def _bound_rates(recorder: Recorder, device: torch.device) -> None:
     from megasdc.tensors.bound_kernel import bound_on_gpu_
-    from megasdc.tensors.bound_limits import SUMS, Limits
+    from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
     for million in (16, 128):
         gradient = torch.randn(million << 20, device=device)
         moment = torch.rand(million << 20, device=device)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        ours = seconds(lambda g=gradient, v=moment, s=sums: bound_on_gpu_(g, v, Limits(1e6, 1e6), s))  # type: ignore[misc]
+        ours = seconds(lambda g=gradient, v=moment, s=sums: bound_on_gpu_(g, v, ElementLimits(1e6, 1e6), s))  # type: ignore[misc]
         reads = seconds(lambda g=gradient, v=moment: (g.sum(), v.sum()))  # type: ignore[misc]
         label = f"{million} M elements"
         recorder.note(
@@ -269,4 +274,6 @@ def _bound_rates(recorder: Recorder, device: torch.device) -> None:
             f"bound {label}: at most {BOUND_BAR} of reading g and V", ours <= BOUND_BAR * reads, f"{ours / reads:.2f}"
         )
     small = torch.randn(1024, device=device), torch.rand(1024, device=device)
-    recorder.note("us to launch a bound (host)", _launch_us(lambda: bound_on_gpu_(*small, Limits(1e6, 1e6), sums)))
+    recorder.note(
+        "us to launch a bound (host)", _launch_us(lambda: bound_on_gpu_(*small, ElementLimits(1e6, 1e6), sums))
+    )

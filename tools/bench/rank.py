@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0
 
 
-class Messages(local.Messages):
+class Messages(local.ReportChannel):
     """Sends objects of a rank to the process that started it; those of all ranks but the first go nowhere."""
 
     def send(self, **fields: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
 PACKAGE = str(ROOT / "megasdc") + os.sep
-STEP = "take_step"
+STEP = "train_step"
 """Name of the function of the loop that takes one step; its calls are the borders of phases."""
 OUT_VARIABLE = "HOUSE_OUT"
 

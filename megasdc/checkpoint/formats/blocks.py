@@ -14,7 +14,7 @@ from megasdc.checkpoint.formats.open_copy import Part
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A rectangular block of a tensor; its elements are stored row-major within the block.
 
     ``offsets``: index of its first element, by dimension; ``sizes``: its shape; ``shape``: the whole tensor's.
@@ -57,7 +57,7 @@ class Block:
 class BlockArrangement:
     """A tensor that is divided into blocks, one for each piece."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
         """Cut a range of the whole tensor into what pieces hold; see ``Arrangement.cut``."""

@@ -39,7 +39,7 @@ _unpickling = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """Offset of a tensor in a file: see ``TensorContent``."""
 
     name: str
@@ -52,7 +52,7 @@ class Span:
 class Structure:
     """``Content`` without the blocks; ``problem``: why the file cannot be parsed though its bytes can be read."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TensorSpan] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     rest: str | None = None
     fragments: list[dict[str, str]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def read_structure(path: Path) -> Structure:
     Any other file is treated as bytes.
     """
     size = path.stat().st_size
-    whole = [Span("", type_of_bytes(size), 0, size)] if size else []
+    whole = [TensorSpan("", type_of_bytes(size), 0, size)] if size else []
     try:
         if path.suffix in PICKLED:
             return _read_pickled(path)
@@ -113,12 +113,12 @@ def _with_values(found: Structure, state: Any, path: Path | None = None) -> Stru
     return found
 
 
-def _span(name: str, tensor: Tensor) -> Span:
+def _span(name: str, tensor: Tensor) -> TensorSpan:
     offset, reach = place_in_file(tensor)
-    return Span(name, type_text(tensor), offset, reach * tensor.element_size())
+    return TensorSpan(name, type_text(tensor), offset, reach * tensor.element_size())
 
 
-def _read_number(path: Path, span: Span, dtype: torch.dtype) -> Any:
+def _read_number(path: Path, span: TensorSpan, dtype: torch.dtype) -> Any:
     """Read a zero-dimensional tensor, such as an optimizer's counter, as a number."""
     with open(path, "rb") as file:
         file.seek(span.offset)
@@ -140,7 +140,7 @@ def _read_safetensors(path: Path, size: int) -> Structure:
         if data + end > size:
             raise ValueError(f"{name} ends at byte {data + end}, the file has {size}")
         kind = f"{names[one['dtype']]}{one['shape']}" if one["dtype"] in names else f"{one['dtype']} {one['shape']}"
-        found.spans.append(Span(name, kind, data + start, end - start))
+        found.spans.append(TensorSpan(name, kind, data + start, end - start))
     found.rest = rest.hexdigest()
     return found
 
@@ -225,7 +225,7 @@ def _segments(
 
 
 def _content(structure: Structure, blocks: dict[tuple[int, int], str], block_bytes: int) -> Content:
-    def tensor(span: Span) -> TensorContent:
+    def tensor(span: TensorSpan) -> TensorContent:
         return TensorContent(**vars(span), blocks=blocks.get((span.offset, span.offset + span.size_bytes), ""))
 
     tensors = [tensor(span) for span in structure.spans]

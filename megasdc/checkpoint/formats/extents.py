@@ -60,14 +60,14 @@ class Extent:
         return replace(self, offset=self.offset + start * self.dtype.itemsize, shape=(numel,))
 
 
-class Reader:
+class ExtentReader:
     """Reads extents; for use by one thread. As a context manager it raises at the end if a file has changed."""
 
     def __init__(self) -> None:
         self._open: dict[Path, tuple[int, Stamp]] = {}
         self._changed: dict[Path, CheckpointError] = {}
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ExtentReader:
         return self
 
     def __exit__(
@@ -145,8 +145,8 @@ def place_in_file(value: Tensor) -> tuple[int, int]:
 
 
 def read_whole(extent: Extent) -> Tensor:
-    """Read all elements, in the extent's shape; errors as in ``Reader.read``."""
+    """Read all elements, in the extent's shape; errors as in ``ExtentReader.read``."""
     flat = torch.empty(extent.numel(), dtype=extent.dtype)
-    with Reader() as reader:
+    with ExtentReader() as reader:
         reader.read(extent, 0, flat)
     return flat.view(extent.shape)

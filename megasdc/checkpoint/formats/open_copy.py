@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.extents import Extent, Reader
+from megasdc.checkpoint.formats.extents import Extent, ExtentReader
 
 Part = tuple[int, int, Tensor]
 """Number of a piece, its first element, and the elements from there on as a view of a range of the whole tensor."""
@@ -128,10 +128,10 @@ class OpenCopy:
         for place in range(start, stop, size):
             yield place, min(place + size, stop)
 
-    def fill(self, start: int, out: Tensor, reader: Reader) -> None:
+    def fill(self, start: int, out: Tensor, reader: ExtentReader) -> None:
         """Read a range of the whole tensor, from place ``start`` on, into ``out``, [n] and contiguous.
 
-        ``reader`` must be this thread's; errors as in ``Reader.read``.
+        ``reader`` must be this thread's; errors as in ``ExtentReader.read``.
         """
         for number, first, part in self.arrangement.cut(start, out):
             source = self.sources[number]

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.extents import Extent, Reader
+from megasdc.checkpoint.formats.extents import Extent, ExtentReader
 from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Places
 from megasdc.model.sharding import Split
 from megasdc.tensors.bits import dtype_name
 
 
 @dataclass(frozen=True)
-class Owner:
+class WriterRank:
     """The rank that wrote a piece: global, dp, pp and tp rank, and node; None: the format does not store it."""
 
     rank: int | None = None
@@ -52,7 +52,7 @@ class Piece:
     """
 
     file: Path
-    owner: Owner
+    owner: WriterRank
     numel: int
     stored: Callable[[], Extent | Tensor]
     start: int = 0
@@ -132,7 +132,7 @@ class Copy:
         """Read the whole tensor; errors as in ``open``."""
         found = self.open()
         whole = torch.empty(found.shape, dtype=found.dtype)
-        with Reader() as reader:
+        with ExtentReader() as reader:
             found.fill(0, whole.view(-1), reader)
         return whole
 

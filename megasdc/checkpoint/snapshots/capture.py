@@ -16,7 +16,7 @@ from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState
-from megasdc.checkpoint.snapshots.torch_file import Layout, lay_out
+from megasdc.checkpoint.snapshots.torch_file import FileLayout, lay_out
 from megasdc.checkpoint.writer import describe_tensors, with_plain_stage, wrapped_writer
 from megasdc.parallel.dims import ParallelDims
 
@@ -49,7 +49,7 @@ class CapturedFile:
     """
 
     name: str
-    layout: Layout
+    layout: FileLayout
     tensors: list[Tensor]
     described: dict[str, str] | None
 

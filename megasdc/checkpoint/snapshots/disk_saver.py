@@ -29,14 +29,14 @@ from megasdc.checkpoint.save import (
     SavedState,
     SaveJob,
     SaveResult,
-    Written,
+    WrittenFiles,
     describe_engine,
     finish_save,
     refuse_decoupled,
     shared_state_text,
 )
 from megasdc.checkpoint.snapshots.capture import capture_engine
-from megasdc.checkpoint.snapshots.messages import Act, Answer, Store, StoredFile
+from megasdc.checkpoint.snapshots.messages import Act, StoredFile, StoreTask, TaskResult
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
 from megasdc.parallel.dims import ParallelDims
@@ -65,9 +65,9 @@ class _Save:
     texts: dict[str, str]
     stages: list[Callable[[_Save], None]]
     stalled_s: float = 0.0
-    answer: Answer | None = None
+    answer: TaskResult | None = None
     problem: RankProblem | None = None
-    written: Written = field(default_factory=Written)
+    written: WrittenFiles = field(default_factory=WrittenFiles)
     due: list[int] = field(default_factory=list)
     saved: bool = False
 
@@ -174,8 +174,8 @@ class DiskSaver:
         save = self._save
         try:
             files = self._snapshot.wait()
-            save.written = Written(not_finite=[one.name for one in files if not one.finite])
-            self._writer.send(Store(files, save.job.temporary, texts=save.texts))
+            save.written = WrittenFiles(not_finite=[one.name for one in files if not one.finite])
+            self._writer.send(StoreTask(files, save.job.temporary, texts=save.texts))
         except (OSError, RuntimeError) as error:
             save.problem = describe_error(error, "copy the snapshot")
         save.stalled_s += time.monotonic() - started
@@ -231,7 +231,7 @@ class DiskSaver:
 
     def _act(self, save: _Save, act: Act) -> None:
         """Let the leaders' writers do something; others have nothing to do."""
-        save.answer = None if save.job.place.leader else Answer()
+        save.answer = None if save.job.place.leader else TaskResult()
         if save.job.place.leader:
             try:
                 self._writer.send(replace(act, fence=save.job.place.among.fence))

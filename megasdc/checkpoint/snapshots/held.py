@@ -208,7 +208,7 @@ def forget(folder: Path, stays: Callable[[SlotManifest], bool] = lambda record: 
 
 
 @dataclass(frozen=True)
-class Owner:
+class FolderOwner:
     """Content of ``owner``: the start of a run that uses a folder.
 
     Attributes:
@@ -237,14 +237,14 @@ def claim(folder: Path, start: str, linger_s: float) -> Path:
     except PermissionError:
         folder = _beside(folder)
         make_own_folder(folder)
-    write_durably(folder / OWNER_FILE, json.dumps(asdict(Owner(start, os.getpid(), linger_s))))
+    write_durably(folder / OWNER_FILE, json.dumps(asdict(FolderOwner(start, os.getpid(), linger_s))))
     return folder
 
 
-def owner(folder: Path) -> Owner | None:
+def owner(folder: Path) -> FolderOwner | None:
     """The start that uses a folder; None: there is no folder, or nobody uses it."""
     try:
-        found = Owner(**read_own_json(folder / OWNER_FILE))
+        found = FolderOwner(**read_own_json(folder / OWNER_FILE))
     except (OSError, ValueError, TypeError):
         return None
     is_valid = type(found.pid) is int and type(found.linger_s) in (int, float) and isinstance(found.start, str)
@@ -289,7 +289,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _lives(found: Owner | None) -> bool:
+def _lives(found: FolderOwner | None) -> bool:
     return found is not None and Path(f"/proc/{found.pid}").exists()
 
 

@@ -24,7 +24,7 @@ from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, make_within, rank_folder
-from megasdc.checkpoint.snapshots.messages import Answer, Join, Listen, Store
+from megasdc.checkpoint.snapshots.messages import Join, Listen, StoreTask, TaskResult
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import POLL_S, WriterProcess
@@ -154,11 +154,11 @@ class MemorySaver:
         problems = [(node, one) for node, one in self._place.gather((self._place.node, problem)) if one]
         return f"{problems[0][0]}: {problems[0][1]}" if problems else None
 
-    def _ask(self, task: Listen | Join) -> Answer:
+    def _ask(self, task: Listen | Join) -> TaskResult:
         try:
             return self._writer.ask(task)
         except OSError as error:
-            return Answer(describe_error(error, "reach the writer").text)
+            return TaskResult(describe_error(error, "reach the writer").text)
 
     def begin(self, engine: Any, step: int, state: SavedState) -> bool:
         """Begin a snapshot of the state after a step; returns whether a slot was free.
@@ -202,7 +202,7 @@ class MemorySaver:
                     raise ChildProcessError("the writer that was joined with its partner has ended")
                 files = slot.snapshot.wait()
                 if all(one.finite for one in files):
-                    store = Store(files, slot.folder, in_place=True, texts=self._texts, held=self._head(slot))
+                    store = StoreTask(files, slot.folder, in_place=True, texts=self._texts, held=self._head(slot))
                     self._writer.send(store)
                     self._sent.append(slot)
                 else:

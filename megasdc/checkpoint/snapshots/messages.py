@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.fence import Fence
-from megasdc.checkpoint.snapshots.torch_file import Layout
+from megasdc.checkpoint.snapshots.torch_file import FileLayout
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TakenFile:
 
     name: str
     path: Path
-    layout: Layout
+    layout: FileLayout
     checksums: list[int]
     algorithm: str
     element_bytes: list[int]
@@ -36,7 +36,7 @@ class TakenFile:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreTask:
     """Task: seal a snapshot's files, write them, and compare what they hold with the checksums.
 
     Attributes:
@@ -103,14 +103,14 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TaskResult:
     """Of a task.
 
     Attributes:
         problem: why it failed; empty: it did not.
         is_storage: whether a disk was the cause.
         no_room: whether it had no room.
-        stored: of ``Store``.
+        stored: of ``StoreTask``.
         failed: a line for each folder that could not be deleted.
         took_s: seconds of the task.
         port, token: of ``Listen``.

@@ -51,7 +51,7 @@ from megasdc.checkpoint.snapshots.held import (
     make_within,
     read_line,
 )
-from megasdc.common.progress import tell_bytes
+from megasdc.common.progress import report_bytes
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def _check(sources: Sequence[FileSource], place: FolderRanks) -> list[FileSource
     mine = [files[number] for number in place.share(len(files))]
     said = "checksums of step %d in memory, on this rank: %s"
     step, total = sources[0].held.record.step, sum(file.size_bytes for _, _, file in mine)
-    advance = tell_bytes(lambda text: logger.info(said, step, text), total) if place.rank == 0 else None
+    advance = report_bytes(lambda text: logger.info(said, step, text), total) if place.rank == 0 else None
     bad = {index for index, path, file in mine if not _is_whole(path, file, advance)}
     wrong = set[int]().union(*place.gather(bad))
     return [one for index, one in enumerate(sources) if index not in wrong]

@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where everything lies in a file.
 
     Attributes:
@@ -68,7 +68,7 @@ class Layout:
         """The pickle and the notes."""
         return [one.content for one in self.members if one.content is not None]
 
-    def without_contents(self) -> Layout:
+    def without_contents(self) -> FileLayout:
         """The same, where the pickle and the notes are in the file already."""
         members = (replace(one, content=None if one.content is None else b"") for one in self.members)
         return replace(self, members=tuple(members))
@@ -84,7 +84,7 @@ class Layout:
                 file[member.offset : member.offset + member.size_bytes] = member.content
 
 
-def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> Layout:
+def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> FileLayout:
     """Place a pickle and tensors in a file.
 
     Args:
@@ -109,10 +109,10 @@ def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> Layout
         members.append(Member(full, end, offset, size, known))
         end = offset + size
     directory = sum(len(_central_header(member, 0)) for member in members)
-    return Layout(tuple(members), end, end + directory + len(_end(len(members), end, directory)))
+    return FileLayout(tuple(members), end, end + directory + len(_end(len(members), end, directory)))
 
 
-def seal(file: memoryview, layout: Layout) -> None:
+def seal(file: memoryview, layout: FileLayout) -> None:
     """Write the headers of all members and the archive's directory, once all contents are there.
 
     Args:

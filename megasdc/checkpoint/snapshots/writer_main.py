@@ -25,7 +25,7 @@ from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.read_lock import delete_unheld
 from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, SlotManifest
-from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store, StoredFile, TakenFile
+from megasdc.checkpoint.snapshots.messages import Act, Join, Listen, StoredFile, StoreTask, TakenFile, TaskResult
 from megasdc.checkpoint.snapshots.partner import Partner, PartnerReplicas
 from megasdc.checkpoint.snapshots.torch_file import seal
 from megasdc.common.durable import commit_folder, sync_path, write_durably
@@ -52,8 +52,8 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
         importlib.import_module("megasdc.checkpoint.formats.digest_file")
         importlib.import_module("deepspeed.runtime.zero.config")
     exchange = _Exchange()
-    tasks: dict[type, Callable[[Any], Answer]] = {
-        Store: exchange.store,
+    tasks: dict[type, Callable[[Any], TaskResult]] = {
+        StoreTask: exchange.store,
         Act: act,
         Listen: exchange.listen,
         Join: exchange.join,
@@ -67,7 +67,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
         try:
             answer = tasks[type(task)](task)
         except TornError as error:
-            answer = Answer(str(error))
+            answer = TaskResult(str(error))
         except Exception as error:  # whatever it is, the rank must be told
             answer = _explain(error)
         try:
@@ -87,12 +87,12 @@ def _follow(parent: int) -> None:
         os._exit(0)
 
 
-def _explain(error: Exception) -> Answer:
+def _explain(error: Exception) -> TaskResult:
     from megasdc.checkpoint.places import describe_error
 
     doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
     problem = describe_error(error, doing)
-    return Answer(problem.text, problem.storage, problem.no_room)
+    return TaskResult(problem.text, problem.storage, problem.no_room)
 
 
 class _Exchange:
@@ -102,31 +102,31 @@ class _Exchange:
         self._partner: Partner | None = None
         self._guests: PartnerReplicas | None = None
 
-    def listen(self, task: Listen) -> Answer:
+    def listen(self, task: Listen) -> TaskResult:
         """Receive from others."""
         self._guests = PartnerReplicas(task.folder, task.address)
-        return Answer(port=self._guests.port, token=self._guests.token)
+        return TaskResult(port=self._guests.port, token=self._guests.token)
 
-    def join(self, task: Join) -> Answer:
+    def join(self, task: Join) -> TaskResult:
         """Send to one."""
         try:
             self._partner = Partner(task.address, task.port, task.token)
         except OSError as error:
-            return Answer(f"the partner at {task.address} port {task.port} cannot be reached: {error}")
-        return Answer()
+            return TaskResult(f"the partner at {task.address} port {task.port} cannot be reached: {error}")
+        return TaskResult()
 
-    def store(self, task: Store) -> Answer:
+    def store(self, task: StoreTask) -> TaskResult:
         """Store a snapshot here, and what is held also at the partner."""
         answer = store(task)
         if self._partner is not None and task.held is not None:
             try:
                 self._partner.send(task.target, held_record(task, answer.stored))
             except OSError as error:
-                return Answer(f"its partner keeps no copy: {error}")
+                return TaskResult(f"its partner keeps no copy: {error}")
         return answer
 
 
-def store(task: Store) -> Answer:
+def store(task: StoreTask) -> TaskResult:
     """Seal, write and check files.
 
     What a file holds is compared with the rank's checksums only after its digest was taken: what changes earlier is
@@ -152,10 +152,10 @@ def store(task: Store) -> Answer:
             _check(view, file)
     if task.held is not None:  # last of all
         write_record(task.target / HELD_FILE, held_record(task, stored))
-    return Answer(stored=stored)
+    return TaskResult(stored=stored)
 
 
-def held_record(task: Store, stored: list[StoredFile]) -> SlotManifest:
+def held_record(task: StoreTask, stored: list[StoredFile]) -> SlotManifest:
     """What the folder of a snapshot holds."""
     files = [
         HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
@@ -225,7 +225,7 @@ def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
     return StoredFile(path.name, found.size_bytes, found.xxh3_128, described, found.content)
 
 
-def act(task: Act) -> Answer:
+def act(task: Act) -> TaskResult:
     """Change names.
 
     Raises:
@@ -238,7 +238,7 @@ def act(task: Act) -> Answer:
         write_durably(path, text)
     if task.rename is not None:
         commit_folder(*task.rename)
-    return Answer(failed=[problem for folder in task.delete if (problem := delete_unheld(folder))])
+    return TaskResult(failed=[problem for folder in task.delete if (problem := delete_unheld(folder))])
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import time
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from megasdc.checkpoint.snapshots.messages import Act, Answer, Join, Listen, Store
+from megasdc.checkpoint.snapshots.messages import Act, Join, Listen, StoreTask, TaskResult
 
-Task = Store | Act | Listen | Join
+Task = StoreTask | Act | Listen | Join
 POLL_S = 0.01
 _MODULE = "megasdc.checkpoint.snapshots.writer_main"
 
@@ -79,7 +79,7 @@ class WriterProcess:
         self._sender = threading.Thread(target=_pass_on, args=(self._tasks, self._pipe), name="writer", daemon=True)
         self._sender.start()
 
-    def ask(self, task: Task) -> Answer:
+    def ask(self, task: Task) -> TaskResult:
         """Give it a task and wait for its end; for what takes no time.
 
         Raises:
@@ -90,18 +90,18 @@ class WriterProcess:
             time.sleep(POLL_S)
         return found
 
-    def answer(self) -> Answer | None:
+    def answer(self) -> TaskResult | None:
         """What the last task has come to; None: it is not done."""
         if self._process is None or self._pipe is None:
-            return Answer("its writer does not run", is_storage=True)
+            return TaskResult("its writer does not run", is_storage=True)
         try:
             if self._pipe.poll():
-                found: Answer = self._pipe.recv()
+                found: TaskResult = self._pipe.recv()
                 return found
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return Answer(f"its writer (process {self._process.pid}) {how}", is_storage=True)
+            return TaskResult(f"its writer (process {self._process.pid}) {how}", is_storage=True)
         return None
 
     def close(self) -> None:

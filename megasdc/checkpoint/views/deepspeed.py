@@ -19,15 +19,15 @@ from megasdc.checkpoint.files import rank_state_file
 from megasdc.checkpoint.formats.allowlist import load_checked
 from megasdc.checkpoint.formats.content import parse_type
 from megasdc.checkpoint.formats.deepspeed_names import find_prefix, layer_file, shard_file, stage_file
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece, whole_shape
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank, whole_shape
 from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, model_of, read_shared_state
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
-    digest_of,
     locate_shards,
     read_stage,
+    state_digest,
 )
 from megasdc.common.errors import CheckpointError
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
@@ -74,7 +74,9 @@ def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
     """Counters and loader position in a checkpoint's ``megasdc.json``, and its content; else CheckpointError."""
     state = read_shared_state(path)
     found = {
-        name if name.startswith("loader/") else f"run/{name}": Scalar(repr(value), path / SHARED_STATE_FILE, Owner())
+        name if name.startswith("loader/") else f"run/{name}": Scalar(
+            repr(value), path / SHARED_STATE_FILE, WriterRank()
+        )
         for name, value in flatten("", counters_of(state))
     }
     return found, state
@@ -146,16 +148,16 @@ class _Opening:
             raise CheckpointError(f"{self.path} has a parameter {name}, which its model has not")
         return self.splits[fqn]
 
-    def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> Owner:
+    def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> WriterRank:
         rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank  # tensor ranks vary fastest
-        return Owner(rank, dp_rank, pp_rank, tp_rank, self.hosts.get(rank))
+        return WriterRank(rank, dp_rank, pp_rank, tp_rank, self.hosts.get(rank))
 
-    def _writer(self, name: str) -> Owner:
+    def _writer(self, name: str) -> WriterRank:
         record = self.records.get(name)
         if record is None:
-            return Owner()
+            return WriterRank()
         dims = self.layout.dims(record.rank)
-        return Owner(record.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank, record.node)
+        return WriterRank(record.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank, record.node)
 
     def _stage(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
         file = self.path / stage_file(pp_rank * self.layout.tensor + tp_rank)
@@ -205,7 +207,7 @@ class _Opening:
             value: str | None = None
             try:
                 if file.exists():
-                    value = digest_of(load_checked(file))
+                    value = state_digest(load_checked(file))
             except CheckpointError as error:
                 self.problems.append(str(error))
                 continue

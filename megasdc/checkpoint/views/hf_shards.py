@@ -40,7 +40,7 @@ class HfShards:
         self.folder = folder
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            named = read_json(index).get("weight_map", {})
+            named = read_model_json(index).get("weight_map", {})
             if not named or not isinstance(named, dict) or not all(map(_is_text, named.values())):
                 raise CheckpointError(f"{index} does not name the file of each tensor in weight_map")
             files = sorted(set(named.values()))
@@ -161,7 +161,7 @@ def section_of(fields: dict[str, Any]) -> ModelSection:
         raise ConfigError(problems, "config.json of the model") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of the model's folder.
 
     Raises:

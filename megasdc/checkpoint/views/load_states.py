@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.formats.deepspeed_names import SHARD_FILES
-from megasdc.checkpoint.formats.extents import Reader
+from megasdc.checkpoint.formats.extents import ExtentReader
 from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.load import LoadedInPartError, compare_engine
 from megasdc.checkpoint.load_universal import full_shapes, place_steps
@@ -59,7 +59,7 @@ def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, pla
     raise_on_all_ranks(problem, place, f"{path} cannot be loaded, nothing was changed")
     assert states is not None, "all ranks have located theirs"
     try:
-        with torch.no_grad(), Reader() as reader:
+        with torch.no_grad(), ExtentReader() as reader:
             for fragment in owned_fragments(engine.optimizer):
                 _fill(engine, fragment, states, manifest, names[id(fragment.parameter)], reader)
         _restore_rest(engine, path, states)
@@ -90,7 +90,7 @@ def _compare(engine: Any, manifest: Manifest, states: States, here: set[str], pr
         )
 
 
-def _fill(engine: Any, fragment: Fragment, states: States, manifest: Manifest, name: str, reader: Reader) -> None:
+def _fill(engine: Any, fragment: Fragment, states: States, manifest: Manifest, name: str, reader: ExtentReader) -> None:
     """Read a fragment's master weights and moments; state that the optimizer does not have yet is made."""
     state = engine.optimizer.optimizer.state[fragment.flat]
     targets: dict[Slot, Tensor] = {"master": fragment.master}
@@ -104,7 +104,7 @@ def _fill(engine: Any, fragment: Fragment, states: States, manifest: Manifest, n
         target.copy_(values)
 
 
-def _read(copies: list[Copy], manifest: Manifest, engine: Any, fragment: Fragment, reader: Reader) -> Tensor:
+def _read(copies: list[Copy], manifest: Manifest, engine: Any, fragment: Fragment, reader: ExtentReader) -> Tensor:
     """A fragment's values of one state, [numel], fp32, on the host."""
     dims, tensor = engine.dims, manifest.layout.tensor
     stages = len(copies) // (tensor if copies[0].split is Split.REPLICATED else 1)
@@ -122,7 +122,7 @@ def _read(copies: list[Copy], manifest: Manifest, engine: Any, fragment: Fragmen
     return values
 
 
-def _read_run(pieces: Sequence[Piece], start: int, out: Tensor, reader: Reader) -> None:
+def _read_run(pieces: Sequence[Piece], start: int, out: Tensor, reader: ExtentReader) -> None:
     """Read elements of a run of pieces, from ``start`` on, into ``out``; only pieces that hold some are opened."""
     place = 0
     for piece in pieces:

@@ -25,7 +25,7 @@ from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.config.sections.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
-from megasdc.model.sharding import Split, join, parameter_splits, split_name, take_shard, torch_name
+from megasdc.model.sharding import Split, join_shards, parameter_splits, split_name, take_shard, torch_name
 from megasdc.model.transformer_config import padded_vocab_size
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class CheckpointWeights:
             if device == "meta" and split is Split.REPLICATED:
                 shards = shards[:1]
             try:
-                tensor = join(shards, split)
+                tensor = join_shards(shards, split)
             except ValueError as error:
                 raise CheckpointError(f"{files[0].name} and its peers, {name}: {error}") from error
             whole[torch_name(name)] = tensor[: self.vocab_size] if split is Split.VOCABULARY else tensor

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.manifest import FileRecord
 from megasdc.common.errors import CheckpointError
 
@@ -53,7 +53,7 @@ class Scalar:
 
     value: str | None
     file: Path
-    owner: Owner
+    owner: WriterRank
 
 
 @dataclass

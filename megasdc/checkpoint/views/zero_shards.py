@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.checkpoint.formats.pieces import Owner, Piece
+from megasdc.checkpoint.formats.pieces import Piece, WriterRank
 from megasdc.checkpoint.formats.shard_sizes import shard_elements
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.views.view import Scalar, Slot, flatten
@@ -30,7 +30,7 @@ Fragments = dict[str, tuple[int, int]]
 """For each parameter in a shard: offset in the shard, and number of elements."""
 
 
-def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
+def shard_fragments(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
     """Elements of each rank's ZeRO-1 shard of a group, with padding, and the fragments in each of ``replicas`` shards.
 
     ``shapes``: of one stage and tensor rank, in order.
@@ -50,14 +50,14 @@ def lay_out(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fra
 
 
 def locate_shards(
-    files: StateFiles, shards: Sequence[tuple[Path, Owner]], group: int, shapes: dict[str, torch.Size]
+    files: StateFiles, shards: Sequence[tuple[Path, WriterRank]], group: int, shapes: dict[str, torch.Size]
 ) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
     """Locate master weights and moments of a group of a stage's parameters; also step and rate of each rank.
 
     ``shards``: file and rank of each, by dp rank; ``shapes``: of the group's parameters on this stage and tensor rank,
     in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
     """
-    laid = lay_out(shapes, len(shards))
+    laid = shard_fragments(shapes, len(shards))
     found: dict[tuple[str, Slot], list[Piece]] = {}
     scalars: dict[str, Scalar] = {}
     for dp_rank, (file, owner) in enumerate(shards):
@@ -68,7 +68,7 @@ def locate_shards(
 
 
 def _shard_pieces(
-    files: StateFiles, file: Path, owner: Owner, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
+    files: StateFiles, file: Path, owner: WriterRank, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
 ) -> Iterator[tuple[str, Slot, Piece]]:
     """Yield name, slot and piece of a group's parameters in the file that must hold the shard of ``dp_rank``."""
     length, expected = laid
@@ -86,7 +86,7 @@ def _shard_pieces(
             yield name, slot, Piece(file, owner, numel, stored, start, (size,), torch.float32, holds)
 
 
-def _shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> dict[str, Scalar]:
+def _shard_scalars(files: StateFiles, file: Path, owner: WriterRank, group: int) -> dict[str, Scalar]:
     """Step and learning rate of one group in one rank's file; empty if the file cannot be read."""
     try:
         base = files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
@@ -97,7 +97,7 @@ def _shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> d
         found = {"step": None, "lr": None}
     scalars: dict[str, Scalar] = {}
     for key, value in found.items():
-        scalar = Scalar(None if value is None else text_of(value), file, owner)
+        scalar = Scalar(None if value is None else value_text(value), file, owner)
         scalars[f"rank {owner.rank:05d}/group {group}/{key}"] = scalar
         if owner.rank == 0:
             scalars[f"optimizer/group {group}/{key}"] = scalar
@@ -105,7 +105,7 @@ def _shard_scalars(files: StateFiles, file: Path, owner: Owner, group: int) -> d
 
 
 def read_stage(
-    files: StateFiles, file: Path, owner: Owner, pp_rank: int, tp_rank: int
+    files: StateFiles, file: Path, owner: WriterRank, pp_rank: int, tp_rank: int
 ) -> tuple[dict[str, Any], dict[str, Scalar]]:
     """Read the file of a stage: its content, with ``param_shapes`` (shapes by name, for each group), and its counters.
 
@@ -120,20 +120,20 @@ def read_stage(
         raise CheckpointError(f"{file} does not say which parameters its stage has: {error!r}") from error
     scalars: dict[str, Scalar] = {}
     for name, value in flatten("", found):
-        scalars[f"rank of stage {pp_rank} tensor {tp_rank}/{name}"] = Scalar(text_of(value), file, owner)
+        scalars[f"rank of stage {pp_rank} tensor {tp_rank}/{name}"] = Scalar(value_text(value), file, owner)
         if pp_rank == tp_rank == 0:
-            scalars[f"engine/{name}"] = Scalar(text_of(value), file, owner)
+            scalars[f"engine/{name}"] = Scalar(value_text(value), file, owner)
     return state, scalars
 
 
-def text_of(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Text of a value that is not a tensor of the model; different values give different texts."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return repr(value.item()) if value.numel() == 1 else digest_of(value)
+    return repr(value.item()) if value.numel() == 1 else state_digest(value)
 
 
-def digest_of(state: Any) -> str:
+def state_digest(state: Any) -> str:
     """XXH3-128 of all values of a nested state."""
     found = xxhash.xxh3_128()
     for name, value in flatten("", state):

@@ -17,7 +17,7 @@ from megasdc.common.versions.tested import (
     RUN_ON_GPU,
     short_version,
     spell,
-    state_of,
+    versions_state,
 )
 
 ANY_VARIABLE = "MEGASDC_ANY_VERSION"
@@ -69,7 +69,7 @@ def untested_versions(versions: Mapping[str, str], on_gpu: bool) -> str | None:
     """
     unknown = [NAMES[name] for name in NAMES if name not in versions]
     here = {name: versions.get(name, "of unknown version") for name in NAMES}
-    state = NOT_RUN if unknown else state_of(versions, on_gpu)
+    state = NOT_RUN if unknown else versions_state(versions, on_gpu)
     if state == (RUN_ON_GPU if on_gpu else RUN_HERE):
         return None
     if state == NOT_RUN:
@@ -98,5 +98,5 @@ def describe_versions() -> str:
     lines = [f"{NAMES[name]} {versions.get(name, 'not installed')}" for name in NAMES]
     if problems := range_problems(versions):
         return f"{', '.join(lines)}\nnot permitted: {'; '.join(problems)}"
-    state = state_of(versions, on_gpu=False) if set(NAMES) <= versions.keys() else NOT_RUN
+    state = versions_state(versions, on_gpu=False) if set(NAMES) <= versions.keys() else NOT_RUN
     return f"{', '.join(lines)}\nthese together: {state}"

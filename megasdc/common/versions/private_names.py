@@ -27,7 +27,7 @@ TRAINING, LAUNCHER, NODE, GUARD = "training", "launcher", "node", "guard"
 
 
 @dataclass(frozen=True)
-class Owner:
+class NameOwner:
     """A module, class or function, and the private names that megasdc needs in it.
 
     Args:
@@ -48,7 +48,7 @@ class Owner:
 _PIPE = "deepspeed.runtime.pipe"
 
 OWNERS = (
-    Owner(
+    NameOwner(
         f"{_PIPE}.engine:PipelineEngine",
         "megasdc's engine, which subclasses it",
         names=(
@@ -61,7 +61,7 @@ OWNERS = (
             *("_bcast_pipe_scalar", "pipe_buffers", "total_loss"),
         ),
     ),
-    Owner(
+    NameOwner(
         f"{_PIPE}.schedule",
         "the order of a step",
         names=(
@@ -69,17 +69,17 @@ OWNERS = (
             *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
         ),
     ),
-    Owner(f"{_PIPE}.topology", "the layout of ranks", names=("PipeModelDataParallelTopology",)),
-    Owner(f"{_PIPE}.p2p", "ranks that share a GPU", names=("dist", "send", "recv")),
-    Owner(f"{_PIPE}.p2p:send", "ranks that share a GPU", mentioned=("dist", "send")),
-    Owner(f"{_PIPE}.p2p:recv", "ranks that share a GPU", mentioned=("dist", "recv")),
-    Owner("deepspeed.runtime.config", "the batch of a run", names=("DeepSpeedConfig",)),
-    Owner(
+    NameOwner(f"{_PIPE}.topology", "the layout of ranks", names=("PipeModelDataParallelTopology",)),
+    NameOwner(f"{_PIPE}.p2p", "ranks that share a GPU", names=("dist", "send", "recv")),
+    NameOwner(f"{_PIPE}.p2p:send", "ranks that share a GPU", mentioned=("dist", "send")),
+    NameOwner(f"{_PIPE}.p2p:recv", "ranks that share a GPU", mentioned=("dist", "recv")),
+    NameOwner("deepspeed.runtime.config", "the batch of a run", names=("DeepSpeedConfig",)),
+    NameOwner(
         f"{_PIPE}.schedule:TrainSchedule",
         "DropCompute's order of micro-batches",
         names=("_step_to_micro_batch", "_valid_micro_batch", "_buffer_idx", "num_pipe_buffers"),
     ),
-    Owner(
+    NameOwner(
         f"{_PIPE}.module:PipelineModule",
         "stages of given sizes, and the names of their submodules",
         names=("_partition_layers", "_set_bounds"),
@@ -88,7 +88,7 @@ OWNERS = (
             *("_local_stop", "forward_funcs", "tied_comms"),
         ),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
         "saving and loading checkpoints",
         names=(
@@ -100,44 +100,44 @@ OWNERS = (
             *("checkpoint_engine", "mp_world_size", "_config"),
         ),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
         "a guard's audits, just before optimizer steps",
         names=("_take_model_step",),
         mentioned=("_take_model_step", "is_compiled"),
         used_by=GUARD,
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "a guard's look at gradients",
         mentioned=("averaged_gradients", "cpu_offload", "local_overflow"),
         used_by=GUARD,
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
         "a guard's look at gradients",
         mentioned=("fp32_groups_gradient_flat_partition", "fp32_groups_gradients_flat"),
         used_by=GUARD,
     ),
-    Owner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
-    Owner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
-    Owner(
+    NameOwner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
+    NameOwner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
+    NameOwner(
         "torch.nn:Module",
         "copies in fp64 of a guarded model's own layers",
         mentioned=("_non_persistent_buffers_set",),
         used_by=GUARD,
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
         "loading universal checkpoints",
         mentioned=("_config", "load_universal_checkpoint"),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
         "weights that equal the fp32 copies after a resume",
         mentioned=("update_lp_params",),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
         "gradients, norm and shards in fp32 and fp16",
         names=("scaled_global_norm", "has_overflow", "_load_global_state", "_model_parallel_all_reduce"),
@@ -146,12 +146,12 @@ OWNERS = (
             *("scaled_global_norm", "has_overflow", "grad_accum", "_hp_mapping"),
         ),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step",
         "skipping a step on all ranks",
         mentioned=("check_grad_overflow",),
     ),
-    Owner(
+    NameOwner(
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer",
         "gradients, norm and shards in bf16",
         names=(
@@ -163,57 +163,61 @@ OWNERS = (
             *("fp32_groups_gradient_flat_partition", "bf16_groups", "_hp_grad", "_hp_mapping", "_global_grad_norm"),
         ),
     ),
-    Owner("deepspeed.runtime.utils", "the norm of bf16 gradients", names=("get_global_norm_of_tensors",)),
-    Owner("deepspeed.runtime.utils", "faults in copies that are gathered", names=("all_gather_dp_groups",)),
-    Owner("deepspeed.runtime.lr_schedules:WarmupLR", "a changed learning-rate schedule", mentioned=("_last_lr",)),
-    Owner("deepspeed.utils.groups", "a second engine in one process", names=("mpu",)),
-    Owner("deepspeed.comm.torch", "a start on a CPU without a compiler", names=("build_shm_op",)),
-    Owner(
+    NameOwner("deepspeed.runtime.utils", "the norm of bf16 gradients", names=("get_global_norm_of_tensors",)),
+    NameOwner("deepspeed.runtime.utils", "faults in copies that are gathered", names=("all_gather_dp_groups",)),
+    NameOwner("deepspeed.runtime.lr_schedules:WarmupLR", "a changed learning-rate schedule", mentioned=("_last_lr",)),
+    NameOwner("deepspeed.utils.groups", "a second engine in one process", names=("mpu",)),
+    NameOwner("deepspeed.comm.torch", "a start on a CPU without a compiler", names=("build_shm_op",)),
+    NameOwner(
         "deepspeed.launcher.runner",
         "`megasdc launch`",
         names=("main", "signal", "subprocess", "PDSHRunner"),
         used_by=LAUNCHER,
     ),
-    Owner(
+    NameOwner(
         "deepspeed.launcher.multinode_runner:PDSHRunner", "`megasdc launch` over pdsh", ("get_cmd",), used_by=LAUNCHER
     ),
-    Owner(
+    NameOwner(
         "deepspeed.launcher.launch",
         "time for ranks to save when a stop is requested",
         names=("main", "signal", "subprocess", "terminate_process_tree"),
         used_by=NODE,
     ),
-    Owner("megatron.core.utils", "sequence parallel without a GPU", names=("torch",)),
-    Owner("megatron.core.tensor_parallel.mappings", "sequence parallel without a GPU", names=("torch",)),
-    Owner(
+    NameOwner("megatron.core.utils", "sequence parallel without a GPU", names=("torch",)),
+    NameOwner("megatron.core.tensor_parallel.mappings", "sequence parallel without a GPU", names=("torch",)),
+    NameOwner(
         "megatron.core.tensor_parallel.layers",
         "sequence parallel without a GPU, and linear layers whose local results are observed",
         names=("torch", "linear_with_grad_accumulation_and_async_allreduce"),
     ),
-    Owner(
+    NameOwner(
         "megatron.core.tensor_parallel:ColumnParallelLinear",
         "local results of linear layers",
         mentioned=("_forward_impl", "disable_grad_reduce"),
     ),
-    Owner("megatron.core.tensor_parallel:RowParallelLinear", "local results of linear layers", (), ("_forward_impl",)),
-    Owner("torch.utils._python_dispatch", "audits inside one device (`audit.permuted`)", names=("TorchDispatchMode",)),
-    Owner("torch", "saves beside training (`checkpoint.writing`)", names=("_utils",)),
-    Owner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
-    Owner(
+    NameOwner(
+        "megatron.core.tensor_parallel:RowParallelLinear", "local results of linear layers", (), ("_forward_impl",)
+    ),
+    NameOwner(
+        "torch.utils._python_dispatch", "audits inside one device (`audit.permuted`)", names=("TorchDispatchMode",)
+    ),
+    NameOwner("torch", "saves beside training (`checkpoint.writing`)", names=("_utils",)),
+    NameOwner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
+    NameOwner(
         "torch.distributed.distributed_c10d",
         "timeouts of process groups",
         names=("_set_pg_timeout", "_world"),
     ),
-    Owner(
+    NameOwner(
         "torch.distributed.distributed_c10d:ProcessGroup",
         "timeouts of process groups",
         names=("_get_backend", "_device_types"),
     ),
-    Owner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
-    Owner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_map", "pg_names")),
-    Owner("torch.distributed:ProcessGroup", "the same", names=("_get_sequence_number_for_group",)),
-    Owner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
-    Owner(
+    NameOwner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
+    NameOwner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_map", "pg_names")),
+    NameOwner("torch.distributed:ProcessGroup", "the same", names=("_get_sequence_number_for_group",)),
+    NameOwner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
+    NameOwner(
         "torch.distributed:ProcessGroupGloo",
         "`megasdc stress`",
         names=("_reduce_scatter_base", "_allgather_base", "alltoall_base"),
@@ -223,7 +227,7 @@ OWNERS = (
 code sets it, and only a test checks it."""
 
 
-def missing_names(owners: Iterable[Owner]) -> list[str]:
+def missing_names(owners: Iterable[NameOwner]) -> list[str]:
     """A sentence for every missing name; imports the owners' modules."""
     problems = []
     for owner in owners:
@@ -286,7 +290,7 @@ def names_checked() -> Iterator[None]:
 
 
 def resolve(where: str) -> Any:
-    """The module, class or function named by ``Owner.where``.
+    """The module, class or function named by ``NameOwner.where``.
 
     Raises:
         ImportError: there is no such module.
@@ -316,7 +320,7 @@ def _names_in_code(code: CodeType) -> set[str]:
     return {*code.co_names, *(name for one in inner for name in _names_in_code(one))}
 
 
-def _problem(owner: Owner, name: str) -> str:
+def _problem(owner: NameOwner, name: str) -> str:
     distribution = DISTRIBUTIONS[owner.where.partition(".")[0]]
     label, version = NAMES[distribution], component_versions().get(distribution, "of unknown version")
     needed_by = f"{owner.needed_by}," if "," in owner.needed_by else owner.needed_by

@@ -17,7 +17,7 @@ NAMES = {"python": "Python", "torch": "PyTorch", "deepspeed": "DeepSpeed", "mega
 
 
 @dataclass(frozen=True)
-class Range:
+class ReleaseRange:
     """Permitted releases of a component: ``X.Y``, oldest first.
 
     ``parts``: how many numbers of a version are compared: 2, or 3 where a patch release may break megasdc.
@@ -31,10 +31,10 @@ class Range:
 
 
 PERMITTED = {
-    "python": Range(("3.11", "3.12", "3.13")),
-    "torch": Range(("2.10", "2.11", "2.12", "2.13")),
-    "deepspeed": Range(("0.19",), parts=3),
-    "megatron-core": Range(("0.16", "0.17", "0.18", "0.19")),
+    "python": ReleaseRange(("3.11", "3.12", "3.13")),
+    "torch": ReleaseRange(("2.10", "2.11", "2.12", "2.13")),
+    "deepspeed": ReleaseRange(("0.19",), parts=3),
+    "megatron-core": ReleaseRange(("0.16", "0.17", "0.18", "0.19")),
 }
 """``setup.py`` permits the same. DeepSpeed by patch release, since megasdc builds on its private names."""
 
@@ -113,7 +113,7 @@ def short_version(component: str, version: str) -> str:
     return ".".join(map(str, version_numbers(version)[: PERMITTED[component].parts]))
 
 
-def state_of(versions: Mapping[str, str], on_gpu: bool) -> str:
+def versions_state(versions: Mapping[str, str], on_gpu: bool) -> str:
     """State of a combination of versions by component; other packages are ignored.
 
     One of the three states; on a GPU, versions that were run on CPUs only are ``RUN_HERE``.

@@ -12,10 +12,10 @@ from megasdc.config.problems.problem import Problem
 from megasdc.config.sections.faults import (
     WITHOUT_SUBMODULE,
     FaultSpec,
-    model_problems,
+    fault_spec_problems,
+    missing_in_model,
     place_problems,
     process_problems,
-    spec_problems,
 )
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.submodule_names import submodule_slots
@@ -33,15 +33,15 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
     interval = deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
     for index, entry in enumerate(file.faults):
         path = f"megasdc.faults.{index}"
-        problems = list(spec_problems(entry))
+        problems = list(fault_spec_problems(entry))
         try:
             expanded = [] if problems else expand_faults([entry])
         except ConfigError as error:
             problems += [("profile", text) for text in error.problems]
             expanded = []
         for spec in expanded:
-            problems += spec_problems(spec) if entry.profile is not None else ()
-            problems += model_problems(spec, slots)
+            problems += fault_spec_problems(spec) if entry.profile is not None else ()
+            problems += missing_in_model(spec, slots)
             problems += _backend_problems(spec, file.model.backend)
             if spec.phase == RECOMPUTE and not interval:
                 problems.append(("phase", "nothing is recomputed; set pipeline.activation_checkpoint_interval"))

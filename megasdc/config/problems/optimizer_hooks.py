@@ -38,7 +38,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
     names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
     for place, spec in enumerate(file.optimizer_hooks):
         path = f"megasdc.optimizer_hooks.{place}"
-        yield from spec_problems(spec, path, deepspeed)
+        yield from gradient_hook_problems(spec, path, deepspeed)
         for pattern in spec.parameters:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield Problem(
@@ -52,7 +52,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
             f'got entries with megasdc.model.backend "{file.model.backend}", whose parameters have no full names; set '
             'the backend to "torch".',
         )
-    yield from deepspeed_problems(deepspeed) if file.optimizer_hooks else ()
+    yield from bound_problems(deepspeed) if file.optimizer_hooks else ()
     yield from _idle_problems(file, names)
     resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
     if len(resets) > 1:
@@ -62,7 +62,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
         )
 
 
-def spec_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
+def gradient_hook_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
     """Yield what is wrong with one entry by itself, or with DeepSpeed's keys.
 
     Args:
@@ -98,7 +98,7 @@ def user_hook_problems(file: MegasdcSection) -> Iterator[Problem]:
             )
 
 
-def deepspeed_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
+def bound_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
     """Yield DeepSpeed's settings with which no gradient can be bounded."""
     for (section, key), reason in UNSUPPORTED.items():
         value = deepspeed.get(section, {}).get(key)

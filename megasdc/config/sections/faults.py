@@ -192,7 +192,7 @@ def _default(spec: FaultPlace, field: str) -> bool:
     return bool(getattr(spec, field) == type(spec).model_fields[field].default)
 
 
-def spec_problems(spec: FaultSpec) -> Iterator[Fault]:
+def fault_spec_problems(spec: FaultSpec) -> Iterator[Fault]:
     """Yield contradictions within one spec, independent of the model."""
     yield from step_problems(spec)
     if spec.profile is not None:
@@ -310,7 +310,7 @@ def _whole_number_problems(spec: FaultSpec) -> Iterator[Fault]:
             yield "slot", "phase checkpoint has files; name them with file"
 
 
-def model_problems(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]) -> Iterator[Fault]:
+def missing_in_model(spec: FaultSpec, slots: dict[str, dict[str, tuple[str, ...]]]) -> Iterator[Fault]:
     """Yield submodules, phases and slots that the model does not have, of a spec without a profile.
 
     ``slots`` are those of ``submodule_slots``.

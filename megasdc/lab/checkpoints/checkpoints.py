@@ -28,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.files import step_of
-from megasdc.checkpoint.formats.extents import Extent, Reader
+from megasdc.checkpoint.formats.extents import Extent, ExtentReader
 from megasdc.checkpoint.formats.open_copy import OpenCopy
 from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.views.view import (
@@ -41,7 +41,7 @@ from megasdc.checkpoint.views.view import (
     with_derived_weights,
 )
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.damage import Classifying, Damage, Pattern, PieceDamage
+from megasdc.lab.checkpoints.damage import Classifying, DamagePattern, Pattern, PieceDamage
 from megasdc.lab.checkpoints.measure import Measuring
 from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
 from megasdc.lab.checkpoints.votes import all_intact, find_expected
@@ -55,7 +55,7 @@ _READ_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
-class Range:
+class ElementRange:
     """Elements ``start`` to ``stop`` (one past the last) of a copy of a tensor."""
 
     opened: OpenCopy
@@ -82,11 +82,11 @@ class _Batch:
     """Ranges read by one task, which is submitted once it is full or a result is requested."""
 
     pool: ThreadPoolExecutor
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[ElementRange] = field(default_factory=list)
     cost_bytes: int = 0
     future: Future[list[Digest]] | None = None
 
-    def add(self, one: Range) -> None:
+    def add(self, one: ElementRange) -> None:
         self.ranges.append(one)
         self.cost_bytes += one.cost_bytes
         if self.cost_bytes >= BATCH_BYTES:
@@ -120,7 +120,7 @@ class RangeDigester:
         self._pool = pool
         self._filling: dict[Hashable, _Batch] = {}
 
-    def digest(self, group: Hashable, one: Range) -> PendingDigest:
+    def digest(self, group: Hashable, one: ElementRange) -> PendingDigest:
         """Queue a range to be digested; ranges of one group, such as a checkpoint, are read by one task."""
         batch = self._filling.get(group)
         if batch is None or batch.future is not None:
@@ -129,10 +129,10 @@ class RangeDigester:
         return PendingDigest(batch, len(batch.ranges) - 1)
 
 
-def _digest_ranges(ranges: list[Range]) -> list[Digest]:
+def _digest_ranges(ranges: list[ElementRange]) -> list[Digest]:
     """Digest ranges one after the other; those of files that changed meanwhile become errors."""
     buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
-    reader = Reader()
+    reader = ExtentReader()
     try:
         found = [_digest(one, buffer, reader) for one in ranges]
     finally:
@@ -143,7 +143,7 @@ def _digest_ranges(ranges: list[Range]) -> list[Digest]:
     return [digest if error is None else error for digest, error in zip(found, errors, strict=True)]
 
 
-def _digest(one: Range, buffer: torch.Tensor, reader: Reader) -> Digest:
+def _digest(one: ElementRange, buffer: torch.Tensor, reader: ExtentReader) -> Digest:
     state, size = xxhash.xxh3_128(), one.opened.dtype.itemsize
     try:
         for first, last in one.opened.ranges(_READ_BYTES, one.start, one.stop):
@@ -228,7 +228,7 @@ class _Tensor:
         self.cost_bytes = 0
         having = [view for view in views if key in view.entries]
         for view in (view for view in views if key[1] in view.slots and view not in having):
-            self.report.add(key, view, having[0], Damage("missing", f"{view.path} has no such tensor", []))
+            self.report.add(key, view, having[0], DamagePattern("missing", f"{view.path} has no such tensor", []))
         entries = [view.entries[key] for view in having]
         rows = _common_rows(entries)
         for view, entry in zip(having, entries, strict=True):
@@ -241,7 +241,7 @@ class _Tensor:
         try:
             self.parts.append(_Part(view, copy, copy.open(), shape))
         except PieceError as error:
-            damage = Damage(error.kind, str(error), [PieceDamage.whole(piece) for piece in error.pieces])
+            damage = DamagePattern(error.kind, str(error), [PieceDamage.whole(piece) for piece in error.pieces])
             self.report.add(self.key, view, view, damage, "its own layout")
         except CheckpointError as error:
             self.report.problems.append(str(error))
@@ -250,7 +250,7 @@ class _Tensor:
         """Submit the reads of all copies."""
         for part in self.parts:
             for start, stop in part.opened.ranges(BATCH_BYTES, 0, prod(part.shape)):
-                one = Range(part.opened, start, stop)
+                one = ElementRange(part.opened, start, stop)
                 self.cost_bytes += one.cost_bytes
                 part.digests.append(digester.digest(id(part.view), one))
 
@@ -283,11 +283,11 @@ class _Tensor:
         about = (self.key, part.view, against)
         if right.shape != part.shape:
             detail = f"shape {list(part.shape)}, expected {list(right.shape)}"
-            self.report.add(*about, Damage("shape", detail, every), basis)
+            self.report.add(*about, DamagePattern("shape", detail, every), basis)
         elif right.opened.dtype != part.opened.dtype:
             values = "the same values but for rounding" if _equal_but_for_rounding(right, part) else "other values too"
             detail = f"{part.opened.dtype}, expected {right.opened.dtype}: {values}".replace("torch.", "")
-            self.report.add(*about, Damage("dtype", detail, every), basis)
+            self.report.add(*about, DamagePattern("dtype", detail, every), basis)
         else:
             measuring, classifying = Measuring(part.shape), Classifying(part.copy)
             for start, expected, got in _pairs(right, part):
@@ -302,7 +302,7 @@ class _Tensor:
 
 def _pairs(right: _Part, other: _Part) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield offset and elements of both, [n] each, range by range."""
-    with Reader() as reader:
+    with ExtentReader() as reader:
         for start, stop in right.opened.ranges(_MEASURED_BYTES, 0, prod(right.shape)):
             pair = [torch.empty(stop - start, dtype=part.opened.dtype) for part in (right, other)]
             for part, out in zip((right, other), pair, strict=True):
@@ -430,7 +430,7 @@ def _compare_scalar(report: Report, name: str, holders: list[tuple[View, Scalar]
         if scalar.value is None:
             against = next((other for other, one in holders if one.value is not None), view)
             detail = f"{scalar.file.name} does not hold it"
-            report.add((name, "scalar"), view, against, Damage("missing", detail, _place(scalar)))
+            report.add((name, "scalar"), view, against, DamagePattern("missing", detail, _place(scalar)))
         else:
             classes.setdefault(scalar.value, []).append((view, scalar))
     if len(classes) < 2:
@@ -441,7 +441,7 @@ def _compare_scalar(report: Report, name: str, holders: list[tuple[View, Scalar]
     for found, wrong in classes.items():
         for view, scalar in wrong if found != value else ():
             detail = f"{found}, expected {value}"
-            report.add((name, "scalar"), view, members[0][0], Damage("scalar", detail, _place(scalar)), basis)
+            report.add((name, "scalar"), view, members[0][0], DamagePattern("scalar", detail, _place(scalar)), basis)
 
 
 def _place(scalar: Scalar) -> list[PieceDamage]:

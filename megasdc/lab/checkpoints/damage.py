@@ -71,7 +71,7 @@ class PieceDamage:
 
 
 @dataclass(frozen=True)
-class Damage:
+class DamagePattern:
     """A pattern with its details; ``covers_all``: every piece differs as a whole."""
 
     pattern: Pattern
@@ -184,7 +184,7 @@ class Classifying:
         for (number, first, x), (_, _, y) in zip(*cuts, strict=True):
             self.scans[number].add(first, x.reshape(-1), y.reshape(-1))
 
-    def result(self) -> Damage:
+    def result(self) -> DamagePattern:
         """The damage after all elements; requires that some bit differs."""
         damaged: list[PieceDamage] = []
         kinds: dict[Pattern, int] = {}
@@ -204,7 +204,7 @@ class Classifying:
             details.append(detail)
         pattern = max(kinds, key=lambda kind: kinds[kind])
         alive = sum(scan.alive > 0 for scan in self.scans)
-        return Damage(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
+        return DamagePattern(pattern, "; ".join(dict.fromkeys(filter(None, details))), damaged, whole == alive)
 
     def _belongs(self, piece: Piece, scan: _Scan) -> str:
         """The other piece whose elements a piece holds; empty: none."""

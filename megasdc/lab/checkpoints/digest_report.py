@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megasdc.lab.checkpoints.digest import Digest
-from megasdc.lab.checkpoints.outcome import Outcome
+from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 
 What = Literal["blocks", "bytes", "outside", "missing", "type", "value", "values"]
 WHATS: dict[What, str] = {
@@ -35,7 +35,7 @@ class BlockRange:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FileDifference:
     """A difference in one file of one checkpoint.
 
     Attributes:
@@ -65,7 +65,7 @@ class Difference:
 
 
 @dataclass
-class DigestReport(Outcome):
+class DigestReport(ComparisonOutcome):
     """Result of a comparison of manifests.
 
     Attributes:
@@ -78,7 +78,7 @@ class DigestReport(Outcome):
     digests: list[Digest]
     labels: list[str]
     num_files: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[FileDifference] = field(default_factory=list)
     checkpoints: dict[str, bool] = field(default_factory=dict)
 
     @property

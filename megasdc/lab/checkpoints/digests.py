@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent, parts_of
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digest import CheckpointContent, Digest, FileContent
-from megasdc.lab.checkpoints.digest_report import BlockRange, Difference, DigestReport, What
+from megasdc.lab.checkpoints.digest_report import BlockRange, DigestReport, FileDifference, What
 from megasdc.lab.checkpoints.votes import MOST, find_expected
 
 NO_BLOCKS = "blocks are not known: saved by a version that did not record them"
@@ -181,7 +181,7 @@ class _Comparison:
         wrong, right = pair
         problem = wrong.file.problem or ""
         self.report.differences.append(
-            Difference(
+            FileDifference(
                 checkpoint=self.name,
                 file=wrong.file.name,
                 name=name,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasdc.checkpoint.views.view import Slot
-from megasdc.lab.checkpoints.outcome import Outcome
-from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, kind_of
+from megasdc.lab.checkpoints.outcome import ComparisonOutcome
+from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, submodule_kind
 from megasdc.tensors.distance import Distance
 
 _GROUPS = {EMBEDDING: "embedding", POSITIONS: "embedding", NORM: "norm", FINAL_NORM: "norm", HEAD: "head"}
@@ -70,7 +70,7 @@ class StepDrift:
 
 
 @dataclass
-class DriftReport(Outcome):
+class DriftReport(ComparisonOutcome):
     """Drift of all runs.
 
     Attributes:
@@ -143,6 +143,6 @@ def group_of(submodule: str) -> str:
         return "mlp"
     name = "0.word_embeddings" if submodule.startswith("tied_modules.embedding") else submodule
     try:
-        return _GROUPS.get(kind_of(name), OTHER)
+        return _GROUPS.get(submodule_kind(name), OTHER)
     except ValueError:
         return OTHER

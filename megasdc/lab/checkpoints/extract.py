@@ -175,11 +175,11 @@ def _write(file: IO[bytes], index: ExtractIndex, path: Path) -> None:
     for one in index.tensors:
         for number in one.blocks:
             start, size = one.extent(number)
-            source = locate(path, one.checkpoint, one.file)
+            source = locate_file(path, one.checkpoint, one.file)
             file.write(read_block(source, one.tensor.offset + start, size, one.tensor.block(number)))
 
 
-def locate(path: Path, checkpoint: str, file: str) -> Path:
+def locate_file(path: Path, checkpoint: str, file: str) -> Path:
     """The path of a key's file."""
     return path if path.is_file() else path / checkpoint / file
 

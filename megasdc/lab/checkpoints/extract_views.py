@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.formats.content import parts_of
 from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digests import differing_blocks
@@ -26,7 +26,7 @@ from megasdc.lab.checkpoints.extract import (
     Extract,
     ExtractedTensor,
     Key,
-    locate,
+    locate_file,
     read_block,
     read_extract,
 )
@@ -50,7 +50,7 @@ class _Side:
             return self.extract.read_block(key, number)
         one = self.tensors[key]
         start, size = one.extent(number)
-        file = locate(self.path, one.checkpoint, one.file)
+        file = locate_file(self.path, one.checkpoint, one.file)
         return read_block(file, one.tensor.offset + start, size, one.tensor.block(number))
 
 
@@ -82,7 +82,7 @@ def _read_sides_tensors(path: Path, wanted: dict[Key, ExtractedTensor]) -> dict[
     """Digest the tensors of a folder that are in an extract; only their files are read."""
     found = {}
     for key, like in wanted.items():
-        file = locate(path, key[0], key[1])
+        file = locate_file(path, key[0], key[1])
         try:
             content = digest_file(file, block_bytes=like.content.block_bytes).content
         except OSError as error:
@@ -117,11 +117,11 @@ def _add(key: Key, sides: list[_Side], views: list[View]) -> None:
         if key in side.tensors:
             one = side.tensors[key]
             stored = partial(_assemble, side, base, key, different)
-            _add_parts(view, one, locate(side.path, one.checkpoint, one.file), stored, different | extracted)
+            _add_parts(view, one, locate_file(side.path, one.checkpoint, one.file), stored, different | extracted)
 
 
 def _add_parts(view: View, one: ExtractedTensor, file: Path, stored: partial[Tensor], blocks: set[int]) -> None:
-    owner = Owner(rank=one.rank, host=one.node)
+    owner = WriterRank(rank=one.rank, host=one.node)
     dtype = one.tensor.dtype or torch.uint8
     shape = (one.tensor.size_bytes,) if one.tensor.dtype is None else one.tensor.shape
     numel = prod(shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class ComparisonOutcome:
     """Result of a comparison; ``problems``: what could not be read and was not compared; ``notes``: further remarks."""
 
     problems: list[str] = field(default_factory=list)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.views.view import Slot, View
-from megasdc.lab.checkpoints.damage import MEANINGS, Damage, Pattern, PieceDamage
+from megasdc.lab.checkpoints.damage import MEANINGS, DamagePattern, Pattern, PieceDamage
 from megasdc.lab.checkpoints.measure import Measure
-from megasdc.lab.checkpoints.outcome import Outcome
+from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class CheckpointMismatch:
 
 
 @dataclass
-class Report(Outcome):
+class Report(ComparisonOutcome):
     """Result of a comparison of checkpoints.
 
     Attributes:
@@ -142,7 +142,7 @@ class Report(Outcome):
         key: tuple[str, Slot],
         view: View,
         against: View,
-        damage: Damage,
+        damage: DamagePattern,
         basis: str = "",
         measure: Measure | None = None,
     ) -> None:

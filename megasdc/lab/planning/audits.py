@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.addresses import FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
-from megasdc.sdc.budget import Cadence, Shares, choose_cadence
-from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_row_sums, reads_of_step
+from megasdc.sdc.budget import Cadence, TimeShares, choose_cadence
+from megasdc.sdc.cost import FP32_BYTES, RankWork, Reads, reads_of_row_sums, reads_of_step
 
 AUDIT, ONE, ALL, AUTO = "audit", "always_on one", "always_on all", "always_on auto"
 ROWS, SLICES = "rows", "slices"
@@ -46,7 +46,7 @@ _MOST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditPlan:
     """Sizes of a run and cost of its checks.
 
     Args:
@@ -79,14 +79,14 @@ class Plan:
     slice_share: float = 0.0
     extra: bool = False
 
-    def within(self, budget: float, fixed_share: float) -> Plan:
+    def within(self, budget: float, fixed_share: float) -> AuditPlan:
         """The same with the cadence that keeps all checks within a share of a step.
 
         Args:
             fixed_share: what checks take in every step, whatever they look at, as a share of its time.
         """
         look, also = self.forward_share / self.micro_batches, self.row_share / self.micro_batches + self.slice_share
-        shares = Shares(fixed_share, self.overhead(AUDIT), look, also)
+        shares = TimeShares(fixed_share, self.overhead(AUDIT), look, also)
         return replace(self, cadence=choose_cadence(shares, budget, self.micro_batches))
 
     def looks(self, tier: str) -> tuple[Cadence, float]:
@@ -119,7 +119,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Latency:
+class DetectionLatency:
     """Steps until a tier detects a bad rank.
 
     Args:
@@ -141,8 +141,8 @@ class Latency:
 class PlanResult:
     """A plan, the latencies of each tier at each rate, and the number of trials of each simulation."""
 
-    plan: Plan
-    latencies: tuple[Latency, ...]
+    plan: AuditPlan
+    latencies: tuple[DetectionLatency, ...]
     trials: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class PlanResult:
         }
 
 
-def expected_latency(plan: Plan, tier: str, rate: float) -> float:
+def expected_latency(plan: AuditPlan, tier: str, rate: float) -> float:
     """Expected steps until a tier detects a bad rank, by the formulas of the module; infinite if it never does.
 
     ``rate`` is the probability that a micro-batch of the bad rank is wrong, in (0, 1].
@@ -187,7 +187,7 @@ def largest_interval(latency: float, rate: float) -> int | None:
     return interval if interval >= 1 else None
 
 
-def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int) -> NDArray[np.int64]:
+def simulate_latency(plan: AuditPlan, tier: str, rate: float, trials: int, seed: int) -> NDArray[np.int64]:
     """Simulated steps, [trials], until a tier detects a bad rank whose micro-batches are wrong at this rate, in (0, 1].
 
     Only the rules are simulated: which micro-batches are wrong, which are checked, and whether their errors are
@@ -197,7 +197,7 @@ def simulate_latency(plan: Plan, tier: str, rate: float, trials: int, seed: int)
     return np.array([_one_trial(plan, tier, rate, draws) for _ in range(trials)], dtype=np.int64)
 
 
-def _one_trial(plan: Plan, tier: str, rate: float, draws: np.random.Generator) -> int:
+def _one_trial(plan: AuditPlan, tier: str, rate: float, draws: np.random.Generator) -> int:
     cadence, chance = plan.looks(tier)
     every = cadence.every
     until_look = int(draws.integers(every))  # steps from the first of the bad rank to the next that looks
@@ -216,7 +216,7 @@ def _one_trial(plan: Plan, tier: str, rate: float, draws: np.random.Generator) -
 
 
 def _sees(
-    plan: Plan, tier: str, turn: NDArray[np.int64], micro_batch: NDArray[np.int64], draws: np.random.Generator
+    plan: AuditPlan, tier: str, turn: NDArray[np.int64], micro_batch: NDArray[np.int64], draws: np.random.Generator
 ) -> NDArray[np.bool_]:
     """Whether looks see what is wrong in micro-batches, by the rules of the checks; each look by its number."""
     if tier == AUDIT:
@@ -232,8 +232,8 @@ def _sees(
     return np.asarray(at & (draws.random(len(turn)) < plan.visible))
 
 
-def make_plan(
-    plan: Plan, rates: Sequence[float], trials: int, seed: int, on_progress: Callable[[str, int, int], None]
+def plan_audits(
+    plan: AuditPlan, rates: Sequence[float], trials: int, seed: int, on_progress: Callable[[str, int, int], None]
 ) -> PlanResult:
     """Latency of every tier at every rate.
 
@@ -242,10 +242,10 @@ def make_plan(
         trials: of each simulation; 0: formulas only.
         on_progress: called with the name of the work, how much is done, and the total.
     """
-    latencies: list[Latency] = []
+    latencies: list[DetectionLatency] = []
     for tier in TIERS:
         for rate in rates:
-            latency = Latency(tier, rate, expected_latency(plan, tier, rate))
+            latency = DetectionLatency(tier, rate, expected_latency(plan, tier, rate))
             if trials and math.isfinite(latency.expected):
                 steps = simulate_latency(plan, tier, rate, trials, seed)
                 error = float(steps.std(ddof=1) / math.sqrt(trials)) if trials > 1 else None
@@ -275,7 +275,7 @@ class CheckShares:
 
 
 def check_shares(
-    work: Work, audit: str, always_on: str, *, bytes_per_s: float, flop_per_s: float, call_s: float
+    work: RankWork, audit: str, always_on: str, *, bytes_per_s: float, flop_per_s: float, call_s: float
 ) -> CheckShares:
     """Shares by the cost model.
 

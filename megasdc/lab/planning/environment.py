@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError
-from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, Place
+from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
 
 
 @dataclass(frozen=True)
-class Environment:
+class DelayEnvironment:
     """Latency of a micro-batch on one stage: its own latency plus the sum of all delays.
 
     Args:
@@ -48,7 +48,7 @@ class Environment:
             begin = block * BLOCK_REPLICAS
             low, high = max(first, begin), min(stop, begin + BLOCK_REPLICAS)
             for stream, delay in enumerate(self.delays):
-                drawn = delay.draw(Place(self.seed, stream, step, block, micro_batches, stages))
+                drawn = delay.draw(DelayPlace(self.seed, stream, step, block, micro_batches, stages))
                 latencies[low - first : high - first] += drawn[low - begin : high - begin]
         return latencies
 

@@ -24,8 +24,8 @@ from megasdc.dropcompute.formulas import (
     published_speedup,
 )
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import Curve, Rule, make_curve
-from megasdc.lab.planning.environment import Environment
+from megasdc.dropcompute.search import Curve, DropRule, make_curve
+from megasdc.lab.planning.environment import DelayEnvironment
 
 _CHUNK = 1 << 20
 """Approximate number of latencies in memory at once."""
@@ -56,7 +56,7 @@ class Simulation:
     max_drop_rate: float = 1.0
     steps: int = 0
     training_steps: int = 10_000
-    rule: Rule = field(default_factory=Rule)
+    rule: DropRule = field(default_factory=DropRule)
     thresholds: int = 200
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class Moments:
+class LatencyMoments:
     """Mean mu, standard deviation s and maximum of the drawn latencies of one micro-batch on one stage."""
 
     mean_s: float
@@ -122,7 +122,7 @@ class SimulationResult:
     """
 
     simulation: Simulation
-    moments: Moments
+    moments: LatencyMoments
     curve: Curve
     formulas: Formulas | None
     replica_times_s: NDArray[np.float64]
@@ -193,7 +193,7 @@ class SimulationResult:
 class SimulationResults:
     """Simulations of the same environment, by rising number of replicas."""
 
-    environment: Environment
+    environment: DelayEnvironment
     results: tuple[SimulationResult, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -201,7 +201,9 @@ class SimulationResults:
         return {"environment": self.environment.as_dict(), "results": [result.as_dict() for result in self.results]}
 
 
-def simulate(simulation: Simulation, environment: Environment, on_progress: OnProgress) -> SimulationResult:
+def simulate_thresholds(
+    simulation: Simulation, environment: DelayEnvironment, on_progress: OnProgress
+) -> SimulationResult:
     """Draw latencies and try every threshold on them.
 
     Latencies are drawn twice and never all in memory: some 100 MiB, whatever the number of replicas.
@@ -261,11 +263,11 @@ class _Sums:
         self._mean += ahead * count / self._count
         self._largest = max(self._largest, float(latencies.max()))
 
-    def moments(self) -> Moments:
-        return Moments(self._mean, math.sqrt(self._squares / self._count), self._largest)
+    def moments(self) -> LatencyMoments:
+        return LatencyMoments(self._mean, math.sqrt(self._squares / self._count), self._largest)
 
 
-def _formulas(simulation: Simulation, moments: Moments, curve: Curve) -> Formulas | None:
+def _formulas(simulation: Simulation, moments: LatencyMoments, curve: Curve) -> Formulas | None:
     if simulation.stages > 1 or moments.std_s <= 1e-9 * moments.mean_s:
         return None
     replicas, micro_batches = simulation.replicas, simulation.micro_batches

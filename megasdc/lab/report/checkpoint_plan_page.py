@@ -10,8 +10,8 @@ import numpy as np
 from megasdc.lab.planning.checkpoints.formulas import Intervals, elapsed_per_training
 from megasdc.lab.planning.checkpoints.plan import DISK_TIER, MEMORY_TIER, CheckpointPlan, Estimate, Tier
 from megasdc.output.figure import COLOURS, Figure, layout, log_axis, rule, scatter
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 
 _NAMES = {MEMORY_TIER: "host memory", DISK_TIER: "disk"}
 _CURVE_POINTS, _CURVE_FACTOR = 200, 32
@@ -32,9 +32,9 @@ def checkpoint_plan_page(plan: CheckpointPlan) -> Page:
         verdict=f"{fails}; {saves}; {best.expected:.2%} of the time is training",
         notes=notes,
         sections=[
-            Section(tables=tables, sentences=[_lost(plan)] if job.rate else []),
-            Section(tables=[_estimates(plan)], figures=list(_figures(plan))),
-            Section(tables=[_inputs(plan)]),
+            PageSection(tables=tables, sentences=[_lost(plan)] if job.rate else []),
+            PageSection(tables=[_estimates(plan)], figures=list(_figures(plan))),
+            PageSection(tables=[_inputs(plan)]),
         ],
     )
 
@@ -68,10 +68,10 @@ def _tiers(plan: CheckpointPlan) -> Table:
     rows = []
     for tier in plan.tiers:
         formulas = (tier.young_s, tier.daly_s, tier.exact_s)
-        cells = [number(seconds / step_s if math.isfinite(seconds) else None, ",.1f") for seconds in formulas]
-        best = number(tier.steps, ",d", look="best", missing="never")
+        cells = [number_cell(seconds / step_s if math.isfinite(seconds) else None, ",.1f") for seconds in formulas]
+        best = number_cell(tier.steps, ",d", look="best", missing="never")
         every = "only at the end" if tier.steps is None else duration(tier.steps * step_s)
-        needed = number(tier.share, ".1%"), duration(tier.mtbf_s)
+        needed = number_cell(tier.share, ".1%"), duration(tier.mtbf_s)
         rows.append((_NAMES[tier.name], *needed, *cells, best, every))
     headings = ("save", "failures", "every", "Young", "Daly", "exact", "best", "best, time")
     note = (
@@ -88,11 +88,11 @@ def _estimates(plan: CheckpointPlan) -> Table:
     for label, estimate, look in _labelled(plan):
         steps = [estimate.intervals.memory] if has_memory else []
         cells = [
-            number(one, ",.0f" if one is None or float(one).is_integer() else ",.1f", look, missing="never")
+            number_cell(one, ",.0f" if one is None or float(one).is_integer() else ",.1f", look, missing="never")
             for one in (*steps, estimate.intervals.disk)
         ]
         less = estimate.expected - plan.best.expected
-        rows.append((Cell(label, look=look), *cells, *_shares(estimate, look), number(100 * less, "+.3f", look)))
+        rows.append((Cell(label, look=look), *cells, *_shares(estimate, look), number_cell(100 * less, "+.3f", look)))
     simulated = (f"simulated, {plan.trials:,} jobs",) if plan.trials else ()
     headings = ("", *(["memory, steps"] if has_memory else []), "disk, steps", "training", *simulated, "points")
     note = "points: percentage points of training time against the best intervals, by formula"
@@ -111,10 +111,10 @@ def _labelled(plan: CheckpointPlan) -> Iterator[tuple[str, Estimate, str]]:
 
 
 def _shares(estimate: Estimate, look: str) -> tuple[Cell, ...]:
-    expected = number(estimate.expected, ".3%", look)
+    expected = number_cell(estimate.expected, ".3%", look)
     if estimate.simulated is None or estimate.error is None:
         return (expected,)
-    return expected, number(estimate.simulated, ".3%", look, more=f" ±{100 * _Z95 * estimate.error:.3f}")
+    return expected, number_cell(estimate.simulated, ".3%", look, more=f" ±{100 * _Z95 * estimate.error:.3f}")
 
 
 def _inputs(plan: CheckpointPlan) -> Table:

@@ -46,7 +46,7 @@ class ReplicaTimes:
 
 
 @dataclass(frozen=True)
-class Loss:
+class WaitingTime:
     """Seconds of a step that are lost to waiting, mean over steps, in the parts that the module describes.
 
     ``garbage_s`` is below 0 if collection made replicas more equal. ``slowest``: the replica that is slowest on average
@@ -73,7 +73,7 @@ class TimesReport:
     compute_s: NDArray[np.float64]
     step_s: float
     replicas: tuple[ReplicaTimes, ...]
-    loss: Loss
+    loss: WaitingTime
 
     @property
     def steps_with_drops(self) -> int:
@@ -148,7 +148,7 @@ def report_times(times: StepTimesOfRun) -> TimesReport:
     return TimesReport(times, compute, float(steps.mean()), replicas, _divide(compute, times.gc_s.max(axis=1), busy))
 
 
-def _divide(compute: NDArray[np.float64], collected: NDArray[np.float64], busy: NDArray[np.float64]) -> Loss:
+def _divide(compute: NDArray[np.float64], collected: NDArray[np.float64], busy: NDArray[np.float64]) -> WaitingTime:
     total, without = _lost(compute), compute - collected
     means = without.mean(axis=1)
     slowest = int(means.argmax())
@@ -156,7 +156,7 @@ def _divide(compute: NDArray[np.float64], collected: NDArray[np.float64], busy: 
     excess = busy[slowest] - busy.mean(axis=0)
     stage = int(excess.argmax())
     rest = _lost(without)
-    return Loss(total, deterministic, total - rest, rest - deterministic, slowest, stage, float(excess[stage]))
+    return WaitingTime(total, deterministic, total - rest, rest - deterministic, slowest, stage, float(excess[stage]))
 
 
 def _lost(seconds: NDArray[np.float64]) -> float:

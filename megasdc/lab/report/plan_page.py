@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megasdc.lab.planning.audits import TIERS, Latency, PlanResult
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Table, number
+from megasdc.lab.planning.audits import TIERS, DetectionLatency, PlanResult
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Table, number_cell
 
 
 def plan_page(result: PlanResult) -> Page:
@@ -31,7 +31,7 @@ def plan_page(result: PlanResult) -> Page:
         title="Plan of audits",
         verdict=f"{plan.replicas} replicas, {plan.micro_batches} micro-batches a step, audit every {plan.interval} "
         "steps; one bad rank, each of whose micro-batches is wrong with the same probability",
-        sections=[Section(tables=[_latencies(result), _costs(result)]), Section(sentences=said)],
+        sections=[PageSection(tables=[_latencies(result), _costs(result)]), PageSection(sentences=said)],
     )
 
 
@@ -40,14 +40,16 @@ def _latencies(result: PlanResult) -> Table:
     rows = []
     for rate in dict.fromkeys(one.rate for one in result.latencies):
         steps = 1.0 if rate == 1 else -math.expm1(result.plan.micro_batches * math.log1p(-rate))
-        rows.append((number(rate, ".3g"), number(steps, ".3g"), *(_cell(found[rate, tier]) for tier in TIERS)))
+        rows.append(
+            (number_cell(rate, ".3g"), number_cell(steps, ".3g"), *(_cell(found[rate, tier]) for tier in TIERS))
+        )
     trials = f"formula (simulation, {result.trials:,} bad ranks, with its 95 % interval)" if result.trials else ""
     title = "steps until a bad rank is found, on average"
     tiers = (tier.removeprefix("always_on ") for tier in TIERS)
     return Table("latencies", ("wrong micro-batches", "wrong steps", *tiers), rows, title=title, note=trials)
 
 
-def _cell(latency: Latency) -> str:
+def _cell(latency: DetectionLatency) -> str:
     if math.isinf(latency.expected):
         return "never"
     text = _short(latency.expected)

@@ -10,8 +10,8 @@ from megasdc.lab.planning.runs.run_plan import DAY_S, RunPlan
 from megasdc.lab.planning.runs.simulation import FIRST_START, LOST
 from megasdc.lab.report.checkpoint_plan_page import duration
 from megasdc.output.figure import COLOURS, Figure, bars, layout, named_axis, scatter
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 
 _HEIGHT = 320
 _Z95 = 1.96
@@ -30,8 +30,8 @@ def run_plan_page(plan: RunPlan) -> Page:
         sentences=list(_sentences(plan)),
         notes=plan.notes,
         sections=[
-            Section(tables=tables, figures=list(_figures(plan))),
-            Section(tables=[_rates(plan), _inputs(plan)]),
+            PageSection(tables=tables, figures=list(_figures(plan))),
+            PageSection(tables=[_rates(plan), _inputs(plan)]),
         ],
     )
 
@@ -59,11 +59,13 @@ def _saves(plan: RunPlan) -> str:
 def _causes(plan: RunPlan) -> Table:
     rows = []
     for one in plan.causes:
-        shares = [number(100 * one.lost[part], ".3f") for part in LOST]
-        rows.append((one.name, number(one.failures, ",.1f"), *shares, number(100 * sum(one.lost.values()), ".3f")))
+        shares = [number_cell(100 * one.lost[part], ".3f") for part in LOST]
+        rows.append(
+            (one.name, number_cell(one.failures, ",.1f"), *shares, number_cell(100 * sum(one.lost.values()), ".3f"))
+        )
     totals = [sum(one.lost[part] for one in plan.causes) for part in LOST]
-    failures = number(sum(one.failures for one in plan.causes), ",.1f")
-    rows.append(("all", failures, *(number(100 * one, ".3f") for one in (*totals, sum(totals)))))
+    failures = number_cell(sum(one.failures for one in plan.causes), ",.1f")
+    rows.append(("all", failures, *(number_cell(100 * one, ".3f") for one in (*totals, sum(totals)))))
     return Table(
         "causes",
         ("cause", "failures", *LOST, "all"),
@@ -78,9 +80,9 @@ def _investments(plan: RunPlan) -> Table:
     rows = [
         (
             one.name,
-            number(one.training, ".2%"),
-            number(100 * one.gain, "+.3f", more=f" ±{100 * _Z95 * one.error:.3f}"),
-            number(one.gain * plan.days, "+,.2f"),
+            number_cell(one.training, ".2%"),
+            number_cell(100 * one.gain, "+.3f", more=f" ±{100 * _Z95 * one.error:.3f}"),
+            number_cell(one.gain * plan.days, "+,.2f"),
         )
         for one in plan.investments
     ]
@@ -124,7 +126,11 @@ def _predictions(plan: RunPlan) -> Table:
 
 
 def _shares(predicted: float, measured: float) -> tuple[Cell, ...]:
-    return number(predicted, ".1%"), number(measured, ".1%"), number(100 * (predicted - measured), "+.1f")
+    return (
+        number_cell(predicted, ".1%"),
+        number_cell(measured, ".1%"),
+        number_cell(100 * (predicted - measured), "+.1f"),
+    )
 
 
 def _apart(one: Prediction) -> str:
@@ -138,10 +144,10 @@ def _rates(plan: RunPlan) -> Table:
         rows.append(
             (
                 one.name,
-                number(one.per_device_hour, ".3g"),
-                number(per_day, ",.3g"),
-                number(one.detection_s, ",.3g"),
-                number(one.replaced, ".0%"),
+                number_cell(one.per_device_hour, ".3g"),
+                number_cell(per_day, ",.3g"),
+                number_cell(one.detection_s, ",.3g"),
+                number_cell(one.replaced, ".0%"),
                 _from(plan, one.name),
             )
         )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megasdc.lab.planning.simulate import SimulationResult, SimulationResults
 from megasdc.lab.report.run_pages.figures.drops import HEIGHT, drop_rate_figure, histogram, threshold_figure
 from megasdc.output.figure import COLOURS, Figure, layout, scatter
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 
 
 def simulation_page(result: SimulationResults) -> Page:
@@ -23,9 +23,9 @@ def simulation_page(result: SimulationResults) -> Page:
         title="DropCompute, simulated",
         verdict=f"DropCompute, simulated: {_describe(last)}",
         sections=[
-            Section(tables=[_times(result.results), _best(result.results)]),
-            Section(f"{last.simulation.replicas:,} replicas", figures=_figures_of(last)),
-            Section("By the number of replicas", figures=_growth(result.results)),
+            PageSection(tables=[_times(result.results), _best(result.results)]),
+            PageSection(f"{last.simulation.replicas:,} replicas", figures=_figures_of(last)),
+            PageSection("By the number of replicas", figures=_growth(result.results)),
         ],
     )
 
@@ -47,7 +47,9 @@ def _times(results: Sequence[SimulationResult]) -> Table:
         one, error, formulas = result.simulation, result.longest_error_s, result.formulas
         margin = "" if error is None else f" ±{1.96 * error:.2g}"
         given = (formulas.longest_s, formulas.exact_longest_s) if formulas else (None, None)
-        rows.append((one.replicas, one.num_steps, number(float(result.curve.longest_s.mean()), more=margin), *given))
+        rows.append(
+            (one.replicas, one.num_steps, number_cell(float(result.curve.longest_s.mean()), more=margin), *given)
+        )
     headings = ("replicas", "steps drawn", "E[T]", "eq. 4", "exact, normal")
     title = "compute time of a step without drops, s"
     return Table("compute_times", headings, rows, searched=False, title=title)
@@ -60,12 +62,12 @@ def _best(results: Sequence[SimulationResult]) -> Table:
         rows.append(
             (
                 result.simulation.replicas,
-                number(best["tau_s"], missing="never drop"),
+                number_cell(best["tau_s"], missing="never drop"),
                 _with_formula(best["speedup"], ".3f", best["formula_speedup"]),
                 _with_formula(best["completed"], ".2f", best["formula_completed"]),
-                number(best["drop_rate"], ".1%"),
+                number_cell(best["drop_rate"], ".1%"),
                 best["time_s"],
-                number(best["extra_steps"], ",d", more=planned),
+                number_cell(best["extra_steps"], ",d", more=planned),
             )
         )
     headings = ("replicas", "tau, s", "S_eff", "M~", "dropped", "step, s", "extra steps")
@@ -73,7 +75,7 @@ def _best(results: Sequence[SimulationResult]) -> Table:
 
 
 def _with_formula(value: float, form: str, formula: float | None) -> Cell:
-    return number(value, form, more="" if formula is None else f" ({formula:.3g})")
+    return number_cell(value, form, more="" if formula is None else f" ({formula:.3g})")
 
 
 def _note(result: SimulationResult) -> str:

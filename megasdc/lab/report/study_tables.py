@@ -8,7 +8,7 @@ from typing import Any
 
 from megasdc.lab.studies.tables import DistanceRow, StudySummary, torn_note
 from megasdc.ops.run_folder.study_log import WHOLE
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from megasdc.output.table import Table, alarming, few, table_of
 
 SPIKES = 20
@@ -35,7 +35,7 @@ def summary_page(summary: StudySummary) -> Page:
         sentences=[*counted, *bursts],
         notes=[*filter(None, [torn_note(summary)])],
         sections=[
-            Section(tables=[one])
+            PageSection(tables=[one])
             for one in (mismatches(shown), distances(worst), losses(summary), evaluations(summary))
         ],
     )

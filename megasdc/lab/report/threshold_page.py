@@ -7,8 +7,8 @@ import numpy as np
 from megasdc.config.sections.drop_compute import ELAPSED
 from megasdc.lab.report.run_pages.figures.drops import drop_rate_figure, histogram, threshold_figure
 from megasdc.lab.report.run_threshold import RunThreshold
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 
 _RATES = (0.2, 0.1, 0.05, 0.02, 0.01)
 """Drop rates near which thresholds are shown besides the best one."""
@@ -29,7 +29,7 @@ def threshold_page(result: RunThreshold) -> Page:
         ],
         notes=result.times.notes,
         sections=[
-            Section(
+            PageSection(
                 tables=[_thresholds(result)],
                 figures=[
                     histogram("times", "Compute time of a replica", caption, result.replica_times_s, "replicas", marks),
@@ -60,5 +60,5 @@ def _thresholds(result: RunThreshold) -> Table:
 def _row(result: RunThreshold, rule: str, place: int, best: bool) -> tuple[Cell, ...]:
     row, look = result.at(rule, place), "best" if best else ""
     forms = {"speedup": ".3f", "completed": ".2f", "drop_rate": ".1%", "time_s": ".4g", "late_steps": ".0%"}
-    tau = number(row["tau_s"], ".4g", look, missing="never drop")
-    return Cell(rule, look=look), tau, *(number(row[name], form, look) for name, form in forms.items())
+    tau = number_cell(row["tau_s"], ".4g", look, missing="never drop")
+    return Cell(rule, look=look), tau, *(number_cell(row[name], form, look) for name, form in forms.items())

@@ -8,8 +8,8 @@ import numpy as np
 
 from megasdc.lab.report.imbalance import ReplicaTimes, TimesReport
 from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Table, number_cell
 
 SHOWN = 16
 """Maximum of replicas in a table."""
@@ -33,9 +33,9 @@ def times_page(result: TimesReport) -> Page:
         verdict=f"Step times: {result.times.described}",
         notes=notes,
         sections=[
-            Section(tables=[_replicas(result, slowest), _stages(result), _parts(result)]),
-            Section(sentences=[result.advice]),
-            Section("Figures", figures=_figures(result, slowest[:DRAWN])),
+            PageSection(tables=[_replicas(result, slowest), _stages(result), _parts(result)]),
+            PageSection(sentences=[result.advice]),
+            PageSection("Figures", figures=_figures(result, slowest[:DRAWN])),
         ],
     )
 
@@ -46,9 +46,9 @@ def _replicas(result: TimesReport, slowest: Sequence[ReplicaTimes]) -> Table:
         (
             one.replica,
             ", ".join(dict.fromkeys(one.hosts)),
-            *(number(value, ".3g") for value in (one.mean_s, one.std_s, one.p50_s, one.p99_s, one.max_s)),
-            number(one.last_steps / steps, ".0%"),
-            number(one.waiting_share, ".1%"),
+            *(number_cell(value, ".3g") for value in (one.mean_s, one.std_s, one.p50_s, one.p99_s, one.max_s)),
+            number_cell(one.last_steps / steps, ".0%"),
+            number_cell(one.waiting_share, ".1%"),
         )
         for one in shown
     ]
@@ -76,7 +76,7 @@ def _parts(result: TimesReport) -> Table:
         "latencies vary at random": loss.random_s,
         "in all": loss.total_s,
     }
-    rows = [(cause, value, number(value / result.step_s, ".1%")) for cause, value in causes.items()]
+    rows = [(cause, value, number_cell(value / result.step_s, ".1%")) for cause, value in causes.items()]
     title = f"lost to waiting, of a step of {result.step_s:.4g} s"
     return Table("lost", ("because", "s", "of a step"), rows, searched=False, title=title)
 

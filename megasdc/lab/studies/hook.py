@@ -54,7 +54,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.lab.studies.replica_link import ReplicaLink
-from megasdc.lab.studies.tables import describe, summarize_study
+from megasdc.lab.studies.tables import describe_study, summarize_study
 from megasdc.model.loss import TokenLoss
 from megasdc.model.submodules import Submodule, list_submodules
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER, WHOLE, StudyLog
@@ -623,7 +623,7 @@ class Study(Hook):
         summary = summarize_study(self._launch.folder)
         text = json.dumps(summary.as_dict(), indent=2) + "\n"
         (self._launch.folder / STUDY_FOLDER / "summary.json").write_text(text, encoding="utf-8")
-        for line in describe(summary):
+        for line in describe_study(summary):
             logger.info("%s", line)
 
     def close(self) -> None:

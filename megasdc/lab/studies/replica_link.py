@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.parallel.stores import check_size, launch_secret, sign, verify
+from megasdc.parallel.stores import check_size, launch_secret, sign, verified_value
 
 T = TypeVar("T")
 _HEADER_BYTES = 8
@@ -114,7 +114,7 @@ class ReplicaLink:
         message = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(message)
         found = message.numpy().tobytes()
-        shared: T = pickle.loads(found if secret is None else verify(secret, name, found))
+        shared: T = pickle.loads(found if secret is None else verified_value(secret, name, found))
         return shared
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -134,7 +134,7 @@ class ReplicaLink:
         gathered = []
         for replica, one in enumerate(found):
             came = one.numpy().tobytes()
-            numbers = came if secret is None else verify(secret, _numbers_of(replica), came)
+            numbers = came if secret is None else verified_value(secret, _numbers_of(replica), came)
             gathered.append(array("d", numbers).tolist())
         return gathered
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from megasdc.common.errors import DataError
-from megasdc.model.kinds import ACTIVATION, CORE_ATTENTION, FC1, FC2, PROJECTION, QKV, kind_of
+from megasdc.model.kinds import ACTIVATION, CORE_ATTENTION, FC1, FC2, PROJECTION, QKV, submodule_kind
 from megasdc.ops.run_folder.study_log import WHOLE, Line, read_study, torn_files
 
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
@@ -223,7 +223,7 @@ def summarize_study(run_dir: Any, by: By = "part") -> StudySummary:
 
 def part_of(fqn: str) -> str:
     """Part of the model: attention, ffn, or the kind of a submodule that belongs to neither."""
-    kind = kind_of(fqn)
+    kind = submodule_kind(fqn)
     return _PARTS.get(kind, kind)
 
 
@@ -236,7 +236,7 @@ def mismatch_rows(lines: Iterable[Line], by: By = "part") -> list[MismatchRow]:
     rows: dict[tuple[Any, ...], MismatchRow] = {}
     for line in lines:
         fqn = line["fqn"]
-        name = {"submodule": fqn, "kind": kind_of(fqn)}.get(by, part_of(fqn))
+        name = {"submodule": fqn, "kind": submodule_kind(fqn)}.get(by, part_of(fqn))
         rank = line["rank"] if by == "rank" else None
         key = (line["replica"], rank, name, line["phase"])
         row = rows.setdefault(key, MismatchRow(*key))
@@ -293,7 +293,7 @@ def torn_note(summary: StudySummary) -> str | None:
     return f"{count} within a line, which is skipped: it is being written, or its process was killed"
 
 
-def describe(summary: StudySummary) -> list[str]:
+def describe_study(summary: StudySummary) -> list[str]:
     """A study in a few sentences, one for each replica that is not trusted."""
     lines = []
     for replica in range(summary.replicas):

@@ -25,7 +25,7 @@ _TAIL_BYTES = 20_000
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Outcome of a run.
 
     Args:
@@ -71,9 +71,9 @@ class Yardstick:
         return self.final_steps, self.diverged_rise, self.entropy
 
 
-def judge(
+def judge_run(
     run_id: str, folder: Path, measured: Path, codes: Sequence[int], last_step: int, seconds: float, by: Yardstick
-) -> Outcome:
+) -> RunOutcome:
     """Determines a run's outcome from the files that it wrote.
 
     ``measured``: folder of its losses, see ``measured_folder``; ``codes``: exit codes of its ranks; ``last_step``: that
@@ -86,7 +86,7 @@ def judge(
     found = _status(folder, codes, steps, last_step, losses, final, by)
     evals = [row["eval/loss"] for row in rows if "eval/loss" in row]
     skipped = [row["train/skipped_steps"] for row in rows if "train/skipped_steps" in row]
-    return Outcome(
+    return RunOutcome(
         run_id=run_id,
         status=found[0],
         reason=found[1],
@@ -152,12 +152,12 @@ def diverged_why(losses: Sequence[tuple[int, float]], final: float, by: Yardstic
     return None
 
 
-def write_outcome(folder: Path, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: RunOutcome) -> None:
     """Writes ``result.json``, whole."""
     write_durably(folder / RESULT_FILE, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
-def read_outcome(folder: Path) -> Outcome | None:
+def read_outcome(folder: Path) -> RunOutcome | None:
     """The outcome of a finished run; None where it is not finished.
 
     Raises:
@@ -169,7 +169,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
         lists = {name: tuple(found[name]) for name in ("exit_codes", "judged_by")}
-        return Outcome(**{**found, **lists})
+        return RunOutcome(**{**found, **lists})
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(
             f"{path} is no result of this version ({error!r}); remove {folder} to run it anew"

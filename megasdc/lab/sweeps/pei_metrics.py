@@ -26,7 +26,7 @@ EPSILON = 0.005
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """How one run of a cell ended: done, diverged, nan or failed; ``loss`` is None where it is not finite.
 
     ``control``, ``made_up``: of its node.
@@ -100,7 +100,7 @@ class CellScore:
         return self.published.harmed or self.made_up.harmed
 
 
-def score_cell(endings: Sequence[Ending], epsilon: float = EPSILON) -> CellScore:
+def score_cell(endings: Sequence[RunEnding], epsilon: float = EPSILON) -> CellScore:
     """The score of the runs of one cell; endings are of all nodes, including the healthy one."""
     healthy = [one for one in endings if one.node == HEALTHY]
     base = {one.seed: one.loss for one in healthy if one.status == DONE and one.loss is not None}
@@ -117,9 +117,9 @@ def score_cell(endings: Sequence[Ending], epsilon: float = EPSILON) -> CellScore
     )
 
 
-def _score_nodes(endings: Sequence[Ending], base: Mapping[int, float], epsilon: float) -> NodesScore:
+def _score_nodes(endings: Sequence[RunEnding], base: Mapping[int, float], epsilon: float) -> NodesScore:
     """The score of some unhealthy nodes; ``base``: the healthy final loss by seed."""
-    by_node: dict[str, list[Ending]] = {}
+    by_node: dict[str, list[RunEnding]] = {}
     for ending in endings:
         by_node.setdefault(ending.node, []).append(ending)
     lost = {node: _worst_status(runs) for node, runs in by_node.items()}
@@ -144,10 +144,10 @@ def score_cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, CellScore]:
 
     Rows have ``cell, node, control, made_up, seed, status, final_loss``.
     """
-    cells: dict[str, list[Ending]] = {}
+    cells: dict[str, list[RunEnding]] = {}
     for row in rows:
         kind = (row["control"], row["made_up"])
-        ending = Ending(row["node"], row["seed"], row["status"], row["final_loss"], *kind)
+        ending = RunEnding(row["node"], row["seed"], row["status"], row["final_loss"], *kind)
         cells.setdefault(row["cell"], []).append(ending)
     return {cell: score_cell(endings) for cell, endings in cells.items()}
 
@@ -157,11 +157,11 @@ def relative_increase(loss: float, healthy: float) -> float:
     return loss / healthy - 1
 
 
-def _increases(runs: Sequence[Ending], base: Mapping[int, float]) -> list[float]:
+def _increases(runs: Sequence[RunEnding], base: Mapping[int, float]) -> list[float]:
     return [relative_increase(one.loss, base[one.seed]) for one in runs if one.seed in base and one.loss is not None]
 
 
-def _worst_status(runs: Sequence[Ending]) -> str:
+def _worst_status(runs: Sequence[RunEnding]) -> str:
     """Worst status of a node's runs, in the order diverged, NaN, failed, done."""
     found = {one.status for one in runs}
     return next((status for status in (DIVERGED, NAN, FAILED) if status in found), DONE)

@@ -32,7 +32,7 @@ _FREE = ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple", "b
 
 
 @dataclass(frozen=True)
-class Start:
+class StartCheckpoint:
     """The checkpoint from which a run starts; ``weights``: with its weights alone, at step 0."""
 
     run_id: str
@@ -58,7 +58,7 @@ class PlannedRun:
     label: str
     config: dict[str, Any] = field(repr=False)
     ranks: int
-    start: Start | None
+    start: StartCheckpoint | None
     last_step: int
     healthy: bool
     donor: bool
@@ -72,7 +72,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultRow:
     """One row of the results: a cell, node and seed, and the run that provides it."""
 
     cell: str
@@ -87,7 +87,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """Plan of a sweep.
 
     Args:
@@ -102,10 +102,10 @@ class Plan:
     cells: tuple[CellSpec, ...]
     varied: tuple[str, ...]
     runs: dict[str, PlannedRun]
-    places: tuple[Place, ...]
+    places: tuple[ResultRow, ...]
 
 
-def build_plan(sweep: SweepFile) -> Plan:
+def build_plan(sweep: SweepFile) -> SweepPlan:
     """Expands a sweep, with its size applied, and checks every run's configuration.
 
     Raises:
@@ -124,7 +124,7 @@ def build_plan(sweep: SweepFile) -> Plan:
     if builder.problems:
         raise ConfigError(list(dict.fromkeys(builder.problems)), sweep.name)
     varied = tuple(dict.fromkeys(path for cell in cells for path in cell.set))
-    return Plan(sweep, cells, varied, _in_order(builder.runs), tuple(places))
+    return SweepPlan(sweep, cells, varied, _in_order(builder.runs), tuple(places))
 
 
 def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
@@ -140,7 +140,7 @@ def multiply_out(sweep: SweepFile) -> Iterator[CellSpec]:
         yield cell.model_copy(update={"name": name, "set": {**cell.set, **chosen}})
 
 
-def runs_of(plan: Plan, only: Sequence[str]) -> dict[str, PlannedRun]:
+def runs_of(plan: SweepPlan, only: Sequence[str]) -> dict[str, PlannedRun]:
     """The runs of the named cells, all where there are none, including those from which they start.
 
     Raises:
@@ -192,7 +192,7 @@ def _seeds(sweep: SweepFile, cell: CellSpec) -> list[int]:
     return sweep.decisive.seeds if cell.name in sweep.decisive.cells else sweep.seeds
 
 
-def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> Place:
+def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) -> ResultRow:
     start = "scratch"
     if cell.start is not None:
         start = f"step {cell.start.step} of {cell.start.cell or cell.name}"
@@ -200,7 +200,7 @@ def _place(cell: CellSpec, node: NodeSpec | None, seed: int, run: PlannedRun) ->
         start += " on the node" if cell.start.of == "node" else ""
     node = node or _HEALTHY_NODE
     named = (node.name, node.profile, node.control, node.made_up)
-    return Place(cell.name, *named, seed, start, cell.set, run.run_id)
+    return ResultRow(cell.name, *named, seed, start, cell.set, run.run_id)
 
 
 def _in_order(runs: dict[str, PlannedRun]) -> dict[str, PlannedRun]:
@@ -228,7 +228,7 @@ class _Builder:
         donor = self._run(saver, node if of_node else None, seed, None, stop=cell.start.step)
         if donor is None:
             return None
-        start = Start(donor.run_id, cell.start.step, cell.start.weights)
+        start = StartCheckpoint(donor.run_id, cell.start.step, cell.start.weights)
         machine = None if of_node else node
         run = self._run(cell, machine, seed, start, stop=None)
         if machine is not None and run is not None and (healthy := self._run(cell, None, seed, start, stop=None)):
@@ -238,7 +238,7 @@ class _Builder:
         return run
 
     def _run(
-        self, cell: CellSpec, node: NodeSpec | None, seed: int, start: Start | None, stop: int | None
+        self, cell: CellSpec, node: NodeSpec | None, seed: int, start: StartCheckpoint | None, stop: int | None
     ) -> PlannedRun | None:
         where = f"cells.{cell.name}, {HEALTHY if node is None else node.name}"
         said = {**self._sweep.set, **cell.set, "megasdc.training.seed": seed}
@@ -273,7 +273,7 @@ class _Builder:
                 self._bad.add((cell, problem))
                 self.problems.append(f"{where}: {problem}")
 
-    def _keep(self, config: RunConfig, label: str, start: Start | None, *, donor: bool) -> PlannedRun:
+    def _keep(self, config: RunConfig, label: str, start: StartCheckpoint | None, *, donor: bool) -> PlannedRun:
         resolved = config.resolved()
         resolved["megasdc"]["faults"] = [spec.model_dump(mode="json") for spec in expand_faults(config.megasdc.faults)]
         sections = {name: value for name, value in resolved["megasdc"].items() if name not in _WITHOUT_EFFECT}
@@ -313,7 +313,9 @@ def measured_folder(run: PlannedRun, folder: Path) -> Path:
     return folder if study.mode is None else replica_folder(folder, harmed_replica(study))
 
 
-def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, start: Start | None) -> list[str]:
+def _run_problems(
+    sweep: SweepFile, config: RunConfig, node: NodeSpec | None, start: StartCheckpoint | None
+) -> list[str]:
     """Problems of a configuration that is valid by itself but not in a sweep."""
     sections, problems = config.megasdc, []
     if node is None and sections.faults:
@@ -339,7 +341,7 @@ def _run_problems(sweep: SweepFile, config: RunConfig, node: NodeSpec | None, st
     return problems
 
 
-def _start_problems(donor: PlannedRun, config: dict[str, Any], start: Start) -> list[str]:
+def _start_problems(donor: PlannedRun, config: dict[str, Any], start: StartCheckpoint) -> list[str]:
     """Reasons why a cell cannot start from a run's checkpoint: no such step, or settings of it that would hold."""
     if donor.last_step < start.step:
         return [f"step {start.step} is after {donor.last_step}, the last one of the run that saves it."]

@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 from megasdc.common.durable import replacing, write_durably
 from megasdc.common.errors import StorageError
 from megasdc.config.fault_profiles import load_profile
-from megasdc.lab.sweeps.outcome import FAILED, RESULT_FILE, Outcome, read_outcome
-from megasdc.lab.sweeps.plan import Plan, measured_folder
+from megasdc.lab.sweeps.outcome import FAILED, RESULT_FILE, RunOutcome, read_outcome
+from megasdc.lab.sweeps.plan import SweepPlan, measured_folder
 from megasdc.lab.sweeps.sweep_file import SweepFile
 from megasdc.metrics.writer import read_metrics
 
@@ -123,11 +123,11 @@ def versions() -> dict[str, str]:
 class ResultStore:
     """Outcomes and tables of a sweep."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: SweepPlan) -> None:
         self.folder = folder
         self._plan = plan
         self._series: dict[str, pa.Table] = {}
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, RunOutcome] = {}
 
     def run_folder(self, run_id: str) -> Path:
         """Folder of a run."""

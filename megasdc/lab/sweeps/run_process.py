@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Fork, kill_all
 
 LOG_FOLDER = "logs"
@@ -84,7 +84,7 @@ def start_ranks(context: Any, config: Path, folder: Path, ranks: int, slot: int)
     devices = ",".join(str(slot * ranks + rank) for rank in range(ranks))
     processes = []
     for rank in range(ranks):
-        environment = rank_environment(rank, ranks, 0, meeting.environment) | {
+        environment = local_rank_environment(rank, ranks, 0, meeting.environment) | {
             "CUDA_VISIBLE_DEVICES": _visible(devices),
         }
         with open(logs / f"rank_{rank}.log", "ab") as log:

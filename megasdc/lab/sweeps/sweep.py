@@ -38,8 +38,8 @@ from megasdc.data.manifest import MANIFEST_FILE, Manifest, digest_settings
 from megasdc.data.prepare import prepare
 from megasdc.data.verify import verify_prepared
 from megasdc.events import EventLog
-from megasdc.lab.sweeps.outcome import DIVERGED, DONE, FAILED, Outcome, Yardstick, judge, write_outcome
-from megasdc.lab.sweeps.plan import Plan, PlannedRun, Start, build_plan, measured_folder, runs_of
+from megasdc.lab.sweeps.outcome import DIVERGED, DONE, FAILED, RunOutcome, Yardstick, judge_run, write_outcome
+from megasdc.lab.sweeps.plan import PlannedRun, StartCheckpoint, SweepPlan, build_plan, measured_folder, runs_of
 from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore, read_sweep
 from megasdc.lab.sweeps.run_process import RunningRanks, start_ranks, warm_up
 from megasdc.lab.sweeps.sweep_file import SweepFile, load_sweep
@@ -83,9 +83,9 @@ def _verify(section: DataSection) -> None:
     if not section.blend:
         verify_prepared(section.path)
         return
-    from megasdc.data.dataset import verify_data  # imports torch and Megatron-core, which takes seconds
+    from megasdc.data.dataset import verify_section_data  # imports torch and Megatron-core, which takes seconds
 
-    verify_data(section)
+    verify_section_data(section)
 
 
 def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
@@ -137,7 +137,7 @@ class Runner:
         self._active: list[_Active] = []
         self._attempts: dict[str, int] = {}
 
-    def run(self, runs: dict[str, PlannedRun]) -> Iterator[Outcome]:
+    def run(self, runs: dict[str, PlannedRun]) -> Iterator[RunOutcome]:
         """Runs those that have no outcome yet; yields each outcome, once its result file exists.
 
         ``runs`` is by id, including those from which others start. Raises ``StorageError`` where a run folder cannot be
@@ -188,7 +188,7 @@ class Runner:
         ranks = start_ranks(self._context, folder / CONFIG_FILE, folder, run.ranks, slot)
         self._active.append(_Active(run, ranks, slot, time.monotonic()))
 
-    def _checkpoint(self, start: Start) -> Path:
+    def _checkpoint(self, start: StartCheckpoint) -> Path:
         """The checkpoint from which a run starts."""
         return self._store.run_folder(start.run_id) / CHECKPOINTS / step_folder(start.step)
 
@@ -201,18 +201,18 @@ class Runner:
             logger.warning("%s was killed (exit codes %s) and starts again", active.run.label, codes)
         return again
 
-    def _finish(self, active: _Active, codes: list[int]) -> Outcome:
+    def _finish(self, active: _Active, codes: list[int]) -> RunOutcome:
         run, folder = active.run, self._store.run_folder(active.run.run_id)
         active.ranks.end()
         by = yardstick(self._sweep, run)
         seconds, measured = time.monotonic() - active.began, measured_folder(run, folder)
-        outcome = judge(run.run_id, folder, measured, codes, run.last_step, seconds, by)
+        outcome = judge_run(run.run_id, folder, measured, codes, run.last_step, seconds, by)
         if not self._sweep.keep_checkpoints and not run.donor:
             for checkpoints in (folder / CHECKPOINTS, *folder.glob(f"replica_*/{CHECKPOINTS}")):
                 shutil.rmtree(checkpoints, ignore_errors=True)
         return self._keep_outcome(run, outcome)
 
-    def _keep_outcome(self, run: PlannedRun, outcome: Outcome) -> Outcome:
+    def _keep_outcome(self, run: PlannedRun, outcome: RunOutcome) -> RunOutcome:
         write_outcome(self._store.run_folder(run.run_id), outcome)
         self._store.outcomes[run.run_id] = outcome
         self._events.emit("sweep", "run_finished", run_id=run.run_id, status=outcome.status, reason=outcome.reason)
@@ -232,9 +232,9 @@ class Runner:
             return f"not run: from its checkpoint the healthy run {healthy.run_id} is not stable: {healthy.reason}"
         return ""
 
-    def _not_run(self, run: PlannedRun, why: str) -> Outcome:
+    def _not_run(self, run: PlannedRun, why: str) -> RunOutcome:
         self._store.run_folder(run.run_id).mkdir(parents=True, exist_ok=True)
-        return self._keep_outcome(run, Outcome(run.run_id, FAILED, why, None, None, 0, 0, 0.0, (), ()))
+        return self._keep_outcome(run, RunOutcome(run.run_id, FAILED, why, None, None, 0, 0, 0.0, (), ()))
 
 
 def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
@@ -243,14 +243,14 @@ def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
     return Yardstick(sweep.final_steps, sweep.diverged_rise, entropy)
 
 
-def judge_again(store: ResultStore, plan: Plan) -> None:
+def judge_again(store: ResultStore, plan: SweepPlan) -> None:
     """Judges finished runs again where the criteria in the sweep's file have changed."""
     for run_id, outcome in list(store.outcomes.items()):
         run, folder = plan.runs[run_id], store.run_folder(run_id)
         by = yardstick(plan.sweep, run)
         if outcome.exit_codes and outcome.judged_by != by.values:
             measured = measured_folder(run, folder)
-            judged = judge(run_id, folder, measured, outcome.exit_codes, run.last_step, outcome.seconds, by)
+            judged = judge_run(run_id, folder, measured, outcome.exit_codes, run.last_step, outcome.seconds, by)
             write_outcome(folder, judged)
             store.outcomes[run_id] = judged
 
@@ -323,7 +323,7 @@ WARM_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Speed:
+class RunSpeed:
     """Duration of runs of one shape; ``step_s`` is with as many runs at once as later.
 
     ``overhead_s``: seconds of a run besides its steps: start, evaluation, save.
@@ -358,7 +358,7 @@ def shape_of(run: PlannedRun) -> str:
     return digest_settings({**kept, **{key: run.config.get(key) for key in batch}})
 
 
-def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, Speed]:
+def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> dict[str, RunSpeed]:
     """Runs the first steps of one run of each shape, an unhealthy one where there is one, ``workers`` copies at once.
 
     A folder in the sweep's is created and removed. Speeds are by shape; those whose first steps fail are omitted, since
@@ -376,7 +376,7 @@ def measure_speeds(runs: Iterable[PlannedRun], folder: Path, workers: int) -> di
         shutil.rmtree(folder / PROBE_FOLDER, ignore_errors=True)
 
 
-def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed | None:
+def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> RunSpeed | None:
     began = time.monotonic()
     ranks = []
     folders = [scratch / f"{run.run_id}_{slot}" for slot in range(workers)]
@@ -397,7 +397,7 @@ def _probe(run: PlannedRun, scratch: Path, workers: int, context: Any) -> Speed 
     if not measured:
         return None
     step_s = median(measured)
-    return Speed(step_s, max(0.0, wall - steps * step_s))
+    return RunSpeed(step_s, max(0.0, wall - steps * step_s))
 
 
 def _step_seconds(folder: Path) -> float | None:
@@ -407,17 +407,17 @@ def _step_seconds(folder: Path) -> float | None:
     return median(row["speed/step_s"] for row in rows[min(WARM_STEPS, len(rows) - 1) :])
 
 
-def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, Outcome]) -> dict[str, Speed]:
+def speeds_from(runs: Iterable[PlannedRun], outcomes: dict[str, RunOutcome]) -> dict[str, RunSpeed]:
     """Speeds from finished runs, by shape; their overhead is contained in the seconds of a step."""
     found: dict[str, list[float]] = {}
     for run in runs:
         outcome = outcomes.get(run.run_id)
         if outcome is not None and not any(outcome.exit_codes) and outcome.seconds:
             found.setdefault(shape_of(run), []).append(outcome.seconds / max(1, steps_of(run)))
-    return {shape: Speed(median(seconds), 0.0) for shape, seconds in found.items()}
+    return {shape: RunSpeed(median(seconds), 0.0) for shape, seconds in found.items()}
 
 
-def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, Speed], workers: int) -> float | None:
+def estimate_s(runs: Sequence[PlannedRun], speeds: dict[str, RunSpeed], workers: int) -> float | None:
     """Seconds until all runs are done; None where the speed of a shape is not known."""
     if any(shape_of(run) not in speeds for run in runs):
         return None
@@ -458,7 +458,7 @@ job=${{job%%;*}}
 after=(--dependency=afterany:"$job")"""
 
 
-def write_job(plan: Plan, arguments: list[str], out: Path, at_once: int) -> Path:
+def write_job(plan: SweepPlan, arguments: list[str], out: Path, at_once: int) -> Path:
     """Writes the array job and the script that submits it, to be run with bash; returns the script.
 
     A task's number is the index of its run. ``arguments``: of ``megasdc sweep``, without ``--slurm``; ``out``: the
@@ -507,7 +507,7 @@ class Sweep:
         out: folder of the results.
     """
 
-    plan: Plan
+    plan: SweepPlan
     chosen: dict[str, PlannedRun]
     size: str | None
     out: Path
@@ -640,7 +640,7 @@ def write_slurm(sweep: Sweep, arguments: list[str]) -> Path:
         return write_job(sweep.plan, arguments, sweep.out, ARRAY_AT_ONCE)
 
 
-def choose_workers(plan: Plan, asked: int | None = None) -> int:
+def choose_workers(plan: SweepPlan, asked: int | None = None) -> int:
     """Number of concurrent runs, as ``asked`` by the user; None: as many as cores and devices allow.
 
     That is as this process has cores for their ranks and threads, and devices for their ranks where it has any.

@@ -85,7 +85,7 @@ def tabulate(results: SweepResults) -> SweepTable:
     )
 
 
-def render_table(table: SweepTable, console: Console) -> None:
+def render_sweep(table: SweepTable, console: Console) -> None:
     """Prints the table."""
     if not table.done:
         console.print(f"no run has finished yet; there will be {table.planned:,} rows")

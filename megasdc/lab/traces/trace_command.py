@@ -18,10 +18,10 @@ from rich.progress import track
 from megasdc.common.addresses import REPLICA_PHASES
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.program import at_home, echo, run
-from megasdc.lab.traces.traces import TraceReport, compare_runs, load_traces
+from megasdc.lab.traces.traces import TraceReport, compare_traces_of_runs, load_traces
 from megasdc.output.figure import Figure, layout
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from megasdc.output.table import Table
 from megasdc.output.terminal import print_pages
 from megasdc.sdc.incidents.heat_map import ranges
@@ -57,7 +57,7 @@ def _counts(reports: Sequence[TraceReport]) -> str:
     )
 
 
-def _sections(report: TraceReport, place: int, limit: int) -> list[Section]:
+def _sections(report: TraceReport, place: int, limit: int) -> list[PageSection]:
     steps = f"step{'s' if len(report.steps) > 1 else ''} {ranges(report.steps)}"
     said = [f"{report.comparison.compared:,} checksums of {steps} at {report.layout}"]
     if report.steps_left_out:
@@ -68,13 +68,13 @@ def _sections(report: TraceReport, place: int, limit: int) -> list[Section]:
         if report.layout.data > 1 and one["phase"] not in REPLICA_PHASES:
             said.append("  after replicas exchanged values: another rank may have caused it")
     if report.same:
-        return [Section(f"{report.expected} and {report.got}", said)]
+        return [PageSection(f"{report.expected} and {report.got}", said)]
     names = ("rank", "dp", "pp", "tp", "step", "micro_batch", "phase", "submodule", "slot", "expected", "got")
     rows = [[one[name] for name in names] for one in map(report.describe, report.comparison.divergences)]
     headings = [name.replace("_", "-") for name in names]
     table = Table(f"divergences_{place}", headings, rows, ("rank", "phase"), listed=limit, complete="--json")
     figures = [_heat_map(report, place, what, column) for what, column in _COLUMNS]
-    return [Section(f"{report.expected} and {report.got}", said, tables=[table], figures=figures)]
+    return [PageSection(f"{report.expected} and {report.got}", said, tables=[table], figures=figures)]
 
 
 def _place_text(one: dict[str, Any]) -> str:
@@ -179,7 +179,7 @@ def compare(
         expected, got = loaded[runs[0]], loaded[path]
         if isinstance(expected, MegasdcError) or isinstance(got, MegasdcError):
             continue
-        report = _attempt(compare_runs, expected, got, cross_layout)
+        report = _attempt(compare_traces_of_runs, expected, got, cross_layout)
         if isinstance(report, TraceReport):
             reports.append(report)
         else:

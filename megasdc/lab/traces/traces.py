@@ -140,7 +140,7 @@ def load_traces(path: Path) -> RunTraces:
     )
 
 
-def compare_runs(expected: RunTraces, got: RunTraces, cross_layout: bool = False) -> TraceReport:
+def compare_traces_of_runs(expected: RunTraces, got: RunTraces, cross_layout: bool = False) -> TraceReport:
     """Compares two runs over the steps that both have.
 
     ``cross_layout``: compare only results that do not depend on the layout, of the first step that both have. Raises

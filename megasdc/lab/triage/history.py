@@ -14,7 +14,7 @@ from megasdc.events import Event, read_events
 
 
 @dataclass
-class Start:
+class RunStart:
     """A start of a run.
 
     Args:
@@ -47,7 +47,7 @@ class RunHistory:
         notes: lines that could not be read, a sentence each.
     """
 
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     requested: set[int] = field(default_factory=set)
     saved: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RunHistory:
         if self._met is None:
             return
         fields, host = self._met.fields, self._met.host
-        start = Start(step, int(fields["layout"]["data"]), universal, versions=fields.get("versions", {}), host=host)
+        start = RunStart(step, int(fields["layout"]["data"]), universal, versions=fields.get("versions", {}), host=host)
         self.starts = [*(one for one in self.starts if one.step < step), start]
         self.requested = {one for one in self.requested if one <= step}
         self.saved = [one for one in self.saved if one <= step]

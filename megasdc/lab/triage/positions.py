@@ -88,7 +88,9 @@ class StepPositions:
     confirmed_by: int | None
 
 
-def follow(past: RunPast, step: int, stream: SampleStream, epoch: int | None, notes: list[str]) -> StepPositions:
+def follow_positions(
+    past: RunPast, step: int, stream: SampleStream, epoch: int | None, notes: list[str]
+) -> StepPositions:
     """Positions of all replicas before a step.
 
     Args:

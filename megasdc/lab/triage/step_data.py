@@ -16,14 +16,14 @@ from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections.data import DataSection
 from megasdc.data.blend import BlendedTokens
-from megasdc.data.dataset import TokenDataset, build_split, verify_data
+from megasdc.data.dataset import TokenDataset, build_split, verify_section_data
 from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
-from megasdc.data.origins import Origins
+from megasdc.data.origins import DocumentOrigins
 from megasdc.data.step_positions import StepWork, planned_positions
 from megasdc.data.tokenizer import Tokenizer, load_tokenizer
 from megasdc.dropcompute.decisions import DECISIONS_FILE, StepDecisions, read_decisions
-from megasdc.lab.triage.history import RunHistory, Start, read_history
-from megasdc.lab.triage.positions import RunPast, follow
+from megasdc.lab.triage.history import RunHistory, RunStart, read_history
+from megasdc.lab.triage.positions import RunPast, follow_positions
 from megasdc.lab.triage.step_settings import settings_of_starts
 from megasdc.metrics.export import CONFIG_FILE
 from megasdc.metrics.writer import read_metrics
@@ -196,7 +196,7 @@ def data_of_plan(config: RunConfig, world_size: int, wanted: Wanted) -> StepData
     sections, name = config.megasdc, str(config.source)
     layout = check_layout(config, world_size)
     universal = sections.checkpoint.universal
-    start = Start(0, layout.data) if universal is None else _universal_start(universal, layout.data)
+    start = RunStart(0, layout.data) if universal is None else _universal_start(universal, layout.data)
     replayed = sections.drop_compute.replay_decisions if sections.drop_compute.enabled else None
     past = RunPast(
         name,
@@ -226,17 +226,17 @@ def _read_resolved(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _universal_start(folder: str, data: int) -> Start:
-    return Start(read_universal_manifest(Path(folder)).step, data, folder)
+def _universal_start(folder: str, data: int) -> RunStart:
+    return RunStart(read_universal_manifest(Path(folder)).step, data, folder)
 
 
 def _data_of(config: RunConfig, past: RunPast, wanted: Wanted, notes: list[str]) -> StepData:
     section, step = config.megasdc.data, wanted.step
     _check_folders(section, past.name)
-    manifests = verify_data(section)
+    manifests = verify_section_data(section)
     stream = build_split(section, manifests[0].tokenizer.vocab_size, "train", 1)
     epoch = stream.samples_per_epoch if isinstance(stream, TokenDataset) else None
-    positions = follow(past, step, stream, epoch, notes)
+    positions = follow_positions(past, step, stream, epoch, notes)
     work = past.work(step)
     planned = planned_positions(positions.before, work, epoch)
     _check_wanted(wanted, work, past.name)
@@ -281,7 +281,7 @@ class _Reader:
         self, stream: TokenDataset | BlendedTokens, section: DataSection, manifests: list[Manifest], text: bool
     ) -> None:
         self._stream = stream
-        self._origins = [Origins(manifest, "train") for manifest in manifests]
+        self._origins = [DocumentOrigins(manifest, "train") for manifest in manifests]
         self._tokenizer: Tokenizer | None = None
         if text:
             folder = Path(section.folders[0]) / TOKENIZER_FOLDER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from megasdc.output.table import Cell, Table
 
 SHOWN_CHARACTERS = 60
@@ -29,7 +29,7 @@ def step_data_page(result: StepData) -> Page:
         verdict=f"step {result.step} of {result.run}: {_counted(result)}",
         sentences=_sentences(result),
         notes=result.notes,
-        sections=[Section(tables=[table])],
+        sections=[PageSection(tables=[table])],
     )
 
 

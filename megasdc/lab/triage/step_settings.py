@@ -13,7 +13,7 @@ from megasdc.config.sections.detection import TRAINING, AuditSection
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.data.step_positions import StepWork
 from megasdc.dropcompute.decisions import StepDecisions
-from megasdc.lab.triage.history import Start
+from megasdc.lab.triage.history import RunStart
 
 _USED = (
     "train_batch_size",
@@ -65,7 +65,7 @@ class StepSettings:
         )
 
 
-def settings_of_starts(config: RunConfig, starts: Sequence[Start]) -> list[StepSettings]:
+def settings_of_starts(config: RunConfig, starts: Sequence[RunStart]) -> list[StepSettings]:
     """The settings of each start, in their order.
 
     Args:
@@ -81,7 +81,7 @@ def settings_of_starts(config: RunConfig, starts: Sequence[Start]) -> list[StepS
 
 
 def configs_of_starts(
-    config: RunConfig, starts: Sequence[Start], fields: str | tuple[str, ...] = ""
+    config: RunConfig, starts: Sequence[RunStart], fields: str | tuple[str, ...] = ""
 ) -> list[RunConfig]:
     """The configuration of each start, in their order; arguments and errors as of ``settings_of_starts``.
 
@@ -97,7 +97,7 @@ def configs_of_starts(
     return found[::-1]
 
 
-def _settings(config: RunConfig, start: Start) -> StepSettings:
+def _settings(config: RunConfig, start: RunStart) -> StepSettings:
     sections = config.megasdc
     layout = check_layout(config, start.data * sections.parallel.tensor * sections.parallel.pipeline)
     if layout.is_uneven:

@@ -33,15 +33,15 @@ from megasdc.common.errors import (
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.dropcompute.decisions import DECISIONS_FILE, DecisionLog, StepDecisions
-from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_runs, load_traces
+from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_traces_of_runs, load_traces
 from megasdc.lab.triage.positions import RunPast
 from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run, read_past
 from megasdc.lab.triage.step_settings import configs_of_starts
 from megasdc.lab.triage.verdict import (
-    Conclusion,
-    Difference,
-    Evidence,
-    decide,
+    StepComparison,
+    StepEvidence,
+    TriageConclusion,
+    decide_triage,
     find_far,
     find_far_samples,
     find_large_updates,
@@ -266,8 +266,8 @@ class Triage:
     since: int
     folder: str
     hosts: list[list[str]]
-    conclusion: Conclusion
-    evidence: Evidence
+    conclusion: TriageConclusion
+    evidence: StepEvidence
     step_details: StepDetails | None
     data: StepData
     devices: list[DeviceReport]
@@ -307,7 +307,7 @@ def triage_step(run: Path, step: int, *, hostfile: Path | None = None, second_ho
         since=plan.since,
         folder=str(plan.folder),
         hosts=[one.hosts for one in (first, second) if one is not None],
-        conclusion=decide(evidence),
+        conclusion=decide_triage(evidence),
         evidence=evidence,
         step_details=first.details.get(step),
         data=data,
@@ -367,17 +367,17 @@ def _decisions(past: RunPast, config: RunConfig) -> dict[int, StepDecisions]:
 
 def _evidence(
     past: RunPast, plan: ReplayPlan, step: int, first: Replay, second: Replay | None, same_hosts: bool
-) -> Evidence:
+) -> StepEvidence:
     if first.found is not None or second is None or first.traces is None:
-        return Evidence(Difference(0), True, Difference(0), found=first.found)
+        return StepEvidence(StepComparison(0), True, StepComparison(0), found=first.found)
     if second.found is not None or second.traces is None:
-        return Evidence(Difference(0), same_hosts, Difference(0), found=second.found)
+        return StepEvidence(StepComparison(0), same_hosts, StepComparison(0), found=second.found)
     replays = compare_replays(first.traces, second.traces)
     details = first.details[step]
     before = [one for at, one in sorted(first.details.items()) if at < step]
     recorded = _recorded(past, plan, first)
     far = find_far({"loss": details.loss, "gradient norm": details.grad_norm}, _usual(past, step, before))
-    return Evidence(
+    return StepEvidence(
         replays=replays,
         same_hosts=same_hosts,
         recorded=recorded,
@@ -389,22 +389,22 @@ def _evidence(
     )
 
 
-def compare_replays(first: RunTraces, second: RunTraces) -> Difference:
+def compare_replays(first: RunTraces, second: RunTraces) -> StepComparison:
     """Compare two replays by their traces, result by result; the rank is that of the first that differs."""
-    return _of_report(compare_runs(first, second), second)
+    return _of_report(compare_traces_of_runs(first, second), second)
 
 
-def _of_report(report: TraceReport, got: RunTraces) -> Difference:
+def _of_report(report: TraceReport, got: RunTraces) -> StepComparison:
     foreign = [note for note in report.notes if note.startswith(_EXPLAINING)]
     if report.same:
-        return Difference(report.comparison.compared, foreign=foreign)
+        return StepComparison(report.comparison.compared, foreign=foreign)
     one = report.comparison.first[0]
     host = str(got.headers[one.rank].get("host", "?"))
     text = f"{one.address} on rank {one.rank} ({host}); {len(report.comparison.divergences)} results differ"
-    return Difference(report.comparison.compared, text, one.rank, host, foreign)
+    return StepComparison(report.comparison.compared, text, one.rank, host, foreign)
 
 
-def _recorded(past: RunPast, plan: ReplayPlan, first: Replay) -> Difference:
+def _recorded(past: RunPast, plan: ReplayPlan, first: Replay) -> StepComparison:
     """The run's own trace and metrics against a replay: the trace where there is one that can be compared."""
     start = next(one for one in reversed(past.history.starts) if one.step < plan.last)
     assert first.traces is not None, "the replay went on to its end"
@@ -416,10 +416,10 @@ def _recorded(past: RunPast, plan: ReplayPlan, first: Replay) -> Difference:
     ]
     numbers = compare_numbers(past.rows, first.rows, plan.since, plan.last)
     try:
-        traced = _of_report(compare_runs(load_traces(Path(past.name)), first.traces), first.traces)
+        traced = _of_report(compare_traces_of_runs(load_traces(Path(past.name)), first.traces), first.traces)
     except TraceError as error:  # none was recorded, or of other settings: the numbers are what is left
-        traced = Difference(0, note=f"no trace of the run was compared: {error}")
-    return Difference(
+        traced = StepComparison(0, note=f"no trace of the run was compared: {error}")
+    return StepComparison(
         compared=traced.compared + numbers.compared,
         first=traced.first or numbers.first,
         rank=traced.rank,
@@ -431,7 +431,7 @@ def _recorded(past: RunPast, plan: ReplayPlan, first: Replay) -> Difference:
 
 def compare_numbers(
     recorded: Sequence[Mapping[str, Any]], replayed: Mapping[int, Mapping[str, Any]], since: int, last: int
-) -> Difference:
+) -> StepComparison:
     """Compare the gradient norms and losses that a run logged with those of a replay, bit by bit.
 
     A loss is compared where it is of one step: where the line before is of the step before.
@@ -453,8 +453,8 @@ def compare_numbers(
             theirs, ours = row.get(name), replayed[step].get(name)
             compared += 1
             if theirs != ours:
-                return Difference(compared, f"{name} of step {step} is {ours!r}, recorded was {theirs!r}")
-    return Difference(compared)
+                return StepComparison(compared, f"{name} of step {step} is {ours!r}, recorded was {theirs!r}")
+    return StepComparison(compared)
 
 
 def _usual(past: RunPast, step: int, before: Sequence[StepDetails]) -> dict[str, list[float]]:

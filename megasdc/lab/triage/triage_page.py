@@ -5,10 +5,10 @@ from __future__ import annotations
 from megasdc.lab.triage.step_data import SampleData
 from megasdc.lab.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.lab.triage.triage import Triage
-from megasdc.lab.triage.verdict import Difference, Verdict
+from megasdc.lab.triage.verdict import StepComparison, Verdict
 from megasdc.metrics.details import ParameterDetails
-from megasdc.output.page import Page, Section, State
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection, State
+from megasdc.output.table import Cell, Table, number_cell
 from megasdc.sdc.incidents.heat_map import ranges
 
 NAMED = 3
@@ -38,13 +38,13 @@ def triage_page(result: Triage, limit: int) -> Page:
         sentences=[*result.conclusion.because, *_far_samples(result)],
         notes=result.data.notes,
         sections=[
-            Section(facts=facts),
-            Section(tables=[_documents(result, limit), _parameters(result, limit), _devices(result)]),
+            PageSection(facts=facts),
+            PageSection(tables=[_documents(result, limit), _parameters(result, limit), _devices(result)]),
         ],
     )
 
 
-def _compared(difference: Difference) -> str:
+def _compared(difference: StepComparison) -> str:
     told = f"{difference.compared:,} values compared, {difference.first or 'all equal'}"
     if not difference.compared:
         told = "nothing to compare"
@@ -80,8 +80,10 @@ def _documents(result: Triage, limit: int) -> Table:
             at = (batch.replica, batch.micro_batch, place)
             documents = _named(sample)
             text = repr("".join(part.text or "" for part in sample.parts)[:SHOWN_CHARACTERS])[1:-1]
-            loss = number(losses.get(at), look="bad" if at in far else "", missing="dropped" if batch.dropped else "-")
-            rows.append((*at[:2], sample.position, loss, number(far.get(at), "+.1f"), documents, text))
+            loss = number_cell(
+                losses.get(at), look="bad" if at in far else "", missing="dropped" if batch.dropped else "-"
+            )
+            rows.append((*at[:2], sample.position, loss, number_cell(far.get(at), "+.1f"), documents, text))
     rows.sort(key=lambda row: -abs(row[4].value or 0))
     return Table(
         "documents",
@@ -106,7 +108,7 @@ def _parameters(result: Triage, limit: int) -> Table:
             one.gradient_norm,
             one.largest_gradient,
             one.non_finite,
-            number(one.update_norm / one.weight_norm if one.weight_norm else None),
+            number_cell(one.update_norm / one.weight_norm if one.weight_norm else None),
             Cell("") if name not in large else Cell(f"{large[name].what} {large[name].times:.3g} times the usual"),
         )
         for name, one in sorted(found.items(), key=key)

@@ -33,7 +33,7 @@ LEAST_UPDATES = 3
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepComparison:
     """What was compared bit by bit.
 
     Args:
@@ -84,7 +84,7 @@ class LargeUpdate:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StepEvidence:
     """All that is known of a step.
 
     Args:
@@ -99,9 +99,9 @@ class Evidence:
         updates: large ones; None: too few steps before it were replayed.
     """
 
-    replays: Difference
+    replays: StepComparison
     same_hosts: bool
-    recorded: Difference
+    recorded: StepComparison
     found: str | None = None
     far: Sequence[Far] | None = None
     samples: Sequence[FarSample] = ()
@@ -111,34 +111,34 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class TriageConclusion:
     """A verdict and why, a sentence each."""
 
     verdict: Verdict
     because: list[str]
 
 
-def decide(evidence: Evidence) -> Conclusion:
+def decide_triage(evidence: StepEvidence) -> TriageConclusion:
     """The verdict on a step: hardware by bits, then data or optimizer by what the step did."""
     return _by_bits(evidence) or _by_numbers(evidence)
 
 
-def _by_bits(evidence: Evidence) -> Conclusion | None:
+def _by_bits(evidence: StepEvidence) -> TriageConclusion | None:
     replays, recorded = evidence.replays, evidence.recorded
     if evidence.found is not None:
-        return Conclusion("hardware", [f"A replay's own checks found silent data corruption: {evidence.found}."])
+        return TriageConclusion("hardware", [f"A replay's own checks found silent data corruption: {evidence.found}."])
     if replays.first is not None:
         if replays.foreign:
             return _foreign("The replays differ", replays)
         where = "transient or intermittent" if evidence.same_hosts else "some of these hosts compute something else"
         hosts = "the same hosts" if evidence.same_hosts else "other hosts"
-        return Conclusion(
+        return TriageConclusion(
             "hardware", [f"Two replays, the second on {hosts}, differ: {replays.first}. The fault is now: {where}."]
         )
     if recorded.first is not None:
         if recorded.foreign:
             return _foreign("The replays agree, and the run recorded something else", recorded)
-        return Conclusion(
+        return TriageConclusion(
             "hardware",
             [
                 f"The replays agree with each other, and the run recorded something else: {recorded.first}. It was hit "
@@ -149,8 +149,8 @@ def _by_bits(evidence: Evidence) -> Conclusion | None:
     return None
 
 
-def _foreign(what: str, difference: Difference) -> Conclusion:
-    return Conclusion(
+def _foreign(what: str, difference: StepComparison) -> TriageConclusion:
+    return TriageConclusion(
         "inconclusive",
         [
             f"{what}: {difference.first}. But versions or devices are others, which may round otherwise: "
@@ -159,7 +159,7 @@ def _foreign(what: str, difference: Difference) -> Conclusion:
     )
 
 
-def _by_numbers(evidence: Evidence) -> Conclusion:
+def _by_numbers(evidence: StepEvidence) -> TriageConclusion:
     agree = "The replays agree in every bit"
     if not evidence.replays.compared:
         agree = "There is one replay"
@@ -174,16 +174,16 @@ def _by_numbers(evidence: Evidence) -> Conclusion:
             f"The losses of {len(samples)} of {evidence.num_samples} samples are far from the others': the documents "
             "of these are the cause."
         )
-        return Conclusion("data", because)
+        return TriageConclusion("data", because)
     anomalous = [*(f"{one.name} is {one.value:.4g}, usual is {one.usual:.4g}" for one in evidence.far or ())]
     anomalous += [f"the gradient of {name} has NaN or Inf" for name in evidence.non_finite]
     moved = [one for one in updates if one.what == "update over weight"]
     if not (anomalous or moved):
         if evidence.far is None:
             because.append(f"Fewer than {LEAST_BEFORE} steps before it are known, so not what is usual.")
-            return Conclusion("inconclusive", because)
+            return TriageConclusion("inconclusive", because)
         because.append("Nothing of the step is far from the steps before it.")
-        return Conclusion("nothing", because)
+        return TriageConclusion("nothing", because)
     because.append(f"Unusual: {'; '.join(anomalous)}." if anomalous else "Loss and gradient norm are usual.")
     if updates:
         first = updates[0]
@@ -191,13 +191,13 @@ def _by_numbers(evidence: Evidence) -> Conclusion:
             f"It is spread over the samples, and {len(updates)} parameters have a large {first.what}: of {first.name} "
             f"{first.times:.3g} times that of the steps before."
         )
-        return Conclusion("optimizer", because)
+        return TriageConclusion("optimizer", because)
     because.append(
         "It is spread over the samples, and too few steps before it were replayed to know the usual size of updates."
         if evidence.updates is None
         else "It is spread over the samples, and no update or gradient is large for its parameter."
     )
-    return Conclusion("inconclusive", because)
+    return TriageConclusion("inconclusive", because)
 
 
 def deviations(value: float, usual: Sequence[float]) -> float | None:

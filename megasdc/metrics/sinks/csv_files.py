@@ -12,7 +12,7 @@ from pathlib import Path
 from megasdc.common.durable import replacing
 from megasdc.common.room import LineFile
 from megasdc.metrics.names import METRICS
-from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 
 
 def csv_path(folder: Path, name: str) -> Path:
@@ -46,7 +46,7 @@ class CsvSink(Sink):
             rows = csv.writer(file)
             if file.is_new:
                 rows.writerow(["step", name.rpartition("/")[2]])
-            rows.writerow([step, number(value)])
+            rows.writerow([step, number_of_value(value)])
 
     def close(self) -> None:
         """Close the files."""

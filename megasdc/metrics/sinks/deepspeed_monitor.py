@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 
 
 class DeepSpeedMonitorSink(Sink):
@@ -21,7 +21,7 @@ class DeepSpeedMonitorSink(Sink):
 
     def write(self, step: int, at: float, values: Values) -> None:
         """Write the values as events."""
-        self._monitor.write_events([(name, number(value), step) for name, value in values.items()])
+        self._monitor.write_events([(name, number_of_value(value), step) for name, value in values.items()])
 
     def close(self) -> None:
         """DeepSpeed's monitor has no end."""

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_h
 
 from megasdc.config.network import split_address
 from megasdc.metrics.names import METRICS
-from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 
 PREFIX = "megasdc_"
 
@@ -43,7 +43,7 @@ class PrometheusSink(Sink):
     def write(self, step: int, at: float, values: Values) -> None:
         """Set the gauges."""
         for name, value in values.items():
-            self._set(gauge_name(name), METRICS[name], number(value))
+            self._set(gauge_name(name), METRICS[name], number_of_value(value))
         self._set(f"{PREFIX}step", "optimizer step of the last line", step)
         self._set(f"{PREFIX}written_timestamp_seconds", "time of the last line, seconds since the epoch", at)
 

@@ -32,7 +32,7 @@ class Sink(ABC):
         """Write what is left; nothing is written afterwards."""
 
 
-def number(value: float | int | None) -> float | int:
+def number_of_value(value: float | int | None) -> float | int:
     """A value of a line as a number: NaN for None, whether it was NaN or Inf."""
     return math.nan if value is None else value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 
 
 class TensorBoardSink(Sink):
@@ -25,7 +25,7 @@ class TensorBoardSink(Sink):
     def write(self, step: int, at: float, values: Values) -> None:
         """Add a scalar for each value, with the line's time."""
         for name, value in values.items():
-            self._writer.add_scalar(name, number(value), step, walltime=at)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, number_of_value(value), step, walltime=at)  # type: ignore[no-untyped-call]
         self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

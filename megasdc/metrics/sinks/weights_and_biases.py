@@ -23,7 +23,7 @@ import psutil
 import megasdc
 from megasdc.common.durable import write_durably
 from megasdc.metrics.incidents import UNREADABLE, IncidentFile, list_incidents, read_incident
-from megasdc.metrics.sinks.sink import Sink, Values, number
+from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 
 TOLD_FILE = "told_incidents.json"
 """Incidents that W&B was told of, in the folder ``wandb`` of the run folder."""
@@ -101,7 +101,7 @@ class WandbSink(Sink):
 
     def write(self, step: int, at: float, values: Values) -> None:
         """Log the line; W&B merges lines of one step."""
-        numbers = {name: number(value) for name, value in values.items()}
+        numbers = {name: number_of_value(value) for name, value in values.items()}
         self._run.log({**numbers, "step": step, "_timestamp": at}, step=step)
         self._tell_incidents()
 

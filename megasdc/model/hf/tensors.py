@@ -31,7 +31,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorMapping:
     """One parameter of megasdc and the tensors of Hugging Face that hold it.
 
     Args:
@@ -52,7 +52,7 @@ def num_pipeline_layers(model: ModelSection) -> int:
     return LEADING_LAYERS + model.num_layers + (1 if model.tie_embeddings else 2)
 
 
-def rules(model: ModelSection, index: int) -> list[Rule]:
+def rules(model: ModelSection, index: int) -> list[TensorMapping]:
     """Rules for the parameters of a pipeline layer; our names are without the layer's number.
 
     Args:
@@ -64,18 +64,24 @@ def rules(model: ModelSection, index: int) -> list[Rule]:
     gpt2 = hf_class(model) == "GPT2LMHeadModel"
     last = LEADING_LAYERS + model.num_layers
     if index == 0:
-        return [Rule("word_embeddings.weight", ("transformer.wte.weight" if gpt2 else "model.embed_tokens.weight",))]
+        return [
+            TensorMapping(
+                "word_embeddings.weight", ("transformer.wte.weight" if gpt2 else "model.embed_tokens.weight",)
+            )
+        ]
     if index == 1:
-        return [Rule("positions.weight", ("transformer.wpe.weight",))] if gpt2 else []
+        return [TensorMapping("positions.weight", ("transformer.wpe.weight",))] if gpt2 else []
     if index == last:
         kinds = ("weight", "bias") if gpt2 else ("weight",)
-        return [Rule(f"norm.{kind}", (f"{'transformer.ln_f' if gpt2 else 'model.norm'}.{kind}",)) for kind in kinds]
+        return [
+            TensorMapping(f"norm.{kind}", (f"{'transformer.ln_f' if gpt2 else 'model.norm'}.{kind}",)) for kind in kinds
+        ]
     if index == last + 1:
-        return [] if model.tie_embeddings else [Rule("output.weight", ("lm_head.weight",))]
+        return [] if model.tie_embeddings else [TensorMapping("output.weight", ("lm_head.weight",))]
     return (_gpt2_rules if gpt2 else _llama_rules)(model, index - LEADING_LAYERS)
 
 
-def _gpt2_rules(model: ModelSection, layer: int) -> list[Rule]:
+def _gpt2_rules(model: ModelSection, layer: int) -> list[TensorMapping]:
     there, h = f"transformer.h.{layer}", model.hidden_size
     found = []
     for ours, theirs, form, width, biased in (
@@ -84,32 +90,38 @@ def _gpt2_rules(model: ModelSection, layer: int) -> list[Rule]:
         ("mlp.linear_fc1", "mlp.c_fc", Form.TRANSPOSED, ffn_width(model), model.bias),
         ("mlp.linear_fc2", "mlp.c_proj", Form.TRANSPOSED, h, model.bias),
     ):
-        found.append(Rule(f"layer.{ours}.weight", (f"{there}.{theirs}.weight",), form))
+        found.append(TensorMapping(f"layer.{ours}.weight", (f"{there}.{theirs}.weight",), form))
         name = (f"{there}.{theirs}.bias",)
         bias_form = Form.QKV_JOINED if form is Form.QKV_JOINED else Form.SAME
-        found.append(Rule(f"layer.{ours}.bias", name, bias_form) if biased else Rule("", name, Form.ZERO, width))
+        found.append(
+            TensorMapping(f"layer.{ours}.bias", name, bias_form)
+            if biased
+            else TensorMapping("", name, Form.ZERO, width)
+        )
     for ours, theirs in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
-        found += [Rule(f"layer.{ours}.{kind}", (f"{there}.{theirs}.{kind}",)) for kind in ("weight", "bias")]
+        found += [TensorMapping(f"layer.{ours}.{kind}", (f"{there}.{theirs}.{kind}",)) for kind in ("weight", "bias")]
     return found
 
 
-def _llama_rules(model: ModelSection, layer: int) -> list[Rule]:
+def _llama_rules(model: ModelSection, layer: int) -> list[TensorMapping]:
     there = f"model.layers.{layer}"
     found = [
-        Rule("layer.input_layernorm.weight", (f"{there}.input_layernorm.weight",)),
-        Rule("layer.pre_mlp_layernorm.weight", (f"{there}.post_attention_layernorm.weight",)),
+        TensorMapping("layer.input_layernorm.weight", (f"{there}.input_layernorm.weight",)),
+        TensorMapping("layer.pre_mlp_layernorm.weight", (f"{there}.post_attention_layernorm.weight",)),
     ]
     for kind in ("weight", "bias"):
         if kind == "weight" or model.bias or model.qkv_bias:
             qkv = tuple(f"{there}.self_attn.{which}_proj.{kind}" for which in "qkv")
-            found.append(Rule(f"layer.self_attention.linear_qkv.{kind}", qkv, Form.QKV_APART))
+            found.append(TensorMapping(f"layer.self_attention.linear_qkv.{kind}", qkv, Form.QKV_APART))
         if kind == "weight" or model.bias:
             gate_up = (f"{there}.mlp.gate_proj.{kind}", f"{there}.mlp.up_proj.{kind}")
-            found.append(Rule(f"layer.self_attention.linear_proj.{kind}", (f"{there}.self_attn.o_proj.{kind}",)))
-            found.append(Rule(f"layer.mlp.linear_fc1.{kind}", gate_up, Form.GATE_UP))
-            found.append(Rule(f"layer.mlp.linear_fc2.{kind}", (f"{there}.mlp.down_proj.{kind}",)))
+            found.append(
+                TensorMapping(f"layer.self_attention.linear_proj.{kind}", (f"{there}.self_attn.o_proj.{kind}",))
+            )
+            found.append(TensorMapping(f"layer.mlp.linear_fc1.{kind}", gate_up, Form.GATE_UP))
+            found.append(TensorMapping(f"layer.mlp.linear_fc2.{kind}", (f"{there}.mlp.down_proj.{kind}",)))
     if model.qkv_bias and not model.bias:  # their attention_bias includes the output projection
-        found.append(Rule("", (f"{there}.self_attn.o_proj.bias",), Form.ZERO, model.hidden_size))
+        found.append(TensorMapping("", (f"{there}.self_attn.o_proj.bias",), Form.ZERO, model.hidden_size))
     return found
 
 
@@ -204,7 +216,7 @@ def from_hf(model: ModelSection, index: int, theirs: Mapping[str, Tensor]) -> di
     return found
 
 
-def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+def to_ours(model: ModelSection, rule: TensorMapping, parts: Sequence[Tensor]) -> Tensor:
     """Convert Hugging Face's tensors to one parameter of megasdc.
 
     Args:
@@ -220,7 +232,7 @@ def to_ours(model: ModelSection, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
     return parts[0].T if rule.form is Form.TRANSPOSED else parts[0]
 
 
-def shape_of_ours(model: ModelSection, rule: Rule, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def shape_of_ours(model: ModelSection, rule: TensorMapping, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The shape of one parameter of megasdc, from those of Hugging Face's tensors; arguments as in ``to_ours``."""
     return tuple(to_ours(model, rule, [torch.empty(*shape, device="meta") for shape in shapes]).shape)
 

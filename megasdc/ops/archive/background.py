@@ -25,11 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Push, and prune where that is asked for; returns the exit code."""
     options = _parse(arguments)
     lower_priority(options.parent)
-    from megasdc.ops.archive.prune import prune  # only now: importing PyTorch takes seconds of a processor
-    from megasdc.ops.archive.push import push
+    from megasdc.ops.archive.prune import prune_archive  # only now: importing PyTorch takes seconds of a processor
+    from megasdc.ops.archive.push import push_checkpoint
 
     try:
-        found: dict[str, Any] = push(options.checkpoint, options.address, run=options.run, workers=WORKERS).as_dict()
+        found: dict[str, Any] = push_checkpoint(
+            options.checkpoint, options.address, run=options.run, workers=WORKERS
+        ).as_dict()
         code = 0
     except MegasdcError as error:
         found, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, code = {"error": f"{error.filename}: {error.strerror}", "exit_code": 1}, 1
     if options.keep_last and not code:
         try:
-            found["removed"] = prune(options.address, run=options.run, keep_last=options.keep_last).as_dict()["removed"]
+            found["removed"] = prune_archive(options.address, run=options.run, keep_last=options.keep_last).as_dict()[
+                "removed"
+            ]
         except MegasdcError as error:
             found["not_pruned"] = str(error)
     print(json.dumps(found), flush=True)

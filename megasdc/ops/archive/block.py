@@ -32,12 +32,12 @@ Codec = Literal[0, 1, 2, 3]
 """0: bytes as they are; 1: byte planes; 2, 3: quantized moments, first and second."""
 
 
-def digest_of(raw: bytes) -> str:
+def block_name(raw: bytes) -> str:
     """Name of the block with this original."""
     return xxhash.xxh3_128_hexdigest(raw)
 
 
-def encode(raw: bytes, width: int = 1, moment: Moment | None = None) -> bytes:
+def encode_block(raw: bytes, width: int = 1, moment: Moment | None = None) -> bytes:
     """A block as it is stored.
 
     Args:
@@ -54,7 +54,7 @@ def encode(raw: bytes, width: int = 1, moment: Moment | None = None) -> bytes:
     return header + xxhash.xxh3_128_digest(header + payload) + payload
 
 
-def decode(stored: bytes, digest: str, size: int) -> bytes:
+def decode_block(stored: bytes, digest: str, size: int) -> bytes:
     """The original of a block.
 
     Nothing is decompressed whose digest is wrong, and no more than ``size`` bytes are ever made.
@@ -79,7 +79,7 @@ def decode(stored: bytes, digest: str, size: int) -> bytes:
     raw = content if codec == 0 else from_planes(content, width)
     if codec in _MOMENTS:
         raw = dequantize(content, count, _MOMENTS[codec])
-    if (real := digest_of(raw)) != digest:
+    if (real := block_name(raw)) != digest:
         raise CheckpointError(f"has the content of block {real}")
     return raw
 

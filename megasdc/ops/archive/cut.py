@@ -22,7 +22,7 @@ LARGE_BYTES = 64 << 10
 """Smallest tensor or parameter that has blocks of its own."""
 
 
-class Range(Protocol):
+class ByteRange(Protocol):
     """A range of a file's bytes."""
 
     @property
@@ -47,7 +47,7 @@ class TypedRange:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """The bytes of one block in a file: offset and size of each part of it, in order."""
 
     parts: tuple[tuple[int, int], ...]
@@ -84,11 +84,11 @@ def _ranges_of_tensor(name: str, tensor: TensorContent, content: Content) -> Ite
             yield TypedRange(tensor.offset + start, stop - start, width, moment)
 
 
-def cut(size_bytes: int, ranges: Sequence[Range]) -> Iterator[Piece]:
+def cut(size_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[BlockPiece]:
     """Cut a file into blocks: those of each range, then those of all other bytes, one after the other."""
     for one in ranges:
         for start in range(0, one.size_bytes, BLOCK_BYTES):
-            yield Piece(((one.offset + start, min(BLOCK_BYTES, one.size_bytes - start)),))
+            yield BlockPiece(((one.offset + start, min(BLOCK_BYTES, one.size_bytes - start)),))
     parts: list[tuple[int, int]] = []
     room = BLOCK_BYTES
     for start, stop, number in _segments(size_bytes, ranges):
@@ -98,13 +98,13 @@ def cut(size_bytes: int, ranges: Sequence[Range]) -> Iterator[Piece]:
             parts.append((place, taken))
             place, room = place + taken, room - taken
             if not room:
-                yield Piece(tuple(parts))
+                yield BlockPiece(tuple(parts))
                 parts, room = [], BLOCK_BYTES
     if parts:
-        yield Piece(tuple(parts))
+        yield BlockPiece(tuple(parts))
 
 
-def count_blocks(size_bytes: int, ranges: Sequence[Range]) -> int:
+def count_blocks(size_bytes: int, ranges: Sequence[ByteRange]) -> int:
     """Number of blocks of ``cut``."""
     rest = size_bytes - sum(one.size_bytes for one in ranges)
     return sum(-(-one.size_bytes // BLOCK_BYTES) for one in ranges) + -(-rest // BLOCK_BYTES)
@@ -154,7 +154,7 @@ class Cutter:
         return data
 
 
-def _segments(size_bytes: int, ranges: Sequence[Range]) -> Iterator[tuple[int, int, int | None]]:
+def _segments(size_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[tuple[int, int, int | None]]:
     """Cut a file at the ends of its ranges; yields start, stop and number of the range, None: between ranges."""
     place = 0
     for number, one in enumerate(ranges):

@@ -26,7 +26,7 @@ Key = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArchivedStep:
     """One step of a run; ``parts`` by name; ``problems``: one sentence each, empty: it can be pulled."""
 
     run: str
@@ -79,9 +79,9 @@ def list_names(store: Store, run: str | None = None) -> Names:
     return Names(dict(sorted(parts.items())), strange)
 
 
-def read_entry(store: Store, run: str, step: int, names: set[str]) -> Entry:
+def read_entry(store: Store, run: str, step: int, names: set[str]) -> ArchivedStep:
     """Read the parts of one step, by their names; damaged ones become problems."""
-    entry = Entry(run, step, {})
+    entry = ArchivedStep(run, step, {})
     for name in sorted(names):
         try:
             entry.parts[name] = read_part(store, (run, step, name))
@@ -91,7 +91,7 @@ def read_entry(store: Store, run: str, step: int, names: set[str]) -> Entry:
     return entry
 
 
-def read_entries(store: Store, run: str | None = None) -> list[Entry]:
+def read_entries(store: Store, run: str | None = None) -> list[ArchivedStep]:
     """All steps of an archive, or of one run, in order; damaged ones too, with what is wrong."""
     return [read_entry(store, *key, names) for key, names in list_names(store, run).parts.items()]
 

@@ -13,7 +13,7 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import KnownState
 from megasdc.checkpoint.retention import plan_retention, worth_keeping
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.ops.archive.entries import Entry, read_entries
+from megasdc.ops.archive.entries import ArchivedStep, read_entries
 from megasdc.ops.archive.lease import pruning, refuse_others
 from megasdc.ops.archive.record import BLOCKS, RECEIPTS, RUNS, open_archive, part_file
 
@@ -42,7 +42,7 @@ class PruneReport:
         return "\n".join(lines)
 
 
-def prune(
+def prune_archive(
     address: str,
     *,
     run: str | None = None,
@@ -101,7 +101,7 @@ def prune(
     return report
 
 
-def _steps_to_remove(entries: list[Entry], last: int, every: int, steps: tuple[int, ...]) -> list[Entry]:
+def _steps_to_remove(entries: list[ArchivedStep], last: int, every: int, steps: tuple[int, ...]) -> list[ArchivedStep]:
     """The entries to remove, of which the rules count those that are complete, and keep what a run can go back to.
 
     One that is not - damaged, or half removed by a prune that was killed - goes if it would go as a complete one.
@@ -121,11 +121,11 @@ def _steps_to_remove(entries: list[Entry], last: int, every: int, steps: tuple[i
     return gone
 
 
-def _has_unread(names: dict[str, int], entry: Entry) -> bool:
+def _has_unread(names: dict[str, int], entry: ArchivedStep) -> bool:
     """Whether a step has a record that could not be read or is not sure."""
     read = {part_file(entry.run, entry.step, part) for part in entry.parts}
     return any(name not in read for name in names)
 
 
-def _below(entry: Entry) -> str:
+def _below(entry: ArchivedStep) -> str:
     return f"/{entry.run}/{step_folder(entry.step)}"

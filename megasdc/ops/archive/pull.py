@@ -28,9 +28,9 @@ from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.common.program import FULL
 from megasdc.common.progress import bytes_bar
 from megasdc.common.run_identity import read_identity
-from megasdc.ops.archive.block import LARGEST_STORED, decode, digest_of
-from megasdc.ops.archive.cut import Piece
-from megasdc.ops.archive.entries import Entry, list_names, read_entry
+from megasdc.ops.archive.block import LARGEST_STORED, block_name, decode_block
+from megasdc.ops.archive.cut import BlockPiece
+from megasdc.ops.archive.entries import ArchivedStep, list_names, read_entry
 from megasdc.ops.archive.record import ArchivedFile, Part, block_file, open_archive, part_name
 from megasdc.ops.archive.store import Store
 
@@ -68,7 +68,7 @@ class PullReport:
         )
 
 
-def pull(
+def pull_checkpoint(
     address: str,
     out: Path | str,
     *,
@@ -134,7 +134,7 @@ def _check_run(folder: Path, run: str) -> None:
         )
 
 
-def choose_entry(store: Store, run: str | None, step: int | None) -> Entry:
+def choose_entry(store: Store, run: str | None, step: int | None) -> ArchivedStep:
     """The step of an archive that is asked for.
 
     Raises:
@@ -161,7 +161,7 @@ def choose_entry(store: Store, run: str | None, step: int | None) -> Entry:
     raise CheckpointError(f"no step of {runs[0]} in {store.address} is complete and undamaged")
 
 
-def _choose_part(entry: Entry, node: str | None) -> Part:
+def _choose_part(entry: ArchivedStep, node: str | None) -> Part:
     nodes = next(iter(entry.parts.values())).nodes
     if not nodes and node is not None:
         raise CheckpointError(f"step {entry.step} of {entry.run} is of shared storage: pull it without --node")
@@ -244,7 +244,7 @@ class _Pull:
             if size != file.size_bytes:
                 os.truncate(descriptor, file.size_bytes)
 
-            def fetch(digest: str, piece: Piece) -> int:
+            def fetch(digest: str, piece: BlockPiece) -> int:
                 there = _holds(descriptor, digest, piece, size)
                 if not there:
                     self._fetch(descriptor, digest, piece, path)
@@ -266,7 +266,7 @@ class _Pull:
             os.close(descriptor)
         return kept
 
-    def _fetch(self, descriptor: int, digest: str, piece: Piece, path: Path) -> None:
+    def _fetch(self, descriptor: int, digest: str, piece: BlockPiece, path: Path) -> None:
         name = block_file(digest)
         stored = self.store.read(name, LARGEST_STORED)
         who = f"{self.store.address}/{name}, a block of {path.name} of step {self.part.step} of {self.part.run},"
@@ -274,7 +274,7 @@ class _Pull:
         if stored is None:
             raise CheckpointError(f"{who} is missing; {remedy}")
         try:
-            raw = memoryview(decode(stored, digest, piece.size_bytes))
+            raw = memoryview(decode_block(stored, digest, piece.size_bytes))
         except CheckpointError as error:
             raise CheckpointError(f"{who} {error}; {remedy}") from error
         for offset, size in piece.parts:
@@ -298,11 +298,11 @@ class _Pull:
         return manifest
 
 
-def _holds(descriptor: int, digest: str, piece: Piece, size: int) -> bool:
+def _holds(descriptor: int, digest: str, piece: BlockPiece, size: int) -> bool:
     """Whether a file of this size already has a block's bytes in their places."""
     if any(offset + count > size for offset, count in piece.parts):
         return False
-    return digest_of(b"".join(_read(descriptor, piece.parts))) == digest
+    return block_name(b"".join(_read(descriptor, piece.parts))) == digest
 
 
 def _read(descriptor: int, parts: Sequence[tuple[int, int]]) -> list[bytes]:

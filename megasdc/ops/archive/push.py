@@ -30,7 +30,7 @@ from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.common.program import why_unreadable
 from megasdc.common.progress import bytes_bar
 from megasdc.common.run_identity import read_identity
-from megasdc.ops.archive.block import BLOCK_BYTES, digest_of, encode
+from megasdc.ops.archive.block import BLOCK_BYTES, block_name, encode_block
 from megasdc.ops.archive.cut import Cutter, TypedRange, find_ranges
 from megasdc.ops.archive.entries import read_part
 from megasdc.ops.archive.lease import pushing
@@ -192,7 +192,7 @@ class PushReport:
 
 
 @dataclass(frozen=True)
-class Source:
+class PushedCheckpoint:
     """A checkpoint to push.
 
     ``folder`` has the files, by the records of ``manifest``; ``others``: names of further files; ``quantized``: None:
@@ -205,7 +205,7 @@ class Source:
     quantized: Quantized | None = None
 
 
-def push(
+def push_checkpoint(
     path: Path | str,
     address: str,
     *,
@@ -231,7 +231,7 @@ def push(
         StorageError: the archive cannot be read or written. What was stored is found by the next push.
     """
     started = time.monotonic()
-    folder = find_checkpoint(Path(path))
+    folder = find_pushed_checkpoint(Path(path))
     name = check_name(run or _run_of(folder), "the id of a run")
     with contextlib.ExitStack() as stack:
         stack.enter_context(held_for_reading(folder))
@@ -249,11 +249,11 @@ def push(
         part = part_name(None if manifest.node is None else check_name(manifest.node, "the name of a node"))
         report = PushReport(store.address, name, manifest.step, part)
         others = [file for file in (MANIFEST_FILE, VERIFIED_FILE) if (folder / file).is_file()]
-        source = Source(folder, manifest, others)
+        source = PushedCheckpoint(folder, manifest, others)
         if quantize_bits is not None:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megasdc_")))
             made, error = quantize_checkpoint(folder, manifest, scratch / folder.name)
-            source = Source(scratch / folder.name, made, others, error)
+            source = PushedCheckpoint(scratch / folder.name, made, others, error)
             report.quantized = str(error)
         stack.enter_context(pushing(store, f"the push of step {manifest.step} of {name}", logger.warning))
         _Push(store, source, report, workers, progress).run()
@@ -261,7 +261,7 @@ def push(
     return report
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_pushed_checkpoint(path: Path) -> Path:
     """The checkpoint at a path, or the newest complete one in it; CheckpointError if there is none."""
     if problem := why_unreadable(path, missing=True):
         raise CheckpointError(f"{path} {problem}")
@@ -290,7 +290,7 @@ class _Push:
     """One push of a source into a store."""
 
     store: Store
-    source: Source
+    source: PushedCheckpoint
     report: PushReport
     workers: int
     progress: bool
@@ -387,7 +387,7 @@ class _Push:
             cutter = Cutter(file, size, ranges)
             try:
                 for number, raw, place in cutter.blocks():
-                    digests[number] = digest = digest_of(raw)
+                    digests[number] = digest = block_name(raw)
                     self._store_block(digest, raw, place, pool)
                     advance(len(raw))
             except EOFError as error:
@@ -415,7 +415,7 @@ class _Push:
         self._settle(2 * self.workers)
 
         def store() -> int:
-            stored = encode(raw, width, moment)
+            stored = encode_block(raw, width, moment)
             self.store.write(block_file(digest), stored)
             return len(stored)
 

@@ -25,7 +25,7 @@ from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3
 from megasdc.checkpoint.manifest import KnownState
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
-from megasdc.ops.archive.cut import Piece, count_blocks, cut
+from megasdc.ops.archive.cut import BlockPiece, count_blocks, cut
 from megasdc.ops.archive.store import Store
 
 FORMAT_VERSION = 1
@@ -86,7 +86,7 @@ class ArchivedFile(Record):
         """Names of its blocks."""
         return [self.blocks[place : place + DIGEST_DIGITS] for place in range(0, len(self.blocks), DIGEST_DIGITS)]
 
-    def pieces(self) -> Iterator[tuple[str, Piece]]:
+    def pieces(self) -> Iterator[tuple[str, BlockPiece]]:
         """Name and place in the file of each block."""
         return zip(self.digests(), cut(self.size_bytes, self.spans), strict=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from megasdc.common.errors import CheckpointError
 from megasdc.common.progress import bytes_bar
-from megasdc.ops.archive.block import LARGEST_STORED, decode, size_of
-from megasdc.ops.archive.entries import Entry, list_names, read_entries
+from megasdc.ops.archive.block import LARGEST_STORED, decode_block, size_of
+from megasdc.ops.archive.entries import ArchivedStep, list_names, read_entries
 from megasdc.ops.archive.record import BLOCKS, block_file, open_archive
 from megasdc.ops.archive.store import Store
 
@@ -19,7 +19,7 @@ _TOLD = 50
 
 
 @dataclass(frozen=True)
-class Damage:
+class DamagedBlock:
     """A damaged or missing block; ``needed_by``: steps that need it, such as ``step 20 of RUN``."""
 
     name: str
@@ -45,7 +45,7 @@ class VerifyReport:
     num_blocks: int
     stored_bytes: int
     unneeded: int
-    damages: list[Damage] = field(default_factory=list)
+    damages: list[DamagedBlock] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     deleted: int = 0
 
@@ -112,7 +112,7 @@ def verify(
     if strange:
         report.problems["the archive"] = [f"{name} does not belong to an archive" for name in strange]
     for digest in sorted(needed.keys() - there.keys()):
-        report.damages.append(Damage(block_file(digest), "is missing", needed[digest][1]))
+        report.damages.append(DamagedBlock(block_file(digest), "is missing", needed[digest][1]))
     with bytes_bar("blocks", report.stored_bytes, quiet=not progress) as advance, ThreadPoolExecutor(workers) as pool:
 
         def check(digest: str) -> str | None:
@@ -123,7 +123,7 @@ def verify(
 
         for digest, problem in zip(sorted(there), pool.map(check, sorted(there)), strict=True):
             if problem is not None:
-                report.damages.append(Damage(there[digest][0], problem, needed.get(digest, (0, []))[1]))
+                report.damages.append(DamagedBlock(there[digest][0], problem, needed.get(digest, (0, []))[1]))
     if delete_damaged:
         names = [damage.name for damage in report.damages if damage.problem != "is missing"]
         store.delete(names)
@@ -138,16 +138,16 @@ def _problem(store: Store, digest: str, name: str, size: int | None) -> str | No
     try:
         if (stored := store.read(name, LARGEST_STORED)) is None:
             return "is missing"
-        decode(stored, digest, min(size_of(stored), LARGEST_STORED) if size is None else size)
+        decode_block(stored, digest, min(size_of(stored), LARGEST_STORED) if size is None else size)
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _blocks(entry: Entry) -> Iterator[tuple[str, int]]:
+def _blocks(entry: ArchivedStep) -> Iterator[tuple[str, int]]:
     """Name and size of each block that a step needs, once."""
     yield from {digest: size for part in entry.parts.values() for digest, size in part.blocks().items()}.items()
 
 
-def _who(entry: Entry) -> str:
+def _who(entry: ArchivedStep) -> str:
     return f"step {entry.step} of {entry.run}"

@@ -16,10 +16,10 @@ from typing import Any
 
 from megasdc.common.addresses import FORWARD
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import Layout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig
-from megasdc.config.repeatability import Cause, find_causes, find_startup_modules
+from megasdc.config.repeatability import DifferenceCause, find_causes, find_startup_modules
 from megasdc.config.replica import replica_config
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.parallel.dims import ParallelDims
@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """First difference between two runs.
 
     Attributes:
@@ -70,7 +70,7 @@ class Difference:
 
 def compare_two_runs(
     first: Mapping[int, Trace], second: Mapping[int, Trace], layout: ParallelDims
-) -> Difference | None:
+) -> FirstDifference | None:
     """Find the first result in which two runs differ, from their traces by rank; None if all results are equal."""
     found = compare_traces(first, second, layout)
     if not found.first:
@@ -79,7 +79,7 @@ def compare_two_runs(
     dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, one.rank)
     place = f"rank {one.rank} (dp {dims.dp_rank}, pp {dims.pp_rank}, tp {dims.tp_rank})"
     before, after = (None if value is None else f"{value:016x}" for value in (one.expected, one.got))
-    return Difference(f"{one.address}, {place}", before, after, len(found.divergences), found.compared)
+    return FirstDifference(f"{one.address}, {place}", before, after, len(found.divergences), found.compared)
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class RepeatReport:
     among them, which they are not where the model's backend hides them.
     """
 
-    causes: list[Cause]
-    layout: Layout | None = None
+    causes: list[DifferenceCause]
+    layout: BatchLayout | None = None
     steps: int = 0
     data: str = ""
     observations: int = 0
     observed: bool = True
-    difference: Difference | None = None
+    difference: FirstDifference | None = None
 
     @property
     def exit_code(self) -> int:
@@ -173,7 +173,7 @@ def check_determinism(
     return RepeatReport(causes, layout, steps, told, sum(map(len, runs[0].values())), observed, difference)
 
 
-def smallest_layout(config: RunConfig) -> Layout:
+def smallest_layout(config: RunConfig) -> BatchLayout:
     """The layout with the fewest replicas that the batch sizes allow.
 
     Raises:
@@ -187,7 +187,7 @@ def smallest_layout(config: RunConfig) -> Layout:
 
 
 def _run_once(
-    config: RunConfig, layout: Layout, steps: int, prepared: bool, folder: Path, name: str, on_progress: Progress
+    config: RunConfig, layout: BatchLayout, steps: int, prepared: bool, folder: Path, name: str, on_progress: Progress
 ) -> dict[int, Trace]:
     """Run the ranks once and return their traces."""
     threads = config.megasdc.parallel.threads or len(os.sched_getaffinity(0))

@@ -14,7 +14,7 @@ from megasdc.attached.settings import FOLDER, TRIAL_VARIABLE
 from megasdc.common.errors import LaunchError, TraceError, error_of_rank
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections.guard import GuardSettings
-from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, Difference, Progress, compare_two_runs
+from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, FirstDifference, Progress, compare_two_runs
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.front import launch_run
 from megasdc.parallel.dims import ParallelDims
@@ -39,7 +39,7 @@ class ProgramReport:
     steps: int
     is_deterministic: bool
     observations: int
-    difference: Difference | None
+    difference: FirstDifference | None
 
     @property
     def exit_code(self) -> int:

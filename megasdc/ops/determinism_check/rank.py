@@ -22,7 +22,7 @@ from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections.megasdc import TraceSection
-from megasdc.parallel.run_ranks import Messages
+from megasdc.parallel.run_ranks import ReportChannel
 from megasdc.sdc.trace import Trace
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.logs import set_up_logging
@@ -33,7 +33,7 @@ DISTINCT_STEPS = 8
 """Steps after which random samples repeat."""
 
 
-def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messages: Messages) -> None:
+def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messages: ReportChannel) -> None:
     """Train some steps and write this rank's trace to ``folder``; ``messages`` gets each step.
 
     ``prepared``: read the prepared data; otherwise random tokens from a fixed seed.
@@ -41,7 +41,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     Collective: all ranks of the world.
     """
     with imports_kept():
-        from megasdc.data.dataset import build_datasets, verify_data
+        from megasdc.data.dataset import build_datasets, verify_section_data
         from megasdc.data.loader import MicroBatchLoader, SampleStream
         from megasdc.data.memory_stream import MemoryStream
         from megasdc.data.position import Order, Position
@@ -59,7 +59,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     samples = steps * layout.train_batch_size
     stream: SampleStream
     if prepared:
-        vocab = verify_data(sections.data)[0].tokenizer.vocab_size
+        vocab = verify_section_data(sections.data)[0].tokenizer.vocab_size
         stream = build_datasets(sections.data, vocab, samples, 0, cache_dir=folder)[0]
     else:
         vocab = sections.data.tokenizer.vocab_size
@@ -133,7 +133,7 @@ def _numbers(step: int, numbers: dict[str, float]) -> Trace:
 def main() -> None:
     """Run as a rank."""
     request: dict[str, Any] = json.loads(sys.argv[1])
-    messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    messages = ReportChannel(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))
     try:
         config = parse_config(request["config"], source=request["source"], stored=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megasdc.ops.devices.kernel_log import KernelLog
-from megasdc.ops.devices.readings import Reading
+from megasdc.ops.devices.readings import DeviceReading
 
 FIELDS = {
     "nvlink_flit_crc_errors": 38,
@@ -156,7 +156,7 @@ class Device:
         """Of its handle, by which events name it."""
         return None if self.handle is None else ctypes.cast(self.handle, ctypes.c_void_p).value
 
-    def read(self, xids: Sequence[int], no_xids: str) -> Reading:
+    def read(self, xids: Sequence[int], no_xids: str) -> DeviceReading:
         """Read all values; what follows a lost device's first answer is not asked for.
 
         Args:
@@ -180,7 +180,9 @@ class Device:
                 values[name] = None if isinstance(value, str) else value
                 if isinstance(value, str):
                     unavailable[name] = value
-        return Reading(self.id, f"GPU {self._index} {self.name}".strip(), time.monotonic(), values, unavailable, xids)
+        return DeviceReading(
+            self.id, f"GPU {self._index} {self.name}".strip(), time.monotonic(), values, unavailable, xids
+        )
 
     def _try(self, names: Sequence[str], read: Read) -> Mapping[str, Any]:
         try:
@@ -241,7 +243,7 @@ class Nvml:
                 self.no_events[device.id] = str(error)
         return events if len(self.no_events) < len(self.devices) else None
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[DeviceReading]:
         """Read all devices."""
         log = self._log.read()
         for bus, number in log.xids:

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megasdc.ops.devices.nvml import Unavailable
-from megasdc.ops.devices.readings import History, Reading
-from megasdc.ops.devices.rules import OURS, judge
-from megasdc.ops.devices.verdict import Reason, Verdict, worst
+from megasdc.ops.devices.readings import DeviceHistory, DeviceReading
+from megasdc.ops.devices.rules import OURS, judge_device
+from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason, worst
 
 _WAIT_S = 0.5
 """Longest wait at once; also how long after an event the next reading is, so that many events are one reading."""
 
 
-class Source(Protocol):
+class ReadingSource(Protocol):
     """What can be read."""
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[DeviceReading]:
         """Read now."""
 
     def wait(self, seconds: float) -> bool:
@@ -36,7 +36,7 @@ class Judged:
 
     id: str
     name: str
-    reasons: list[Reason]
+    reasons: list[VerdictReason]
     history: dict[str, Any]
 
     @property
@@ -45,7 +45,7 @@ class Judged:
         return self.name if self.name == self.id else f"{self.name} ({self.id})"
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DeviceVerdict:
         """The worst of the reasons."""
         return worst(self.reasons)
 
@@ -59,7 +59,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Look:
+class ReaderState:
     """What a reader has, at once.
 
     Args:
@@ -79,7 +79,7 @@ class Look:
     items: list[Judged]
 
     @property
-    def reasons(self) -> list[Reason]:
+    def reasons(self) -> list[VerdictReason]:
         """Why telemetry itself is not as it should be."""
         if self.failure:
             text = self.failure
@@ -89,7 +89,11 @@ class Look:
             text = f"telemetry does not answer: the last reading is {self.age_s:.0f} s old"
         else:
             text = f"telemetry does not answer: no reading in {self.age_s:.0f} s"
-        return [Reason(Verdict.DEGRADED, self.name, text, "look for a driver or a disk that hangs: dmesg", OURS)]
+        return [
+            VerdictReason(
+                DeviceVerdict.DEGRADED, self.name, text, "look for a driver or a disk that hangs: dmesg", OURS
+            )
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -103,7 +107,7 @@ class Look:
         }
 
 
-class Reader:
+class DeviceReader:
     """Reads in a thread, and keeps the histories.
 
     Args:
@@ -113,12 +117,12 @@ class Reader:
         answer_s: what has not answered for so long is reported.
     """
 
-    def __init__(self, name: str, open_source: Callable[[], Source], interval_s: float, answer_s: float) -> None:
+    def __init__(self, name: str, open_source: Callable[[], ReadingSource], interval_s: float, answer_s: float) -> None:
         self.name = name
         self._open, self._interval_s, self._answer_s = open_source, interval_s, answer_s
         self._lock = threading.Lock()
         """Held while a reading is kept or looked at, never while one is made."""
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, DeviceHistory] = {}
         self._absent = self._failure = ""
         self._began_at = time.monotonic()
         self._answered_at: float | None = None
@@ -139,17 +143,17 @@ class Reader:
         """Wait until there is a reading or a problem; whether there is."""
         return self._first.wait(timeout_s)
 
-    def look(self) -> Look:
+    def look(self) -> ReaderState:
         """What is known; never waits for a reading."""
         with self._lock:
             answered = self._answered_at is not None
             since = self._answered_at or self._began_at
             items = [
-                Judged(key, history.latest.name, judge(history), history.as_dict())
+                Judged(key, history.latest.name, judge_device(history), history.as_dict())
                 for key, history in self._histories.items()
             ]
             age = time.monotonic() - since
-            return Look(self.name, self._absent, self._failure, age, self._answer_s, answered, items)
+            return ReaderState(self.name, self._absent, self._failure, age, self._answer_s, answered, items)
 
     def _run(self) -> None:
         try:
@@ -165,17 +169,17 @@ class Reader:
             self._failure = f"readings ended: {type(error).__name__}: {error}"
         self._first.set()
 
-    def _wait(self, source: Source) -> None:
+    def _wait(self, source: ReadingSource) -> None:
         until = time.monotonic() + self._interval_s
         while not self._closed.is_set() and (left := until - time.monotonic()) > 0:
             if source.wait(min(left, _WAIT_S)):
                 until = min(until, time.monotonic() + _WAIT_S)
 
-    def _keep(self, readings: list[Reading]) -> None:
+    def _keep(self, readings: list[DeviceReading]) -> None:
         with self._lock:
             self._answered_at = time.monotonic()
             for reading in readings:
                 if reading.id in self._histories:
                     self._histories[reading.id].add(reading)
                 else:
-                    self._histories[reading.id] = History(reading)
+                    self._histories[reading.id] = DeviceHistory(reading)

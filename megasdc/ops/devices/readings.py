@@ -26,7 +26,7 @@ FROM_ZERO = frozenset({"mce_lines", "kernel_lines_lost"})
 
 
 @dataclass(frozen=True)
-class Reading:
+class DeviceReading:
     """What was read of a device or of the host at once.
 
     Args:
@@ -66,7 +66,7 @@ class CounterReset:
     time: float
 
 
-class History:
+class DeviceHistory:
     """What the counters and events of one device did.
 
     Counters that go back, at a reset or when a driver is loaded again, began at 0: what they show then has been added
@@ -77,7 +77,7 @@ class History:
         recent_s: how long ago is still recent.
     """
 
-    def __init__(self, first: Reading, recent_s: float = RECENT_S) -> None:
+    def __init__(self, first: DeviceReading, recent_s: float = RECENT_S) -> None:
         self._recent_s = recent_s
         self._known: dict[str, float] = {}
         self._steps: deque[tuple[float, dict[str, float]]] = deque()
@@ -90,7 +90,7 @@ class History:
         self.latest = first
         self.add(first)
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: DeviceReading) -> None:
         """Take the next reading."""
         grown: dict[str, float] = {}
         for name in COUNTERS & reading.values.keys():

@@ -8,10 +8,10 @@ from rich.text import Text
 
 from megasdc.ops.devices.reader import Judged
 from megasdc.ops.devices.survey import Survey
-from megasdc.ops.devices.verdict import Verdict
+from megasdc.ops.devices.verdict import DeviceVerdict
 
 NO_PROOF = "Telemetry proves no silent data corruption, nor its absence: megasdc stress, audits and traces test that."
-_STYLES = {Verdict.FIT: "green", Verdict.DEGRADED: "bold yellow", Verdict.UNFIT: "bold red"}
+_STYLES = {DeviceVerdict.FIT: "green", DeviceVerdict.DEGRADED: "bold yellow", DeviceVerdict.UNFIT: "bold red"}
 _COLUMNS = {
     "temperature_c": "deg C",
     "power_w": "W",
@@ -47,7 +47,7 @@ def _line(console: Console, text: str | Text) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _styled(verdict: Verdict) -> Text:
+def _styled(verdict: DeviceVerdict) -> Text:
     return Text(verdict.label, _STYLES[verdict])
 
 

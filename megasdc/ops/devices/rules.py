@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megasdc.ops.devices.readings import HOST, History
-from megasdc.ops.devices.verdict import Reason, Verdict
+from megasdc.ops.devices.readings import HOST, DeviceHistory
+from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 PROGRAM = "restart the run; if it recurs, check the program with compute-sanitizer, then the device"
@@ -35,10 +35,10 @@ class Xid:
 
     meaning: str
     remedy: str
-    verdict: Verdict
+    verdict: DeviceVerdict
 
 
-_FIT, _DEGRADED, _UNFIT = Verdict.FIT, Verdict.DEGRADED, Verdict.UNFIT
+_FIT, _DEGRADED, _UNFIT = DeviceVerdict.FIT, DeviceVerdict.DEGRADED, DeviceVerdict.UNFIT
 _COPY = Xid("a copy engine met an error", "restart the run; if it recurs, ask the vendor", _DEGRADED)
 _NVLINK5 = Xid("an error in the device's NVLink unit", LINK, _DEGRADED)
 
@@ -106,17 +106,17 @@ XIDS: dict[int, Xid] = {
     171: Xid("an uncorrectable error in DRAM, beside XID 48", RESET, _UNFIT),
     172: Xid("an uncorrectable error in SRAM, beside XID 48", RESET, _UNFIT),
 }
-UNKNOWN = Xid("not in the table of this version", f"look it up: {SOURCE}", Verdict.DEGRADED)
+UNKNOWN = Xid("not in the table of this version", f"look it up: {SOURCE}", DeviceVerdict.DEGRADED)
 
 
-def xid_reasons(since_start: Iterable[int], recent: Iterable[int]) -> list[Reason]:
+def xid_reasons(since_start: Iterable[int], recent: Iterable[int]) -> list[VerdictReason]:
     """Reasons by XIDs, one a number.
 
     A device cannot be reset while a run holds it, so what makes it unfit counts until the run ends; what degrades it
     counts while it is recent.
     """
-    unfit = {number for number in since_start if _look_up(number).verdict == Verdict.UNFIT}
-    degraded = {number for number in recent if _look_up(number).verdict == Verdict.DEGRADED}
+    unfit = {number for number in since_start if _look_up(number).verdict == DeviceVerdict.UNFIT}
+    degraded = {number for number in recent if _look_up(number).verdict == DeviceVerdict.DEGRADED}
     return [_reason(number) for number in sorted(unfit | degraded)]
 
 
@@ -124,9 +124,9 @@ def _look_up(number: int) -> Xid:
     return XIDS.get(number, UNKNOWN)
 
 
-def _reason(number: int) -> Reason:
+def _reason(number: int) -> VerdictReason:
     found = _look_up(number)
-    return Reason(found.verdict, "xid", f"XID {number}: {found.meaning}", found.remedy, SOURCE)
+    return VerdictReason(found.verdict, "xid", f"XID {number}: {found.meaning}", found.remedy, SOURCE)
 
 
 NVML = "NVIDIA, NVML API reference: https://docs.nvidia.com/deploy/nvml-api/"
@@ -157,7 +157,7 @@ class Over(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class DeviceRule:
     """A verdict on a device whose value fulfils a condition.
 
     Args:
@@ -168,7 +168,7 @@ class Rule:
     value: str
     over: Over
     condition: Callable[[float], bool]
-    verdict: Verdict
+    verdict: DeviceVerdict
     text: str
     remedy: str
     source: str
@@ -194,7 +194,7 @@ def any_bit(mask: int) -> Callable[[float], bool]:
     return lambda value: bool(int(value) & mask)
 
 
-_D, _U, _NOW, _RECENT = Verdict.DEGRADED, Verdict.UNFIT, Over.NOW, Over.RECENT
+_D, _U, _NOW, _RECENT = DeviceVerdict.DEGRADED, DeviceVerdict.UNFIT, Over.NOW, Over.RECENT
 _WATCH = "watch it; test the host with megasdc stress when the run has ended"
 _COOL = "check cooling, dust and the temperature of the inlet"
 _POWER = "check power supplies and cables"
@@ -202,39 +202,55 @@ _SERVICE = "reset the device when convenient, and plan its service"
 _REPLACE = "take the device out of service and ask the vendor for a replacement"
 _DIMM = "drain the host, find the memory module by EDAC's labels, and replace it"
 
-DEVICE_RULES: Sequence[Rule] = (
-    Rule("lost", _NOW, at_least(1), _U, "the device is lost", "reboot the host; check slot and power", NVML),
-    Rule("reset_required", _NOW, at_least(1), _U, "the driver asks for a reset", RESET, NVML),
-    Rule("recovery_action", _NOW, one_of(1, 2, 6, 7), _U, "the driver asks for a reset or a reboot", RESET, NVML),
-    Rule("recovery_action", _NOW, one_of(3, 4, 5), _D, "the driver asks for a recovery", _SERVICE, NVML),
-    Rule("remap_failure", _NOW, at_least(1), _U, "a row of memory could not be remapped", _REPLACE, MEMORY),
-    Rule("remap_pending", _NOW, at_least(1), _D, "rows of memory wait for a reset to be remapped", _SERVICE, MEMORY),
-    Rule("sram_threshold_exceeded", _NOW, at_least(1), _U, "too many uncorrectable errors in SRAM", _REPLACE, MEMORY),
-    Rule("ecc_uncorrected_volatile", _RECENT, at_least(1), _U, "new uncorrectable ECC errors", RESET, MEMORY),
-    Rule("ecc_uncorrected_volatile", _NOW, at_least(1), _D, "uncorrectable ECC errors since load", _SERVICE, MEMORY),
-    Rule("ecc_corrected_volatile", _RECENT, at_least(100), _D, "many corrected ECC errors", _WATCH, OURS),
-    Rule("clock_reasons", _NOW, any_bit(0x20 | 0x40), _D, "clocks are lowered: the device is too hot", _COOL, NVML),
-    Rule("clock_reasons", _NOW, any_bit(0x80), _D, "clocks are lowered: power brake", _POWER, NVML),
-    Rule("clock_reasons", _NOW, any_bit(0x08), _D, "clocks are lowered by hardware: heat or power", _COOL, NVML),
-    Rule("thermal_violation_s", _RECENT, at_least(60), _D, "slowed by heat for a tenth of the time", _COOL, OURS),
-    Rule("nvlink_recoveries", _RECENT, at_least(1), _D, "an NVLink connection had to recover", _WATCH, OURS),
-    Rule("nvlink_flit_crc_errors", _RECENT, at_least(100), _D, "many CRC errors on NVLink", _WATCH, OURS),
-    Rule("nvlink_data_crc_errors", _RECENT, at_least(100), _D, "many CRC errors on NVLink", _WATCH, OURS),
+DEVICE_RULES: Sequence[DeviceRule] = (
+    DeviceRule("lost", _NOW, at_least(1), _U, "the device is lost", "reboot the host; check slot and power", NVML),
+    DeviceRule("reset_required", _NOW, at_least(1), _U, "the driver asks for a reset", RESET, NVML),
+    DeviceRule("recovery_action", _NOW, one_of(1, 2, 6, 7), _U, "the driver asks for a reset or a reboot", RESET, NVML),
+    DeviceRule("recovery_action", _NOW, one_of(3, 4, 5), _D, "the driver asks for a recovery", _SERVICE, NVML),
+    DeviceRule("remap_failure", _NOW, at_least(1), _U, "a row of memory could not be remapped", _REPLACE, MEMORY),
+    DeviceRule(
+        "remap_pending", _NOW, at_least(1), _D, "rows of memory wait for a reset to be remapped", _SERVICE, MEMORY
+    ),
+    DeviceRule(
+        "sram_threshold_exceeded", _NOW, at_least(1), _U, "too many uncorrectable errors in SRAM", _REPLACE, MEMORY
+    ),
+    DeviceRule("ecc_uncorrected_volatile", _RECENT, at_least(1), _U, "new uncorrectable ECC errors", RESET, MEMORY),
+    DeviceRule(
+        "ecc_uncorrected_volatile", _NOW, at_least(1), _D, "uncorrectable ECC errors since load", _SERVICE, MEMORY
+    ),
+    DeviceRule("ecc_corrected_volatile", _RECENT, at_least(100), _D, "many corrected ECC errors", _WATCH, OURS),
+    DeviceRule(
+        "clock_reasons", _NOW, any_bit(0x20 | 0x40), _D, "clocks are lowered: the device is too hot", _COOL, NVML
+    ),
+    DeviceRule("clock_reasons", _NOW, any_bit(0x80), _D, "clocks are lowered: power brake", _POWER, NVML),
+    DeviceRule("clock_reasons", _NOW, any_bit(0x08), _D, "clocks are lowered by hardware: heat or power", _COOL, NVML),
+    DeviceRule("thermal_violation_s", _RECENT, at_least(60), _D, "slowed by heat for a tenth of the time", _COOL, OURS),
+    DeviceRule("nvlink_recoveries", _RECENT, at_least(1), _D, "an NVLink connection had to recover", _WATCH, OURS),
+    DeviceRule("nvlink_flit_crc_errors", _RECENT, at_least(100), _D, "many CRC errors on NVLink", _WATCH, OURS),
+    DeviceRule("nvlink_data_crc_errors", _RECENT, at_least(100), _D, "many CRC errors on NVLink", _WATCH, OURS),
 )
-HOST_RULES: Sequence[Rule] = (
-    Rule("edac_uncorrected", _RECENT, at_least(1), _U, "new uncorrectable errors of main memory", _DIMM, EDAC),
-    Rule("edac_uncorrected", _NOW, at_least(1), _D, "uncorrectable errors of main memory since load", _DIMM, EDAC),
-    Rule("edac_corrected", _RECENT, at_least(100), _D, "many corrected errors of main memory", _DIMM, OURS),
-    Rule("mce_lines", _RECENT, at_least(1), _D, "the kernel reports hardware errors", "read them: dmesg", OURS),
-    Rule("load_per_cpu", _NOW, at_least(4), _D, "far more processes than CPUs", "look for other programs", OURS),
-    Rule("memory_available_share", _NOW, below(0.03), _D, "memory is nearly used up", "free memory", OURS),
-    Rule("disk_free_bytes", _NOW, below(2**30), _D, "less than 1 GiB of disk for the run folder", "free space", OURS),
-    Rule("shared_memory_free_bytes", _NOW, below(2**26), _D, "less than 64 MiB in /dev/shm", "free space there", OURS),
-    Rule("disk_write_s", _NOW, at_least(1), _D, "a block of 4 KiB took long to the disk", "check the storage", OURS),
+HOST_RULES: Sequence[DeviceRule] = (
+    DeviceRule("edac_uncorrected", _RECENT, at_least(1), _U, "new uncorrectable errors of main memory", _DIMM, EDAC),
+    DeviceRule(
+        "edac_uncorrected", _NOW, at_least(1), _D, "uncorrectable errors of main memory since load", _DIMM, EDAC
+    ),
+    DeviceRule("edac_corrected", _RECENT, at_least(100), _D, "many corrected errors of main memory", _DIMM, OURS),
+    DeviceRule("mce_lines", _RECENT, at_least(1), _D, "the kernel reports hardware errors", "read them: dmesg", OURS),
+    DeviceRule("load_per_cpu", _NOW, at_least(4), _D, "far more processes than CPUs", "look for other programs", OURS),
+    DeviceRule("memory_available_share", _NOW, below(0.03), _D, "memory is nearly used up", "free memory", OURS),
+    DeviceRule(
+        "disk_free_bytes", _NOW, below(2**30), _D, "less than 1 GiB of disk for the run folder", "free space", OURS
+    ),
+    DeviceRule(
+        "shared_memory_free_bytes", _NOW, below(2**26), _D, "less than 64 MiB in /dev/shm", "free space there", OURS
+    ),
+    DeviceRule(
+        "disk_write_s", _NOW, at_least(1), _D, "a block of 4 KiB took long to the disk", "check the storage", OURS
+    ),
 )
 
 
-def judge(history: History) -> list[Reason]:
+def judge_device(history: DeviceHistory) -> list[VerdictReason]:
     """Why a device or a host is not fit, the worst first; empty: it is."""
     rules = HOST_RULES if history.latest.id == HOST else DEVICE_RULES
     recent = history.recent
@@ -243,7 +259,7 @@ def judge(history: History) -> list[Reason]:
         value = history.latest.values.get(rule.value) if rule.over is Over.NOW else recent.get(rule.value)
         if value is not None and rule.condition(value):
             text = f"{rule.text} ({rule.value} {_shown(rule.value, value)}{_when(rule.over)})"
-            reasons.append(Reason(rule.verdict, rule.value, text, rule.remedy, rule.source))
+            reasons.append(VerdictReason(rule.verdict, rule.value, text, rule.remedy, rule.source))
     reasons += xid_reasons(history.xid_counts, history.recent_xids)
     return sorted(reasons, key=lambda one: -one.verdict)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.common.errors import LaunchError
-from megasdc.ops.devices.reader import Look
+from megasdc.ops.devices.reader import ReaderState
 from megasdc.ops.devices.rules import OURS
-from megasdc.ops.devices.verdict import Reason, Verdict, worst
+from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason, worst
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Survey:
     """
 
     host: str
-    looks: Sequence[Look]
+    looks: Sequence[ReaderState]
     nodes: Sequence[str]
 
-    def by_name(self) -> dict[str, list[Reason]]:
+    def by_name(self) -> dict[str, list[VerdictReason]]:
         """Reasons for the verdict of each device, of the host, and of telemetry itself; empty lists: fit."""
         found = {one.label: one.reasons for look in self.looks for one in look.items}
         for look in self.looks:
@@ -32,22 +32,22 @@ class Survey:
             found[f"telemetry of {look.name}"] = look.reasons + silent
         return found
 
-    def _silent(self, look: Look) -> list[Reason]:
+    def _silent(self, look: ReaderState) -> list[VerdictReason]:
         """Devices are there, and NVML shows none."""
         if look.name != "devices" or not look.absent or not self.nodes:
             return []
         text = f"{', '.join(self.nodes)} in /dev, but {look.absent}"
-        return [Reason(Verdict.DEGRADED, look.name, text, "check the driver: dmesg, nvidia-smi", OURS)]
+        return [VerdictReason(DeviceVerdict.DEGRADED, look.name, text, "check the driver: dmesg, nvidia-smi", OURS)]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DeviceVerdict:
         """The worst of all."""
         return worst(one for reasons in self.by_name().values() for one in reasons)
 
     @property
     def exit_code(self) -> int:
         """0: nothing is unfit."""
-        return LaunchError.exit_code if self.verdict == Verdict.UNFIT else 0
+        return LaunchError.exit_code if self.verdict == DeviceVerdict.UNFIT else 0
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""

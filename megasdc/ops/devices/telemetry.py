@@ -18,10 +18,10 @@ from typing import Any
 
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.nvml import Nvml
-from megasdc.ops.devices.reader import Judged, Reader
-from megasdc.ops.devices.readings import HOST, Reading
+from megasdc.ops.devices.reader import DeviceReader, Judged
+from megasdc.ops.devices.readings import HOST, DeviceReading
 from megasdc.ops.devices.survey import Survey
-from megasdc.ops.devices.verdict import Verdict, worst
+from megasdc.ops.devices.verdict import DeviceVerdict, worst
 
 PROBE_S = 60.0
 """Seconds between writes that measure a disk."""
@@ -74,7 +74,7 @@ def write_latency_s(folder: Path) -> float:
         return time.monotonic() - began
 
 
-class Host:
+class LocalHost:
     """This host.
 
     Args:
@@ -90,7 +90,7 @@ class Host:
         self._no_latency: Mapping[str, str] = {}
         self._totals = {"mce_lines": 0, "kernel_lines_lost": 0}
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[DeviceReading]:
         """Read all values."""
         root, values, unavailable = self._root, dict[str, float | None](), dict[str, str]()
         reads: list[tuple[tuple[str, ...], Callable[[], Mapping[str, float]]]] = [
@@ -107,7 +107,7 @@ class Host:
         values |= self._latency
         unavailable |= self._no_latency
         lines = self._read_log(values, unavailable)
-        return [Reading(HOST, "host", time.monotonic(), values, unavailable, lines=lines)]
+        return [DeviceReading(HOST, "host", time.monotonic(), values, unavailable, lines=lines)]
 
     def _probe(self) -> None:
         self._probe_at = time.monotonic() + PROBE_S
@@ -180,10 +180,10 @@ class Telemetry:
         log, events = root / KERNEL_LOG, not look_back_s
         since = time.monotonic() - look_back_s if look_back_s else None
         self._readers = [
-            Reader("devices", lambda: Nvml(KernelLog(log, since), events=events), interval_s, answer_s),
-            Reader("host", lambda: Host(folder, KernelLog(log, since), root), interval_s, answer_s),
+            DeviceReader("devices", lambda: Nvml(KernelLog(log, since), events=events), interval_s, answer_s),
+            DeviceReader("host", lambda: LocalHost(folder, KernelLog(log, since), root), interval_s, answer_s),
         ]
-        self._noted: dict[str, tuple[Verdict, float]] = {}
+        self._noted: dict[str, tuple[DeviceVerdict, float]] = {}
         """Verdicts by name, and when they were noted."""
 
     def start(self) -> None:
@@ -220,13 +220,13 @@ class Telemetry:
             verdict, texts = worst(reasons), [one.text for one in reasons]
             if note := self._changed(name, verdict):
                 notes.append(", ".join([note, *texts]))
-            if name in values or verdict > Verdict.FIT:
+            if name in values or verdict > DeviceVerdict.FIT:
                 found.append({"name": name, "verdict": verdict.label, "text": "; ".join(texts), **values.get(name, {})})
         return found, "; ".join(notes)
 
-    def _changed(self, name: str, verdict: Verdict) -> str:
+    def _changed(self, name: str, verdict: DeviceVerdict) -> str:
         """What a verdict was and is; empty: nothing new. Better ones are new after a while, so that few are."""
-        before, noted_at = self._noted.get(name, (Verdict.FIT, 0.0))
+        before, noted_at = self._noted.get(name, (DeviceVerdict.FIT, 0.0))
         now = time.monotonic()
         if verdict == before or (verdict < before and now < noted_at + BETTER_S):
             return ""

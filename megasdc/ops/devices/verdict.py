@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class Verdict(IntEnum):
+class DeviceVerdict(IntEnum):
     """Whether a device can be trained on; the largest of several counts."""
 
     FIT = 0
@@ -24,7 +24,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True)
-class Reason:
+class VerdictReason:
     """Why a verdict is not ``fit``.
 
     Args:
@@ -34,7 +34,7 @@ class Reason:
         source: of the rule.
     """
 
-    verdict: Verdict
+    verdict: DeviceVerdict
     value: str
     text: str
     remedy: str
@@ -51,6 +51,6 @@ class Reason:
         }
 
 
-def worst(reasons: Iterable[Reason]) -> Verdict:
+def worst(reasons: Iterable[VerdictReason]) -> DeviceVerdict:
     """The verdict of these reasons; fit without any."""
-    return max((one.verdict for one in reasons), default=Verdict.FIT)
+    return max((one.verdict for one in reasons), default=DeviceVerdict.FIT)

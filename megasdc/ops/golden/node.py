@@ -25,9 +25,9 @@ from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import VerifyResult, judge_reports
 from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
-from megasdc.ops.golden.watched_ranks import REPORT_S, RankReport, WatchedRank, watch
+from megasdc.ops.golden.watched_ranks import REPORT_S, CellRank, RankReport, watch_ranks
 from megasdc.parallel.identity import Identity
-from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, local_rank_environment
 from megasdc.parallel.rendezvous import join_store
 from megasdc.parallel.stores import MEETING_VARIABLE
 from megasdc.sdc.golden.file import load_header
@@ -218,7 +218,7 @@ def _watch_rank(
         file, environment = _join_cell(board, report, golden, plan, meeting)
         with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
             asked = {**request, "golden": str(file.resolve()), "folder": scratch}
-            watch([WatchedRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
+            watch_ranks([CellRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
     except MegasdcError as error:
         report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
 
@@ -253,7 +253,7 @@ def _join_cell(
             raise TraceError(f"{name} has no golden trace")
         if other["digest"] != seat["digest"]:
             raise TraceError(f"{name}, on {other['host']}, has another golden file; a cell needs one for all its hosts")
-    environment = rank_environment(report.cell_rank, size, golden_threads(header), seats[0]["meeting"])
+    environment = local_rank_environment(report.cell_rank, size, golden_threads(header), seats[0]["meeting"])
     environment["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
     return file, environment
 

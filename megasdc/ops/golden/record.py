@@ -13,9 +13,9 @@ from typing import Any
 from megasdc.common.errors import HangError, PeerError, TraceError, error_of_rank
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig
-from megasdc.ops.golden.watched_ranks import RankReport, WatchedRank, watch
+from megasdc.ops.golden.watched_ranks import CellRank, RankReport, watch_ranks
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.sdc.compare import compare_traces
 from megasdc.sdc.golden.file import Golden, save_golden
 from megasdc.sdc.trace import Trace
@@ -26,7 +26,7 @@ LAUNCHES = 2
 """Sets of processes, forks and fresh ones; results that repeat only inside one process are not golden."""
 
 
-def record(
+def record_golden_trace(
     config: RunConfig,
     out: Path,
     *,
@@ -109,9 +109,9 @@ def _run(
     for rank in range(layout.world_size):
         report = RankReport(socket.gethostname(), rank, 0, rank)
         threads = workload.megasdc.parallel.threads
-        environment = rank_environment(rank, layout.world_size, threads, meeting.environment)
-        ranks.append(WatchedRank(request, environment, report, timeout_s, fresh))
-    watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks)))
+        environment = local_rank_environment(rank, layout.world_size, threads, meeting.environment)
+        ranks.append(CellRank(request, environment, report, timeout_s, fresh))
+    watch_ranks(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks)))
     reports = [rank.report for rank in ranks]
     bad = [report for report in reports if report.ended != "done"]
     if bad:

@@ -26,7 +26,7 @@ from megasdc.sdc.golden_compare import (
     STOPPED,
     GoldenComparison,
     GoldenVerdict,
-    judge,
+    judge_cell,
     trace_gaps,
 )
 from megasdc.sdc.verdict import INCONCLUSIVE
@@ -132,7 +132,7 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
     verdicts: dict[tuple[int, int], GoldenVerdict] = {}
     for cell, members in cells.items():
         findings = {report.cell_rank: [_finding(run) for run in report.runs] for report in members}
-        compared = judge(findings, layout, gaps)
+        compared = judge_cell(findings, layout, gaps)
         wrong = any(verdict.status in (DIVERGENT, INCONCLUSIVE) for verdict in compared.values())
         behind = _behind(members, wrong)
         for report in members:
@@ -205,7 +205,7 @@ def _finding(run: dict[str, Any]) -> GoldenComparison:
     )
 
 
-def render_result(result: VerifyResult, console: Console) -> None:
+def render_golden(result: VerifyResult, console: Console) -> None:
     """Print the table and a summary."""
     table = Table(title=f"golden verification, {result.layout}")
     for name in ("host", "rank", "place", "verdict", "runs", "compared", "first difference", "results that differ"):

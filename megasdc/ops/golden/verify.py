@@ -10,8 +10,8 @@ from typing import Any
 
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.ops.golden.result import VerifyResult, judge_reports
-from megasdc.ops.golden.watched_ranks import RankReport, WatchedRank, watch
-from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, rank_environment
+from megasdc.ops.golden.watched_ranks import CellRank, RankReport, watch_ranks
+from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, local_rank_environment
 from megasdc.sdc.golden.file import load_header
 
 Progress = Callable[[int, int | None], None]
@@ -51,7 +51,7 @@ def verify_here(
     threads = golden_threads(header)
     cells = devices or 1
     total = None if minutes is not None else cells * size * repeats * len(header["cases"])
-    ranks: list[WatchedRank] = []
+    ranks: list[CellRank] = []
     meetings: list[LocalMeeting] = []  # one for each cell
     with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
         for cell in range(cells):
@@ -66,10 +66,10 @@ def verify_here(
             meetings.append(LocalMeeting())
             for rank in range(size):
                 report = RankReport(socket.gethostname(), cell * size + rank, cell, rank)
-                environment = rank_environment(rank, size, threads, meetings[cell].environment)
+                environment = local_rank_environment(rank, size, threads, meetings[cell].environment)
                 environment["LOCAL_RANK"] = str(cell * size + rank)
-                ranks.append(WatchedRank(request, environment, report, timeout_s))
-        watch(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks), total))
+                ranks.append(CellRank(request, environment, report, timeout_s))
+        watch_ranks(ranks, lambda: on_progress(sum(len(rank.report.runs) for rank in ranks), total))
     return judge_reports([rank.report for rank in ranks], header)
 
 

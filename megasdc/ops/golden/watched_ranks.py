@@ -54,7 +54,7 @@ class RankReport:
     acted: list[int] | None = None
 
 
-class WatchedRank:
+class CellRank:
     """The process of one rank of a cell, and its report, which is filled in as the rank reports.
 
     ``request``: of ``megasdc.ops.golden.rank``; written to a file in its ``folder`` (the rank's own or its cell's),
@@ -171,7 +171,7 @@ class WatchedRank:
         return "end of its output: " + " | ".join(lines[-LOG_LINES:]) if lines else "without output"
 
 
-def watch(ranks: list[WatchedRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
+def watch_ranks(ranks: list[CellRank], on_report: Callable[[], None] = lambda: None, grace_s: float = 30.0) -> None:
     """Follow started ranks on this host until all have ended; ``on_report`` is called once a second.
 
     Once one rank of a cell has died, hung or failed, the others of the cell cannot continue and get ``grace_s`` seconds

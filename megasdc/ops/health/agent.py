@@ -44,8 +44,8 @@ from megasdc.ops.devices.telemetry import Telemetry
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
 from megasdc.ops.health.front.link import CoordinatorClient
-from megasdc.ops.health.incident import Conclusion, conclude
-from megasdc.ops.health.limits import Limits, keep_durations, load_durations
+from megasdc.ops.health.incident import HangConclusion, conclude
+from megasdc.ops.health.limits import PhaseLimits, keep_durations, load_durations
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat, node_name
 from megasdc.ops.health.watched import WatchedRanks
@@ -240,7 +240,7 @@ class Agent:
         self._link = None if front is None else CoordinatorClient(front, hello)
         self._telemetry = Telemetry(options.run_folder)
         self._report: dict[str, Any] | None = None
-        self._own: Conclusion | None = None
+        self._own: HangConclusion | None = None
         self._clock: dict[str, Any] | None = None
 
     @property
@@ -279,9 +279,9 @@ class Agent:
         run, attempt, _ = self._ranks.run.rsplit(".", 2)
         linger(memory_folder(run), f"{run}.{attempt}")
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> PhaseLimits:
         own = self._options
-        return Limits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, self._ranks.durations(self._kept))
+        return PhaseLimits(own.hang_floor_s, own.slow_floor_s, own.hang_factor, self._ranks.durations(self._kept))
 
     def _watch_for_standstill(self) -> None:
         """Report what is known of the ranks once they are stuck, and take it back if something moves again."""
@@ -303,7 +303,7 @@ class Agent:
         with suppress(OSError), replacing(self._options.folder / CLOCK_FILE) as file:
             json.dump(clock, file)
 
-    def _ask(self, limits: Limits) -> dict[str, Any] | None:
+    def _ask(self, limits: PhaseLimits) -> dict[str, Any] | None:
         """What is known of the ranks and this host; None: a rank has just moved."""
         known, also = self._ranks.report(limits), {"launch": self._options.launch}
         return None if known is None else {**known, **also, "devices": self._telemetry.as_dict()}

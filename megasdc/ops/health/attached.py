@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
-from megasdc.attached.training import Part, Training
+from megasdc.attached.training import Protection, Training
 from megasdc.engine.time_split import mark
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.limits import FIRST_STEPS
@@ -22,13 +22,13 @@ from megasdc.parallel.collectives import gather_objects
 logger = logging.getLogger(__name__)
 
 
-def build_phases(training: Training) -> Part | None:
+def build_phases(training: Training) -> Protection | None:
     """Phases of this rank, where ``megasdc run`` has started it and watches its health."""
     health = current_health()
     return None if health is None else GuardPhases(training, health)
 
 
-def build_stragglers(training: Training) -> Part | None:
+def build_stragglers(training: Training) -> Protection | None:
     """The watch for slow ranks, where it is asked for and there are replicas to compare.
 
     Collective: all ranks of the world.
@@ -37,7 +37,7 @@ def build_stragglers(training: Training) -> Part | None:
     return None if ratio is None or training.dims.data == 1 else GuardStragglers(training, ratio)
 
 
-class GuardPhases(Part):
+class GuardPhases(Protection):
     """Records the phases of a DeepSpeed engine: of a pipeline by its instructions, else by its calls.
 
     What the training does between those is ``between steps``, also within one: nothing is known of it.
@@ -111,7 +111,7 @@ class GuardPhases(Part):
         self._undo.callback(vars(self._engine).pop, "_INSTRUCTION_MAP")
 
 
-class GuardStragglers(Part):
+class GuardStragglers(Protection):
     """Compares how long the forward passes of the ranks of each stage take; they wait for nobody.
 
     Times are exchanged every few steps. The first tensor rank of a stage gives them.

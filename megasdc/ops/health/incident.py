@@ -18,15 +18,15 @@ from megasdc.common.errors import HangError, PeerError
 from megasdc.ops.health.blame import GONE_KIND, find_blame
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import GroupState, RankState
-from megasdc.ops.health.record import Identity, Progress
+from megasdc.ops.health.record import Progress, WatchedIdentity
 
 INCIDENT_FOLDER = "incidents"
 STANDSTILL = "nothing moved for"
 """With which the message of each conclusion begins."""
 
 
-def state_of(
-    identity: Identity,
+def rank_state(
+    identity: WatchedIdentity,
     progress: Progress,
     limit_s: float,
     process: str,
@@ -79,7 +79,7 @@ def _groups(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, GroupState]:
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class HangConclusion:
     """What follows from the reports of all hosts.
 
     Args:
@@ -109,7 +109,7 @@ class Conclusion:
 
 def conclude(
     health: Path, nodes: Sequence[str], reports: Sequence[Mapping[str, Any]], lost: Sequence[str]
-) -> Conclusion:
+) -> HangConclusion:
     """Name the cause of a standstill.
 
     Args:
@@ -142,7 +142,7 @@ def conclude(
     }
     path = health / INCIDENT_FOLDER / f"hang_{run}.json"
     code = PeerError.exit_code if blame.kind == GONE_KIND else HangError.exit_code
-    return Conclusion({"exit_code": code, "message": f"{message}; see {path}"}, path, incident)
+    return HangConclusion({"exit_code": code, "message": f"{message}; see {path}"}, path, incident)
 
 
 def clustered(stacks: Mapping[str, Mapping[str, Sequence[str]]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ Durations = dict[Phase, list[int]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class PhaseLimits:
     """Limits of this run's phases.
 
     Args:
@@ -57,7 +57,7 @@ def percentile_s(counts: Sequence[int], share: float) -> float:
     return 0.0
 
 
-def merged(durations: Sequence[Mapping[Phase, Sequence[int]]]) -> Durations:
+def merged_counts(durations: Sequence[Mapping[Phase, Sequence[int]]]) -> Durations:
     """Sums of counts."""
     empty = [0] * BUCKETS
     return {

@@ -20,11 +20,11 @@ from megasdc.common.shared_memory import NAME_VARIABLE, make_own_folder
 from megasdc.config.sections.health import HealthSection
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
-from megasdc.ops.health.front.address import take_front
+from megasdc.ops.health.front.address import claim_front
 from megasdc.ops.health.phases import SLOW, Phase
 from megasdc.ops.health.rank_watch import Leave, RankWatch
-from megasdc.ops.health.record import HeartbeatWriter, Identity, record_path
-from megasdc.ops.health.record_folder import record_folder, remove_leftovers
+from megasdc.ops.health.record import HeartbeatWriter, WatchedIdentity, record_path
+from megasdc.ops.health.record_folder import record_folder, remove_old_records
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ProgramHealth:
         node = host_of_rank[rank]
         here = tuple(other for other, on in enumerate(host_of_rank) if on == node)
         run = f"{launch_id}.1.0"  # as names of starts are, with the number of the start and a random part
-        identity = Identity(
+        identity = WatchedIdentity(
             *(run, rank, here.index(rank), len(host_of_rank), 0, 0, rank, nodes[node], node),
             pid=os.getpid(),
             started_at=started_at(os.getpid()),
@@ -72,7 +72,7 @@ class ProgramHealth:
         random = os.environ.get(NAME_VARIABLE)
         self._folder, self._here = record_folder(run if random is None else f"{run}.{random}", node), here
         if identity.local_rank == 0:
-            remove_leftovers()
+            remove_old_records()
         make_own_folder(self._folder)
         self._record = HeartbeatWriter(self._folder, identity)
         self._record.enter(Phase.START, 0)
@@ -81,7 +81,7 @@ class ProgramHealth:
         self._tellers, self._phase = 0, Phase.START
         self._agent, self._starts = None, False
         if identity.local_rank == 0:
-            front = take_front(run_dir / "health", f"{launch_id}.{node}")
+            front = claim_front(run_dir / "health", f"{launch_id}.{node}")
             limits = (min(limits_s), limits_s[1], HealthSection().hang_factor, tuple(alert_command))
             options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *limits, launch_id)
             self._agent, self._starts = AgentProcess(options, front, run), True

@@ -52,7 +52,7 @@ _TRIES = 100
 
 
 @dataclass(frozen=True)
-class Identity:
+class WatchedIdentity:
     """Identity of a rank: what an agent must know to watch it and to say who it is.
 
     Args:
@@ -96,7 +96,7 @@ class Progress:
     sequence: int = -1
 
 
-class Recorder(Protocol):
+class PhaseRecorder(Protocol):
     """Records a change to a phase."""
 
     def __call__(self, step: int, micro_batch: int = -1, sequence: int = -1) -> None:
@@ -127,7 +127,7 @@ class HeartbeatWriter:
         StorageError: shared memory cannot be written.
     """
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: WatchedIdentity) -> None:
         content = json.dumps(asdict(identity)).encode()
         if len(content) > _IDENTITY_BYTES:
             raise StorageError(f"identity of rank {identity.rank} takes {len(content)} bytes, {_IDENTITY_BYTES} fit")
@@ -154,7 +154,7 @@ class HeartbeatWriter:
         self._begun: deque[tuple[int, float]] = deque([(Phase.START, time.monotonic())])
         """Phases and when they began, from the first whose duration is not counted yet."""
 
-    def recorder(self, phase: int, group: bytes = b"") -> Recorder:
+    def recorder(self, phase: int, group: bytes = b"") -> PhaseRecorder:
         """What records a change to a phase, given step, micro-batch and sequence; see ``Progress``.
 
         About a microsecond, and ten where the pass before has taken the processor's caches, for which all that does not
@@ -296,11 +296,11 @@ class RecordReader:
         self._file.close()
 
 
-def _identity(raw: dict[str, Any]) -> Identity:
+def _identity(raw: dict[str, Any]) -> WatchedIdentity:
     """An identity as it was written; ValueError or TypeError where it cannot have been."""
-    found = Identity(**raw)
+    found = WatchedIdentity(**raw)
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-    for field in fields(Identity):
+    for field in fields(WatchedIdentity):
         value = getattr(found, field.name)
         if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
             raise TypeError(f"{field.name} is {value!r}")

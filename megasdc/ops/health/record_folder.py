@@ -26,7 +26,7 @@ def record_folder(run: str, node: int) -> Path:
     return shared_folder() / f"{own_prefix()}{run}-{node}"
 
 
-def remove_leftovers() -> None:
+def remove_old_records() -> None:
     """Remove records of earlier runs of this user whose processes were all killed, their agent too."""
     for folder in own_folders(own_prefix()):
         if folder.name.startswith(f"{own_prefix()}memory-"):

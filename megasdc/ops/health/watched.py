@@ -22,11 +22,11 @@ from typing import Any
 from megasdc.common.durable import write_durably
 from megasdc.common.process_state import DISK, GONE, RUNNING, process_state
 from megasdc.common.shared_memory import read_own_json
-from megasdc.ops.health.incident import state_of
-from megasdc.ops.health.limits import Limits, merged
+from megasdc.ops.health.incident import rank_state
+from megasdc.ops.health.limits import PhaseLimits, merged_counts
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_watch import answer_path
-from megasdc.ops.health.record import LEAVE_FILE, Identity, Progress, RecordReader, record_path
+from megasdc.ops.health.record import LEAVE_FILE, Progress, RecordReader, WatchedIdentity, record_path
 
 ESTABLISHED, RETRANSMIT_TIMER = 0x01, 0x01
 LEAST_RETRANSMITS = 3
@@ -126,7 +126,7 @@ class WatchedRank:
     damaged: str = ""
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> WatchedIdentity:
         """Its identity."""
         return self.record.identity
 
@@ -213,19 +213,19 @@ class WatchedRanks:
         for rank in self._ranks:
             with contextlib.suppress(ValueError):
                 found.append(rank.record.durations())
-        return merged([kept, *found])
+        return merged_counts([kept, *found])
 
     def count_from_now(self) -> None:
         """What was before does not count: this whole host stood still."""
         for rank in self._ranks:
             rank.since = time.monotonic()
 
-    def are_stuck(self, limits: Limits) -> bool:
+    def are_stuck(self, limits: PhaseLimits) -> bool:
         """Whether every rank that has not ended has been where it is for longer than it may."""
         waiting = [rank for rank in self._ranks if not rank.ended]
         return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
 
-    def report(self, limits: Limits) -> dict[str, Any] | None:
+    def report(self, limits: PhaseLimits) -> dict[str, Any] | None:
         """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts.
 
         None: one has moved meanwhile.
@@ -251,7 +251,7 @@ class WatchedRanks:
             limit_s = limits.of(rank.progress, rank.first_step)
             known = connections(rank.identity.pid)
             addresses |= {one.local for one in known}
-            state = state_of(rank.identity, rank.progress, limit_s, rank.state, answer, silent_peers(known))
+            state = rank_state(rank.identity, rank.progress, limit_s, rank.state, answer, silent_peers(known))
             states.append(asdict(state))
         return {"run": self.run, "states": states, "stacks": stacks, "addresses": sorted(addresses)}
 

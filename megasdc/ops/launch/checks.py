@@ -17,7 +17,7 @@ from megasdc.common.errors import DataError, LaunchError, MegasdcError, StorageE
 from megasdc.common.versions.installed import check_range
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import probe
-from megasdc.ops.launch.remote import Transport, Watch
+from megasdc.ops.launch.remote import HostWatch, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def inspect_hosts(
     *,
     trusted: Collection[str] = (),
     among_others: bool = False,
-    watch: Watch | None = None,
+    watch: HostWatch | None = None,
 ) -> HostReport:
     """Probe every host, and this one to compare versions; returns facts and problems of all hosts.
 
@@ -113,7 +113,7 @@ def inspect_hosts(
         among_others: the run has further hosts.
         watch: what is done meanwhile; where it says nothing of busy hosts, that is logged. None: nothing.
     """
-    watch = replace(watch or Watch(), say=(watch and watch.say) or logger.warning)
+    watch = replace(watch or HostWatch(), say=(watch and watch.say) or logger.warning)
     request = {
         "cwd": needs.cwd,
         "python_path": needs.python_path,
@@ -140,7 +140,7 @@ def inspect_hosts(
             report.facts[answer.host] = answer.value
             several = among_others or len(placement.hosts) > 1
             report.found.extend(_host_problems(answer.host, answer.value, needs, several))
-    report.found.extend(data_problems({host: found["data"] for host, found in report.facts.items()}, trusted))
+    report.found.extend(differing_data({host: found["data"] for host, found in report.facts.items()}, trusted))
     for host, name, text in left_behind({host: found["locks"] for host, found in report.facts.items()}):
         if "ninja" in needs.compilers and _has_none(report.facts[host], needs) and name in CPU_EXTENSIONS:
             # Of no host: a lock is no fault of one, and no other has to take its place.
@@ -158,7 +158,7 @@ def inspect_hosts(
     return report
 
 
-def data_problems(data: Mapping[str, Mapping[str, str | None]], trusted: Collection[str] = ()) -> list[HostProblem]:
+def differing_data(data: Mapping[str, Mapping[str, str | None]], trusted: Collection[str] = ()) -> list[HostProblem]:
     """Folders of prepared data that are not the same on all hosts.
 
     Args:

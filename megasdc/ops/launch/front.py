@@ -34,13 +34,27 @@ from megasdc.ops.launch import environment, host_failed, own_lines
 from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import files, private
-from megasdc.ops.launch.plan import LaunchPlan, make_plan
+from megasdc.ops.launch.plan import LaunchPlan, plan_launch
 from megasdc.ops.launch.process import LauncherProcess
 from megasdc.ops.launch.records import records_dir
-from megasdc.ops.launch.remote import MAX_PARALLEL, Watch
+from megasdc.ops.launch.remote import MAX_PARALLEL, HostWatch
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
-from megasdc.ops.launch.supervision import STOP_GRACE_S, FailureWatch, gather_records, say, wait_for_ranks
-from megasdc.ops.launch.verdict import Met, Verdict, after_suspension, judge, launcher_killed, lines_of, read_met
+from megasdc.ops.launch.supervision import (
+    STOP_GRACE_S,
+    FailureWatch,
+    gather_records,
+    print_front_message,
+    wait_for_ranks,
+)
+from megasdc.ops.launch.verdict import (
+    LaunchVerdict,
+    Met,
+    after_suspension,
+    judge_launch,
+    launcher_killed,
+    lines_of,
+    read_met,
+)
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
 from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
 
@@ -71,12 +85,14 @@ def _open(plan: LaunchPlan) -> Coordinator | None:
     health = plan.run_dir / "health"
     try:
         address = LOCAL_ADDRESS if plan.master_addr is None else own_address_towards(plan.master_addr)
-        server = Coordinator(plan.launch_id, address, health, say, plan.program.alert_command)
+        server = Coordinator(plan.launch_id, address, health, print_front_message, plan.program.alert_command)
     except OSError as error:
-        say(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
+        print_front_message(f"health: hosts cannot be heard: {error}; their agents judge by the run folder")
         return None
     if problems := _leave_for_hosts(plan, json.dumps(asdict(server.front))):
-        say(f"health: hosts cannot be told where to connect: {problems[0]}; their agents judge by the run folder")
+        print_front_message(
+            f"health: hosts cannot be told where to connect: {problems[0]}; their agents judge by the run folder"
+        )
         server.close()
         return None
     return server
@@ -113,7 +129,7 @@ MEMORY_UNKNOWN = (
 class LaunchResult:
     """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records.
 
-    ``met``: faults and standstills of this launch, also where it ended well; ``memory``: as of ``Verdict``.
+    ``met``: faults and standstills of this launch, also where it ended well; ``memory``: as of ``LaunchVerdict``.
     """
 
     exit_code: int
@@ -186,10 +202,10 @@ def launch_run(
         StorageError: folders cannot be written to, and nothing else is wrong.
     """
     raise_descriptor_limit()
-    plan = make_plan(request, say)
+    plan = plan_launch(request, print_front_message)
     room.set_limit(plan.program.wait_for_room_s)
     if not dry_run:
-        room.need_room(partial(_probe, plan.run_dir), plan.run_dir, say)
+        room.need_room(partial(_probe, plan.run_dir), plan.run_dir, print_front_message)
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet, on_verdict)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
@@ -207,15 +223,15 @@ def _probe(folder: Path) -> None:
 
 
 def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
-    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=Watch(say=say))
+    report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=HostWatch(say=print_front_message))
     if problems := [*_folders_in_use(plan), *report.problems]:
         in_use = len(problems) > len(report.found)
         raise (LaunchError if in_use else report.error)("\n".join(problems))
     plan = _with_master_address(plan, report)
-    say(f"launch {plan.launch_id}: {_describe(plan.placement)}")
+    print_front_message(f"launch {plan.launch_id}: {_describe(plan.placement)}")
     if dry_run:
-        say(f"would run: {shlex.join(plan.shown_command)}")
-        return _result(plan, Verdict(0, None, None, ["checks passed; nothing was started"]), None)
+        print_front_message(f"would run: {shlex.join(plan.shown_command)}")
+        return _result(plan, LaunchVerdict(0, None, None, ["checks passed; nothing was started"]), None)
     away: dict[str, str] = {}
     with _holding(plan), _meeting(plan, away) as plan:
         with listening_for_agents(plan) as agents:
@@ -226,7 +242,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
         result = _result(plan, verdict, launcher_code)
         _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
         for line in (*verdict.lines, *lines_of(result.met)):
-            say(line)
+            print_front_message(line)
     return result
 
 
@@ -241,7 +257,7 @@ def _inspected(plan: LaunchPlan) -> Placement:
     """Hosts to probe; under SLURM, where hosts often refuse SSH, only this one, under the first host's name."""
     if plan.request.backend != "slurm" or not plan.placement.remote:
         return plan.placement
-    say("slurm: the other hosts are not checked, they may not be reachable over SSH")
+    print_front_message("slurm: the other hosts are not checked, they may not be reachable over SSH")
     first = plan.placement.hosts[0]
     return Placement({first: plan.placement.slots[first]}, remote=False)
 
@@ -251,7 +267,7 @@ def _folders_in_use(plan: LaunchPlan) -> list[str]:
     problems = []
     for folder in plan.needs.writable:
         try:
-            run_lock.check_free(Path(folder), say, plan.request.ended)
+            run_lock.check_free(Path(folder), print_front_message, plan.request.ended)
         except LaunchError as error:
             problems.append(str(error))
     return problems
@@ -273,7 +289,7 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{plan.run_dir} cannot be made: {error.strerror}; choose another by --run-dir") from error
     holder = run_lock.Holder.this_process(secrets.token_hex(8), plan.launch_id)
-    lock = run_lock.take(plan.run_dir, holder, say, plan.request.ended)
+    lock = run_lock.take_lock(plan.run_dir, holder, print_front_message, plan.request.ended)
     try:
         yield
     finally:
@@ -321,21 +337,21 @@ def _private_on_hosts(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[str
     if (variables := environment.private_environment(os.environ)) and plan.request.backend == "pdsh":
         files[private.ENVIRONMENT] = json.dumps(variables)
 
-    def ask(files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: Watch) -> dict[str, str]:
+    def ask(files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: HostWatch) -> dict[str, str]:
         request, program = {"name": name, "files": files}, Path(private.__file__)
         answers = plan.transport.run(hosts, program, request, timeout_s=timeout_s, watch=watch) if hosts else []
         return {answer.host: answer.problem for answer in answers if answer.problem}
 
     hosts = plan.placement.hosts
     try:
-        if refused := ask(files, hosts, PRIVATE_TIMEOUT_S, Watch(say=say)):
+        if refused := ask(files, hosts, PRIVATE_TIMEOUT_S, HostWatch(say=print_front_message)):
             hosts = [host for host in hosts if host not in refused]
             raise LaunchError("\n".join(f"the secret of the launch was not taken: {text}" for text in refused.values()))
         yield name
     finally:
-        problems = ask(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, Watch())
+        problems = ask(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, HostWatch())
         for problem in (*away.values(), *problems.values()):
-            say(f"the secret of the launch, which has ended, may not have been removed: {problem}")
+            print_front_message(f"the secret of the launch, which has ended, may not have been removed: {problem}")
 
 
 def _with_variables(plan: LaunchPlan, variables: Mapping[str, str]) -> LaunchPlan:
@@ -366,7 +382,7 @@ def _describe(placement: Placement) -> str:
 
 def _run(
     plan: LaunchPlan, quiet: bool, agents: HangMonitor | None, on_verdict: Callable[[], None]
-) -> tuple[Verdict, int, dict[str, str]]:
+) -> tuple[LaunchVerdict, int, dict[str, str]]:
     """Start the launcher, wait for it, and judge the records.
 
     Args:
@@ -384,7 +400,7 @@ def _run(
     env[host_failed.FOLDER_VARIABLE] = str(records_dir(plan.run_dir, plan.launch_id))
     env[environment.FRONT_PID_VARIABLE] = str(os.getpid())
     env[NAME_VARIABLE] = secrets.token_hex(16)  # here, not among the ranks' variables: those are arguments on hosts
-    process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=say)
+    process = LauncherProcess(plan.command(), env, stdout=sys.stderr if quiet else None, say=print_front_message)
     try:
         code = process.wait(FailureWatch(plan, silent=silent), plan.request.failure_grace_s)
         number = process.stopped_by  # a signal from now on has not ended the launcher
@@ -405,11 +421,13 @@ def _run(
     if code != 0 and len(records.started) < len(hosts):
         folder = own_lines.logs_folder(plan.run_dir)
         for line in own_lines.last_lines(folder):
-            say(f"DeepSpeed's launcher said: {line}")
-        say(f"its whole log is in {folder}")
+            print_front_message(f"DeepSpeed's launcher said: {line}")
+        print_front_message(f"its whole log is in {folder}")
     outlived = incomplete and waited
     clocks = None if agents is None else agents.clocks
-    verdict = judge(hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks)
+    verdict = judge_launch(
+        hosts, records, code, unreachable=unreachable, stopped_by=number, outlived=outlived, clocks=clocks
+    )
     verdict = after_suspension(verdict, records, process.stood_still_s)
     if number is None and not plan.has_own_launchers and records.started.keys() - records.done.keys():
         verdict = replace(verdict, lines=[*verdict.lines, MEMORY_UNKNOWN])
@@ -428,7 +446,7 @@ def _without_room(folder: Path) -> str:
     return ""
 
 
-def _result(plan: LaunchPlan, verdict: Verdict, launcher_code: int | None) -> LaunchResult:
+def _result(plan: LaunchPlan, verdict: LaunchVerdict, launcher_code: int | None) -> LaunchResult:
     return LaunchResult(
         exit_code=verdict.exit_code,
         launch_id=plan.launch_id,
@@ -450,6 +468,6 @@ def _write_result(plan: LaunchPlan, result: LaunchResult) -> None:
     folder = records_dir(plan.run_dir, plan.launch_id)
     path, text = folder / "launch.json", json.dumps(asdict(result), indent=2) + "\n"
     try:
-        room.wait_for_room(lambda: room.write_whole(path, text), path, say, at_most_s=room.END_S)
+        room.wait_for_room(lambda: room.write_whole(path, text), path, print_front_message, at_most_s=room.END_S)
     except OSError as error:
-        say(f"{folder / 'launch.json'} could not be written: {error}")
+        print_front_message(f"{folder / 'launch.json'} could not be written: {error}")

@@ -18,7 +18,7 @@ from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.config.load import load_config
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
-from megasdc.ops.launch.verdict import judge
+from megasdc.ops.launch.verdict import judge_launch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         raise LaunchError(f"{LAUNCH_ID_VARIABLE} is not set; give it the value that the ranks had")
     run_dir = load_config(arguments.config, arguments.set).megasdc.logging.run_dir
     placement = place_on_hosts(read_hostfile(arguments.hostfile))
-    verdict = judge(placement.host_of_rank, collect(run_dir, launch_id), arguments.launcher_code)
+    verdict = judge_launch(placement.host_of_rank, collect(run_dir, launch_id), arguments.launcher_code)
     print("\n".join(verdict.lines))
     return verdict.exit_code
 

@@ -31,7 +31,7 @@ ALIKE = ("cuda", "cpu")
 """Accelerators of DeepSpeed whose devices the same variable lists; training supports no others."""
 
 
-class Accelerator:
+class AcceleratorStub:
     """Stub of DeepSpeed's accelerator with what launch.py needs, for those in ``ALIKE``."""
 
     def visible_devices_envs(self) -> list[str]:
@@ -80,7 +80,7 @@ def _stand_ins() -> Iterator[None]:
     (folder,) = map(Path, spec.submodule_search_locations)
     try:
         _package("deepspeed", folder)
-        _package("deepspeed.accelerator", folder / "accelerator", get_accelerator=Accelerator)
+        _package("deepspeed.accelerator", folder / "accelerator", get_accelerator=AcceleratorStub)
         _package("deepspeed.elasticity", folder / "elasticity", is_torch_elastic_compatible=lambda: False)
         utils = _package("deepspeed.utils", folder / "utils", logger=_logger(), set_log_level_from_string=_set_level)
         utils.get_numactl_cmd = importlib.import_module("deepspeed.utils.numa").get_numactl_cmd  # type: ignore[attr-defined]

@@ -37,14 +37,14 @@ from megasdc.ops.launch.launch_alone import import_launch
 from megasdc.ops.launch.on_host import private
 from megasdc.ops.launch.on_host.build_locks import BuildLocks
 from megasdc.ops.launch.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
-from megasdc.ops.launch.own_lines import own_lines_to, take_folder_option
+from megasdc.ops.launch.own_lines import own_lines_to, pop_folder_option
 from megasdc.ops.launch.rank import RankCommand
 from megasdc.ops.launch.records import read_done, records_dir, write_ended
 from megasdc.ops.launch.verdict import describe_code
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
 from megasdc.parallel.stores import PRIVATE_VARIABLE
 
-LOGS = take_folder_option(sys.argv)
+LOGS = pop_folder_option(sys.argv)
 with ends_at_launch_error(), own_lines_to(LOGS, sys.argv):
     launch = import_launch()
 
@@ -157,7 +157,7 @@ class Ranks:
 
     def remove_locks(self) -> None:
         """Remove the locks of extensions that they were compiling when they were ended."""
-        self._locks.remove_left(own_descendants, say)
+        self._locks.remove_left(own_descendants, print_message)
 
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
@@ -181,7 +181,7 @@ class Ranks:
             kill = self._killed_for_memory(rank, code, folder)
             what = "it" if code < 0 else "a worker of it"
             why = f", since the kernel had no memory for {what}" if kill is not None else ""
-            say(f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too")
+            print_message(f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too")
             if folder is not None:
                 write_ended(folder, int(rank), code, kill)
 
@@ -235,7 +235,7 @@ def rank_variable(argv: Sequence[str], name: str) -> str | None:
     return RankCommand.decode(argv[argv.index(RANK_MODULE) + 2]).environment.get(name)
 
 
-def say(line: str) -> None:
+def print_message(line: str) -> None:
     """Print a message in one write, since many processes share the stream; where that has gone, nobody can be told."""
     with suppress(OSError):
         sys.stderr.write(f"{socket.gethostname()}: {line}\n")
@@ -259,14 +259,14 @@ def main() -> None:
         sys.argv.pop(1)
         follow_input()
         name = rank_variable(sys.argv, PRIVATE_VARIABLE) or ""  # what the front calls the folder with what is secret
-        os.environ.update(private.take_environment(name) if name else {})  # ranks inherit it
+        os.environ.update(private.pop_environment(name) if name else {})  # ranks inherit it
     try:
         launch.main()
     finally:
         ranks.remove_buffers()
         ranks.remove_locks()
         if name:  # the front does so, too, unless it was killed
-            private.remove(name)
+            private.remove_private(name)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def folder_option(folder: str) -> str:
     return FOLDER_OPTION + base64.urlsafe_b64encode(folder.encode()).decode()
 
 
-def take_folder_option(argv: list[str]) -> str | None:
+def pop_folder_option(argv: list[str]) -> str | None:
     """Remove the option from a command line; return its folder, None if it is absent."""
     for word in argv[1:3]:
         if word.startswith(FOLDER_OPTION):

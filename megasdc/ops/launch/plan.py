@@ -227,7 +227,7 @@ class LaunchPlan:
         )
 
 
-def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
+def plan_launch(request: LaunchRequest, tell: Say) -> LaunchPlan:
     """Check everything that can be checked without leaving this host.
 
     Args:
@@ -276,11 +276,11 @@ def make_plan(request: LaunchRequest, tell: Say) -> LaunchPlan:
     )
 
 
-def needs_of(request: LaunchRequest) -> tuple[HostNeeds, Transport]:
+def launch_needs(request: LaunchRequest) -> tuple[HostNeeds, Transport]:
     """What a request needs of every host, and how hosts are reached over SSH.
 
     Raises:
-        ConfigError, LaunchError: see ``make_plan``.
+        ConfigError, LaunchError: see ``plan_launch``.
     """
     cwd = Path.cwd()
     program = program_of(request, cwd)

@@ -44,7 +44,7 @@ DEFAULT_REMEDY = "check that the host is on and runs sshd, or exclude it (--excl
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """Answer of one host: ``value``, or the ``problem`` that prevented it."""
 
     host: str
@@ -53,7 +53,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Watch:
+class HostWatch:
     """What is done while hosts work, several times a second.
 
     Attributes:
@@ -87,8 +87,8 @@ class Transport:
     load_command: Sequence[str] = ("sh", "-c", "echo; cat /proc/loadavg; getconf _NPROCESSORS_ONLN")
 
     def run(
-        self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: Watch | None = None
-    ) -> list[Answer]:
+        self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: HostWatch | None = None
+    ) -> list[HostAnswer]:
         """Run the same program on all hosts, in parallel; an exception, as a signal may raise, ends it everywhere.
 
         Args:
@@ -100,7 +100,7 @@ class Transport:
         Returns:
             One answer per host, in the order of ``hosts``.
         """
-        watch, over, said = watch or Watch(), Event(), dict[str, str]()
+        watch, over, said = watch or HostWatch(), Event(), dict[str, str]()
         # On a line of its own: what a login prints may end without one.
         call = (
             f"import json\nprint()\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
@@ -136,17 +136,17 @@ class Transport:
         over: Event,
         said: dict[str, str],
         say: Callable[[str], None] | None,
-    ) -> Answer:
+    ) -> HostAnswer:
         """Run a program on one host.
 
         Args:
             text: of the program.
             over: set once nobody waits any longer.
             said: gets what the host says of its progress, as long as it works.
-            say: see ``Watch``.
+            say: see ``HostWatch``.
         """
         if over.is_set():
-            return Answer(host, problem=f"{host}: was not asked, since nobody waits any longer")
+            return HostAnswer(host, problem=f"{host}: was not asked, since nobody waits any longer")
         try:
             process = subprocess.Popen(
                 self.command(host, [sys.executable, "-"]),
@@ -156,7 +156,9 @@ class Transport:
                 start_new_session=True,  # a terminal that goes does not end it
             )
         except OSError as error:
-            return Answer(host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host")
+            return HostAnswer(
+                host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host"
+            )
         given: bytes | None = text.encode()
         began, limit_s = time.monotonic(), timeout_s
         try:
@@ -167,20 +169,20 @@ class Transport:
                 except subprocess.TimeoutExpired as waited:
                     given, said[host] = None, _progress(waited.output or b"")
                 if over.is_set():
-                    return Answer(host, problem=f"{host}: was not waited for any longer")
+                    return HostAnswer(host, problem=f"{host}: was not waited for any longer")
                 if time.monotonic() - began > limit_s:
                     longer_s = limit_s if say is None else self._longer_s(host, timeout_s, limit_s, say)
                     if longer_s <= limit_s:
                         limit = f"gave no answer in {limit_s:.4g} s"
-                        return Answer(host, problem=f"{host}: {limit}; check whether the host hangs")
+                        return HostAnswer(host, problem=f"{host}: {limit}; check whether the host hangs")
                     limit_s = longer_s
         finally:
             said.pop(host, None)
             _end(process)
         for line in out.splitlines():
             if line.startswith(ANSWER_MARK):
-                return Answer(host, json.loads(line.removeprefix(ANSWER_MARK)))
-        return Answer(host, problem=self.failure(host, process.returncode, err))
+                return HostAnswer(host, json.loads(line.removeprefix(ANSWER_MARK)))
+        return HostAnswer(host, problem=self.failure(host, process.returncode, err))
 
     def _longer_s(self, host: str, timeout_s: float, limit_s: float, say: Callable[[str], None]) -> float:
         """How long a host may take in all, by what it says of its load; the limit so far where it hangs."""

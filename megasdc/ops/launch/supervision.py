@@ -34,7 +34,7 @@ WAIT_POLL_S = 0.5
 TELL_S = 10.0
 
 
-def say(line: str) -> None:
+def print_front_message(line: str) -> None:
     """Print a message of the front to standard error; where its terminal has gone, nobody can be told."""
     with suppress(OSError):
         print(f"megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
@@ -101,7 +101,9 @@ class StoppedProcesses:
                     self._take(answer.host, dict(answer.value), kill)
                 elif answer.host not in self._unseen:
                     self._unseen.add(answer.host)
-                    say(f"what does not run on {answer.host} cannot be ended from here: {answer.problem}")
+                    print_front_message(
+                        f"what does not run on {answer.host} cannot be ended from here: {answer.problem}"
+                    )
 
     def _take(self, host: str, found: dict[int, str], kill: Sequence[int]) -> None:
         """Take down what does not run on a host, of which some were killed just now, and tell what is new."""
@@ -126,7 +128,7 @@ class StoppedProcesses:
             ("they were killed, do not end, and are given up", lost),
         ):
             if pids:
-                say(f"{what}: {_list({host: pids})}")
+                print_front_message(f"{what}: {_list({host: pids})}")
 
 
 class FailureWatch:
@@ -254,14 +256,16 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
     while running := _running(plan, unreachable, stopped.given_up):
         now = time.monotonic()
         if now - started > limit_s + KILLED_S:
-            say(f"they were killed, do not end, and are given up: {_list(running)}")
+            print_front_message(f"they were killed, do not end, and are given up: {_list(running)}")
             return True
         if now - started > limit_s and not was_killed:
-            say(f"still running after {limit_s:g} s, and killed: {_list(running)}")
+            print_front_message(f"still running after {limit_s:g} s, and killed: {_list(running)}")
             was_killed = bool(_running(plan, unreachable, {}, kill=True))
         if now - said_at > TELL_S:
             said_at = now
-            say(f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}")
+            print_front_message(
+                f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}"
+            )
         stopped.look([host for host in plan.placement.hosts if host not in unreachable])
         time.sleep(WAIT_POLL_S)
     return said_at > -math.inf

@@ -25,7 +25,7 @@ from megasdc.common.errors import (
     PeerError,
 )
 from megasdc.common.memory_limits import MemoryKill
-from megasdc.common.moment import HostClock, first_of
+from megasdc.common.moment import HostClock, first_moments
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, LaunchRecords
@@ -68,7 +68,7 @@ _DONE = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LaunchVerdict:
     """Verdict on how a launch ended.
 
     Attributes:
@@ -90,7 +90,7 @@ class Verdict:
     memory: str | None = None
 
 
-def judge(
+def judge_launch(
     host_of_rank: Sequence[str],
     records: LaunchRecords,
     launcher_code: int,
@@ -99,7 +99,7 @@ def judge(
     stopped_by: int | None = None,
     outlived: bool = False,
     clocks: Mapping[str, HostClock] | None = None,
-) -> Verdict:
+) -> LaunchVerdict:
     """Decide how a launch ended.
 
     Ranks that ended with PeerError or in a broken collective are consequences. A finding that ranks have agreed on is
@@ -147,10 +147,10 @@ def judge(
         notes.insert(0, f"the launcher ended with {describe_code(launcher_code)}, after every rank reported success")
     stops = dict.fromkeys(done.end for _, done in sorted(records.done.items()) if (done.end or "").startswith("stop"))
     notes[:0] = [f"it {end}" for end in stops]
-    return Verdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
+    return LaunchVerdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
 
 
-def after_suspension(verdict: Verdict, records: LaunchRecords, stood_still_s: float) -> Verdict:
+def after_suspension(verdict: LaunchVerdict, records: LaunchRecords, stood_still_s: float) -> LaunchVerdict:
     """The verdict on a launch that stood still shortly before: a timeout that ran out meanwhile is nobody's fault.
 
     Args:
@@ -228,7 +228,7 @@ Record = TypeVar("Record", DoneRecord, EndedRecord)
 
 def _first(records: Sequence[Record], clocks: Mapping[str, HostClock]) -> list[Record]:
     """The one that was first, or all that may have been; of one host the lowest rank."""
-    found = first_of({place: one.ended_at for place, one in enumerate(records)}, clocks)
+    found = first_moments({place: one.ended_at for place, one in enumerate(records)}, clocks)
     if len({records[place].host for place in found}) == 1:
         found = found[:1]
     return [records[place] for place in found]
@@ -246,14 +246,14 @@ def _ranks_agreed(
     failed: list[DoneRecord],
     missing: list[int],
     notes: list[str],
-) -> Verdict:
+) -> LaunchVerdict:
     """They have found it, and are not therefore the cause: no rank is named."""
     one = agreed[0]
     name, ranks = _name_of(one), [done.rank for done in agreed]
     who = f"all {len(ranks)} ranks" if len(ranks) == len(host_of_rank) else _ranks(ranks, host_of_rank)
     lines = [f"{who} ended with exit code {one.exit_code} ({name}): {one.message or 'without a message'}"]
     lines += _others([done.rank for done in failed if done.rank not in ranks], missing, host_of_rank, "with it")
-    return Verdict(one.exit_code, None, None, [*lines, *notes])
+    return LaunchVerdict(one.exit_code, None, None, [*lines, *notes])
 
 
 def _ranks_failed(
@@ -262,7 +262,7 @@ def _ranks_failed(
     records: LaunchRecords,
     ranks: tuple[list[int], list[DoneRecord]],
     notes: list[str],
-) -> Verdict:
+) -> LaunchVerdict:
     """``first``: the rank that failed first, or all that may have; ``ranks``: as of ``_ranks_missing``."""
     missing, failed = ranks
     memory = _memory([done.rank for done in first], host_of_rank, records)
@@ -273,21 +273,21 @@ def _ranks_failed(
             short = _out_of_memory(records.ended[first[0].rank], host_of_rank, records)
             text += f"; the kernel had no memory for a worker of it: {short}"
         lines = [text, *_others(others, missing, host_of_rank, "after it")]
-        return Verdict(first[0].exit_code, first[0].rank, host, [*lines, *notes], memory=memory)
+        return LaunchVerdict(first[0].exit_code, first[0].rank, host, [*lines, *notes], memory=memory)
     # One that says what is wrong, if there is one.
     code = min(first, key=lambda done: (done.exit_code not in ERRORS_BY_EXIT_CODE, done.rank)).exit_code
     shown = [_failure(done, host_of_rank, "failed")[1] for done in first[:MAX_RANKS_SHOWN]]
     lines = [f"{shown[0]}; {_unknown(first)}", *shown[1:]]
     if len(first) > len(shown):
         lines.append(f"and {len(first) - len(shown)} more ranks that may have been first")
-    return Verdict(
+    return LaunchVerdict(
         code, None, None, [*lines, *_others(others, missing, host_of_rank, "after them"), *notes], memory=memory
     )
 
 
 def _ended_early(
     early: list[DoneRecord], host_of_rank: Sequence[str], failed: list[DoneRecord], missing: list[int], notes: list[str]
-) -> Verdict:
+) -> LaunchVerdict:
     """Ranks that ended with 0, and not because their training had come to an end."""
     one, ranks = early[0], [done.rank for done in early]
     host = host_of_rank[one.rank] if one.rank < len(host_of_rank) else one.host
@@ -296,7 +296,7 @@ def _ended_early(
         "something else has ended it"
     )
     lines = [line, *_others([done.rank for done in failed], missing, host_of_rank, "with it")]
-    return Verdict(LaunchError.exit_code, one.rank, host, [*lines, *notes])
+    return LaunchVerdict(LaunchError.exit_code, one.rank, host, [*lines, *notes])
 
 
 def _unknown(first: Sequence[object]) -> str:
@@ -328,7 +328,7 @@ def _ranks_missing(
     launcher_code: int,
     notes: list[str],
     clocks: Mapping[str, HostClock],
-) -> Verdict:
+) -> LaunchVerdict:
     """``ranks``: those without a done record, and records of those that failed."""
     missing, failed = ranks
     # Those that ended first by themselves come first: their launchers have ended the others.
@@ -364,13 +364,13 @@ def _ranks_missing(
         # One code of all: their hosts were not told apart, what has ended them is.
         codes = {records.ended[rank].exit_code if rank in records.ended else 0 for rank in first}
         ended_by = -codes.pop() if len(codes) == 1 and min(codes) < 0 else None
-        return Verdict(own_code, None, None, [*lines, *notes], ended_by=ended_by, memory=memory)
+        return LaunchVerdict(own_code, None, None, [*lines, *notes], ended_by=ended_by, memory=memory)
     one = records.ended.get(missing[0])
     ended_by = -one.exit_code if one is not None and one.exit_code < 0 else None
     if one is None and len(missing) == 1:  # of launchers that leave no such record, as SLURM's
         ended_by = _signal_of_one(launcher_code)
     named = host_of_rank[missing[0]]
-    return Verdict(own_code, missing[0], named, [*lines, *notes], ended_by=ended_by, memory=memory)
+    return LaunchVerdict(own_code, missing[0], named, [*lines, *notes], ended_by=ended_by, memory=memory)
 
 
 def _memory(first: Sequence[int], host_of_rank: Sequence[str], records: LaunchRecords) -> str | None:
@@ -433,25 +433,27 @@ def _gib(count: float) -> str:
 
 def _stopped(
     number: int, host_of_rank: Sequence[str], missing: list[int], interrupted: list[int], notes: list[str]
-) -> Verdict:
+) -> LaunchVerdict:
     name = signal.Signals(number).name
     if missing or interrupted:
         line = f"stopped by {name}"
         line += f"; without a done record: {_ranks(missing, host_of_rank)}" if missing else ""
         line += f"; interrupted before it could save: {_ranks(interrupted, host_of_rank)}" if interrupted else ""
-        return Verdict(128 + number, None, None, [line, *notes], number)
+        return LaunchVerdict(128 + number, None, None, [line, *notes], number)
     lines = [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes]
-    return Verdict(0, None, None, lines, number)
+    return LaunchVerdict(0, None, None, lines, number)
 
 
-def _abandoned(host_of_rank: Sequence[str], records: LaunchRecords, launcher_code: int, notes: list[str]) -> Verdict:
+def _abandoned(
+    host_of_rank: Sequence[str], records: LaunchRecords, launcher_code: int, notes: list[str]
+) -> LaunchVerdict:
     gone = [rank for rank, done in sorted(records.done.items()) if done.launcher_gone]
     of = f" of {_ranks(gone, host_of_rank)}" if gone else ""
     line = (
         f"the launcher{of} was killed, or ended before its ranks ({describe_code(launcher_code)}), without a "
         f"requested stop; all {len(host_of_rank)} ranks saved and are done: start again to continue"
     )
-    return Verdict(LaunchError.exit_code, None, host_of_rank[gone[0]] if gone else None, [line, *notes])
+    return LaunchVerdict(LaunchError.exit_code, None, host_of_rank[gone[0]] if gone else None, [line, *notes])
 
 
 def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:
@@ -520,10 +522,10 @@ def read_met(run_dir: Path, wanted: Callable[[str | None], bool] = lambda launch
     """
     incidents = [pair for pair in load_incidents(run_dir / REPORTS, []) if wanted(pair[1].launch)]
     hangs = [one for one in load_hangs(run_dir)[0] if wanted(one.launch)]
-    return in_order([*(of_incident(*pair) for pair in incidents), *map(of_hang, hangs)])
+    return order_by_step([*(of_incident(*pair) for pair in incidents), *map(of_hang, hangs)])
 
 
-def in_order(some: Sequence[Met], launches: Sequence[str] = ()) -> list[Met]:
+def order_by_step(some: Sequence[Met], launches: Sequence[str] = ()) -> list[Met]:
     """By start and step, and only then by time.
 
     Args:

@@ -24,7 +24,7 @@ from megasdc.ops.preflight.inputs import (
 )
 from megasdc.ops.preflight.job import Job, prepared
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, PreflightFinding, PreflightResult, Status, failed, not_done
+from megasdc.ops.preflight.result import CheckResult, CheckStatus, PreflightFinding, PreflightResult, failed, not_done
 from megasdc.ops.preflight.storage import check_storage
 
 SIGNAL_CODES = 128
@@ -96,12 +96,12 @@ def run_preflight(
 def _make(name: str, check: Check, job: Job | None, results: Sequence[CheckResult]) -> PreflightFinding:
     """Make a check, unless it is left out or lacks what it needs."""
     status = {one.name: one.finding.status for one in results}
-    if lacking := [one for one in check.after if status.get(one) is Status.FAILED]:
+    if lacking := [one for one in check.after if status.get(one) is CheckStatus.FAILED]:
         return not_done(f"{' and '.join(lacking)} failed; repair that first")
     assert job is not None, "every check comes after that of the configuration"
     if name in job.request.skip:
         return not_done("left out by --skip")
-    if check.uses and status[check.uses] not in (Status.OK, Status.WARNING):
+    if check.uses and status[check.uses] not in (CheckStatus.OK, CheckStatus.WARNING):
         return not_done(f"it needs what the check {check.uses} writes, which was not done or failed")
     try:
         return check.run(job)

@@ -29,7 +29,7 @@ from megasdc.metrics.writer import read_metrics
 from megasdc.ops.launch.checks import inspect_hosts
 from megasdc.ops.preflight.commands import COMPARE, Done
 from megasdc.ops.preflight.job import Job, spares_only
-from megasdc.ops.preflight.result import PreflightFinding, Status, not_done, with_warnings
+from megasdc.ops.preflight.result import CheckStatus, PreflightFinding, not_done, with_warnings
 from megasdc.ops.preflight.storage import available_bytes, too_small
 
 MOST_BYTES = 64 << 30
@@ -162,7 +162,7 @@ def check_golden(job: Job) -> PreflightFinding:
     warnings = [f"no golden values for the devices of {', '.join(without)}"] if without else []
     text = f"{len(tested) - len(without)} of {len(hosts)} hosts compared with {folder}"
     finding = judged(found, job.spares, text, warnings)
-    if finding.status is not Status.FAILED and len(without) == len(tested):
+    if finding.status is not CheckStatus.FAILED and len(without) == len(tested):
         return not_done(f"{text}: it has no values for their devices, `megasdc stress --record` there adds them")
     return finding
 
@@ -204,7 +204,7 @@ def _stress(
         ],
     )
     if done.value is None:
-        return PreflightFinding(Status.FAILED, done.cause, done.exit_code or LaunchError.exit_code)
+        return PreflightFinding(CheckStatus.FAILED, done.cause, done.exit_code or LaunchError.exit_code)
     found: dict[str, Any] = done.value
     return found
 
@@ -230,7 +230,7 @@ def judged(found: dict[str, Any], spares: Collection[str], text: str, warnings: 
     if failing:
         code = CorruptionError.exit_code if wrong else LaunchError.exit_code
         told = "; ".join([text, *(said[host] for host in failing), "take them out of the hostfile"])
-        return PreflightFinding(Status.FAILED, told, code, figures)
+        return PreflightFinding(CheckStatus.FAILED, told, code, figures)
     return with_warnings(text, [*(said[host] for host in unknown), *warnings], figures)
 
 
@@ -254,7 +254,7 @@ def check_steps(job: Job) -> PreflightFinding:
         values = {"megasdc.checkpoint.memory.interval": str(interval), "megasdc.checkpoint.memory.linger_s": "0"}
     done = _launch(job, WHOLE, WHOLE, job.steps, values)
     if done.exit_code:
-        return PreflightFinding(Status.FAILED, done.cause, done.exit_code)
+        return PreflightFinding(CheckStatus.FAILED, done.cause, done.exit_code)
     rows = _rows(job, WHOLE)
     if not rows:
         raise LaunchError(f"no step was reported in {job.folder / WHOLE}: this host must see the run folder of rank 0")
@@ -278,16 +278,18 @@ def check_resume(job: Job) -> PreflightFinding:
     for part, stop_step in (("before", half), ("after", job.steps)):
         done = _launch(job, f"{RESUMED}_{part}", RESUMED, stop_step, values)
         if done.exit_code:
-            return PreflightFinding(Status.FAILED, f"{part} the stop at step {half}: {done.cause}", done.exit_code)
+            return PreflightFinding(CheckStatus.FAILED, f"{part} the stop at step {half}: {done.cause}", done.exit_code)
     run_dir = job.folder / RESUMED
     if half not in [one.step for one in read_events(run_dir, kind="resume", rank=0)]:
-        return PreflightFinding(Status.FAILED, f"the run did not go on from step {half}", CheckpointError.exit_code)
+        return PreflightFinding(
+            CheckStatus.FAILED, f"the run did not go on from step {half}", CheckpointError.exit_code
+        )
     manifests = [_checkpoints(job, run) / step_folder(job.steps) / MANIFEST_FILE for run in (WHOLE, RESUMED)]
     if not all(map(Path.exists, manifests)):
         return not_done("checkpoints lie on the hosts alone: start the preflight on one of them")
     compared = job.commands.run("compare", ["--json", *map(str, manifests)], COMPARE)
     if compared.exit_code not in (0, DIFFERENT) or compared.value is None:
-        return PreflightFinding(Status.FAILED, compared.cause, CheckpointError.exit_code)
+        return PreflightFinding(CheckStatus.FAILED, compared.cause, CheckpointError.exit_code)
     here = ", files of this host" if job.config.megasdc.checkpoint.storage == "node_local" else ""
     text = f"stopped at step {half} and resumed to {job.steps}"
     if compared.exit_code == 0:
@@ -297,7 +299,7 @@ def check_resume(job: Job) -> PreflightFinding:
     where = f"{text}: the checkpoints differ{here}, first in {first['file']}: {first['name'] or first['detail']}"
     if reasons := _may_differ(job):
         return with_warnings(where, [f"that can be: {'; '.join(reasons)}"], {"same": False})
-    return PreflightFinding(Status.FAILED, where, DIFFERENT, {"same": False})
+    return PreflightFinding(CheckStatus.FAILED, where, DIFFERENT, {"same": False})
 
 
 def _may_differ(job: Job) -> list[str]:
@@ -334,7 +336,7 @@ def check_cost(job: Job) -> PreflightFinding:
     best = done.value["best"]["intervals"]
     figures = {**costs, "checkpoint_bytes": size, "best_interval": best["disk"], "best_memory_interval": best["memory"]}
     if problem := too_small(job, size, available_bytes(job)):
-        return PreflightFinding(Status.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
+        return PreflightFinding(CheckStatus.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
     return with_warnings(text, [*_cost_warnings(job, done.value)], figures)
 
 

@@ -23,7 +23,7 @@ from megasdc.common.progress import OnProgress
 from megasdc.common.run_lock import WITHOUT_FLOCK, open_lock_file
 from megasdc.config.load import RunConfig, load_config
 from megasdc.ops.launch.hosts import read_hostfile
-from megasdc.ops.launch.plan import LaunchPlan, make_plan, new_launch_id
+from megasdc.ops.launch.plan import LaunchPlan, new_launch_id, plan_launch
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.preflight import remove_on_host
 from megasdc.ops.preflight.commands import Commands
@@ -118,7 +118,7 @@ def _remove(folder: Path, say: Say) -> None:
 REMOVE_S = 60.0
 
 
-def say(line: str) -> None:
+def print_preflight_message(line: str) -> None:
     """Print a message of the preflight to standard error."""
     print(f"megasdc preflight: {line}", file=sys.stderr, flush=True)
 
@@ -201,14 +201,16 @@ def prepared(request: PreflightRequest, on_progress: OnProgress) -> Iterator[Job
     if request.hostfile is not None:
         used, spares = divided(read_hostfile(request.hostfile), sections.supervise.num_hosts, request.hostfile)
     run_dir = Path.cwd() / sections.logging.run_dir
-    run_lock.check_free(run_dir, say)
+    run_lock.check_free(run_dir, print_preflight_message)
     name = new_launch_id()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder(run_dir, name, keep=request.keep, say=say))
+        folder = stack.enter_context(scratch_folder(run_dir, name, keep=request.keep, say=print_preflight_message))
         checkpoints = None
         if sections.checkpoint.folder is not None:
             parent = Path.cwd() / sections.checkpoint.folder
-            checkpoints = stack.enter_context(scratch_folder(parent, name, keep=request.keep, say=say))
+            checkpoints = stack.enter_context(
+                scratch_folder(parent, name, keep=request.keep, say=print_preflight_message)
+            )
         launch = LaunchRequest(
             request.config_path.absolute(),
             hostfile=None if request.hostfile is None else write_hostfile(folder / "run.hosts", used),
@@ -217,7 +219,16 @@ def prepared(request: PreflightRequest, on_progress: OnProgress) -> Iterator[Job
             overrides=request.overrides,
             script=DEFAULT_SCRIPT if request.script is None else request.script.absolute(),
         )
-        job = Job(request, config, make_plan(launch, say), spares, folder, checkpoints, Commands(folder), on_progress)
+        job = Job(
+            request,
+            config,
+            plan_launch(launch, print_preflight_message),
+            spares,
+            folder,
+            checkpoints,
+            Commands(folder),
+            on_progress,
+        )
         if not request.keep:
             stack.callback(_remove_elsewhere, job)
         yield job
@@ -250,7 +261,7 @@ def _remove_elsewhere(job: Job) -> None:
     for answer in plan.transport.run(plan.placement.hosts, program, request, timeout_s=REMOVE_S):
         if answer.problem or answer.value:
             what = answer.problem or f"{answer.host}: {', '.join(answer.value)} cannot be removed"
-            say(f"{what}; folders {FOLDER}/{job.folder.name} may be left there")
+            print_preflight_message(f"{what}; folders {FOLDER}/{job.folder.name} may be left there")
 
 
 def spares_only(plan: LaunchPlan, spares: dict[str, int]) -> LaunchPlan:

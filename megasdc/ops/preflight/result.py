@@ -14,7 +14,7 @@ from rich.text import Text
 from megasdc.common.errors import MegasdcError
 
 
-class Status(StrEnum):
+class CheckStatus(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -23,7 +23,12 @@ class Status(StrEnum):
     NOT_DONE = "not done"
 
 
-STYLES = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red", Status.NOT_DONE: "magenta"}
+STYLES = {
+    CheckStatus.OK: "green",
+    CheckStatus.WARNING: "yellow",
+    CheckStatus.FAILED: "bold red",
+    CheckStatus.NOT_DONE: "magenta",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class PreflightFinding:
         figures: plain values by name.
     """
 
-    status: Status
+    status: CheckStatus
     text: str
     exit_code: int = 0
     figures: dict[str, Any] = field(default_factory=dict)
@@ -44,12 +49,12 @@ class PreflightFinding:
 
 def failed(error: MegasdcError) -> PreflightFinding:
     """The finding of a check that an error ended."""
-    return PreflightFinding(Status.FAILED, str(error), error.exit_code)
+    return PreflightFinding(CheckStatus.FAILED, str(error), error.exit_code)
 
 
 def not_done(text: str) -> PreflightFinding:
     """The finding of a check that was not done, with the reason and how to get it."""
-    return PreflightFinding(Status.NOT_DONE, text)
+    return PreflightFinding(CheckStatus.NOT_DONE, text)
 
 
 def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | None = None) -> PreflightFinding:
@@ -59,7 +64,7 @@ def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | 
         text: figures, for people.
         figures: the same as plain values.
     """
-    status = Status.WARNING if warnings else Status.OK
+    status = CheckStatus.WARNING if warnings else CheckStatus.OK
     return PreflightFinding(status, "; ".join([text, *warnings]), figures=figures or {})
 
 
@@ -90,18 +95,20 @@ class PreflightResult:
     @property
     def exit_code(self) -> int:
         """That of the first check that failed; 0: none did."""
-        return next((one.finding.exit_code for one in self.checks if one.finding.status is Status.FAILED), 0)
+        return next((one.finding.exit_code for one in self.checks if one.finding.status is CheckStatus.FAILED), 0)
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        by_status = {status: [one.name for one in self.checks if one.finding.status is status] for status in Status}
-        if wrong := by_status[Status.FAILED]:
+        by_status = {
+            status: [one.name for one in self.checks if one.finding.status is status] for status in CheckStatus
+        }
+        if wrong := by_status[CheckStatus.FAILED]:
             return f"not ready: {', '.join(wrong)} failed, exit code {self.exit_code}"
         parts = []
-        if warned := by_status[Status.WARNING]:
+        if warned := by_status[CheckStatus.WARNING]:
             parts.append(f"with a warning of {', '.join(warned)}")
-        if undone := by_status[Status.NOT_DONE]:
+        if undone := by_status[CheckStatus.NOT_DONE]:
             parts.append(f"without {', '.join(undone)}")
         return ", ".join(["ready", *parts])
 
@@ -115,7 +122,7 @@ class PreflightResult:
         }
 
 
-def render_result(result: PreflightResult, console: Console) -> None:
+def render_preflight(result: PreflightResult, console: Console) -> None:
     """Print the table of all checks, where files are, and the verdict."""
     table = Table(title="preflight")
     for name in ("check", "status", "s", "found"):

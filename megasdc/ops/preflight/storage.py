@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from megasdc.common.errors import DataError, StorageError
 from megasdc.data.manifest import Manifest
 from megasdc.ops.preflight.job import Job
-from megasdc.ops.preflight.result import PreflightFinding, Status, with_warnings
+from megasdc.ops.preflight.result import CheckStatus, PreflightFinding, with_warnings
 from megasdc.train.memory import memory_of_stages
 
 MOST_BYTES, MOST_S = 256 << 20, 20.0
@@ -55,7 +55,7 @@ def check_storage(job: Job) -> PreflightFinding:
         "num_checkpoints": job.num_kept,
     }
     if problem := too_small(job, predicted, free):
-        return PreflightFinding(Status.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
+        return PreflightFinding(CheckStatus.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
     return with_warnings(text, [], figures)
 
 

@@ -67,7 +67,7 @@ LISTED = 4
 
 
 @dataclass(frozen=True)
-class Mark:
+class EventMark:
     """Events of one kind of ``LANES`` at one step, 0: before the first; ``text`` is of the first event."""
 
     lane: str
@@ -77,7 +77,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Row:
+class EventRow:
     """Events of one kind, name, step and rank; time, host and details are those of the first.
 
     ``step``: None where they belong to none; ``what``: kind and name; ``lane``: kind of mark, empty: they make none.
@@ -100,28 +100,28 @@ def lane_of(event: Event) -> str:
     return _LANE_OF.get((event.kind, event.name), "")
 
 
-def marks_of(run: RunRecord) -> list[Mark]:
+def marks_of(run: RunRecord) -> list[EventMark]:
     """Marks of a run, by lane and step; reports of several ranks on the same skipped step count once."""
     found: dict[tuple[str, int], list[Event]] = {}
     for event in run.events:
         if lane := lane_of(event):
             found.setdefault((lane, event.step or 0), []).append(event)
     marks = [
-        Mark(
+        EventMark(
             lane, step, 1 if lane in _WHOLE else len(events), f"{events[0].kind} {events[0].name}: {details(events[0])}"
         )
         for (lane, step), events in found.items()
     ]
-    marks += [Mark(HANG, one.step, 1, one.message) for one in run.hangs]
+    marks += [EventMark(HANG, one.step, 1, one.message) for one in run.hangs]
     loss = run.series.get("train/loss")
     if loss is not None:
         told = {mark.step for mark in marks if mark.lane == NOT_FINITE}
         broken = loss.steps[~(abs(loss.values) < float("inf"))].tolist()
-        marks += [Mark(NOT_FINITE, step, 1, "loss reported as NaN or Inf") for step in broken if step not in told]
+        marks += [EventMark(NOT_FINITE, step, 1, "loss reported as NaN or Inf") for step in broken if step not in told]
     return sorted(marks, key=lambda one: (LANES.index(one.lane), one.step))
 
 
-def counts_of(marks: Sequence[Mark]) -> dict[str, int]:
+def counts_of(marks: Sequence[EventMark]) -> dict[str, int]:
     """Number of events of each lane."""
     counts: Counter[str] = Counter()
     for mark in marks:
@@ -129,13 +129,13 @@ def counts_of(marks: Sequence[Mark]) -> dict[str, int]:
     return {lane: counts[lane] for lane in LANES if counts[lane]}
 
 
-def rows_of(events: Sequence[Event]) -> list[Row]:
+def event_rows(events: Sequence[Event]) -> list[EventRow]:
     """Events as rows of a table; those of one kind, name, step and rank are one row."""
     found: dict[tuple[object, ...], list[Event]] = {}
     for event in events:
         found.setdefault((event.kind, event.name, event.step, event.rank), []).append(event)
     return [
-        Row(
+        EventRow(
             clock(group[0].time),
             group[0].step,
             group[0].rank,

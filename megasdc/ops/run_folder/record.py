@@ -17,7 +17,7 @@ import numpy as np
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, PeerError, StorageError
-from megasdc.common.moment import first_of
+from megasdc.common.moment import first_moments
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
@@ -117,7 +117,7 @@ CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
 
 
 @dataclass(frozen=True)
-class Ending:
+class LaunchEnding:
     """How a launch ended; exit code 0: done. ``time`` in seconds since the epoch.
 
     ``text``: the known facts, the cause first; ``rank`` and ``host``: that failed first, None: none did, or it is not
@@ -150,7 +150,7 @@ class RunRecord:
     events: tuple[Event, ...]
     incidents: tuple[tuple[Path, Incident], ...]
     hangs: tuple[HangIncident, ...]
-    ending: Ending | None
+    ending: LaunchEnding | None
     written_at: float | None
     notes: tuple[str, ...]
     slowness: dict[int, Series] = field(default_factory=dict)
@@ -223,7 +223,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     read at all.
     """
     notes: list[str] = []
-    config = load_config(path / CONFIG_FILE, notes)
+    config = load_recorded_config(path / CONFIG_FILE, notes)
     series, last_line = _load_series(path, notes)
     events = _load_events(path, notes, on_progress)
     events = _of_this_run(events, notes)
@@ -248,7 +248,7 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     )
 
 
-def load_config(path: Path, notes: list[str]) -> dict[str, Any]:
+def load_recorded_config(path: Path, notes: list[str]) -> dict[str, Any]:
     """A run's configuration; empty where it cannot be read, which is noted."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
@@ -331,7 +331,7 @@ def _of_this_run(events: list[Event], notes: list[str]) -> list[Event]:
     return kept
 
 
-def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Ending | None:
+def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> LaunchEnding | None:
     """How the last launch ended, from the launcher's record, else from those of its ranks."""
     launches = [one for one in sorted((folder / "done").glob("*")) if one.is_dir()]
     holder = read_holder(folder)
@@ -363,27 +363,27 @@ def _planned(folder: Path, notes: list[str]) -> dict[str, int]:
     return {str(one.fields["launch_id"]): one.number for one in entries if one.kind == "planned"}
 
 
-def _last_of(endings: Sequence[Ending], planned: Mapping[str, int]) -> Ending | None:
+def _last_of(endings: Sequence[LaunchEnding], planned: Mapping[str, int]) -> LaunchEnding | None:
     """That of the launch that began last: ranks of an earlier one may have ended after it, when their host was back.
 
     By the order in which a supervisor has planned them, or by the numbers of starts; a launch that made none, and that
     a person has started, comes by the file system's clock, by which all records are.
     """
 
-    def is_later(one: Ending, other: Ending) -> bool:
+    def is_later(one: LaunchEnding, other: LaunchEnding) -> bool:
         places = planned.get(one.launch or ""), planned.get(other.launch or "")
         for of_one, of_other in (places, (one.attempt, other.attempt)):
             if of_one is not None and of_other is not None and of_one != of_other:
                 return of_one > of_other
         return one.time > other.time
 
-    last: Ending | None = None
+    last: LaunchEnding | None = None
     for one in sorted(endings, key=lambda one: (one.attempt is None, one.attempt or 0)):
         last = one if last is None or is_later(one, last) else last
     return last
 
 
-def _told_ending(events: Sequence[Event]) -> Ending | None:
+def _told_ending(events: Sequence[Event]) -> LaunchEnding | None:
     """How the ranks of the last start ended, by their own events; None: none failed since.
 
     Args:
@@ -409,10 +409,10 @@ def _told_ending(events: Sequence[Event]) -> Ending | None:
     first = min(failed, key=lambda one: one.fields.get("exit_code") == PeerError.exit_code)
     text = f"rank {first.rank} on {first.host}: {first.fields.get('message')}"
     code = int(first.fields.get("exit_code", 1))
-    return Ending(last.time, code, text, first.rank, first.host, last.launch, last.attempt)
+    return LaunchEnding(last.time, code, text, first.rank, first.host, last.launch, last.attempt)
 
 
-def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]) -> Ending | None:
+def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]) -> LaunchEnding | None:
     """How it ended, with the file system's time of that; None: it is not recorded."""
     try:
         records = collect(folder, launch.name)
@@ -421,7 +421,7 @@ def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]
             found = parse_json(path.read_text(encoding="utf-8"))
             ended_at, lines = path.stat().st_mtime, "; ".join(found["lines"])
             rank, host = found.get("failed_rank"), found.get("failed_host")
-            return Ending(ended_at, int(found["exit_code"]), lines, rank, host, launch.name, attempt)
+            return LaunchEnding(ended_at, int(found["exit_code"]), lines, rank, host, launch.name, attempt)
         failed = {one.rank: one for one in records.done.values() if one.exit_code}
         written = [(launch / f"rank_{rank:05d}.json").stat().st_mtime for rank in failed]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -432,6 +432,6 @@ def _ending_of(launch: Path, folder: Path, attempt: int | None, notes: list[str]
         return None
     moments = {rank: one.ended_at for rank, one in failed.items()}
     by_itself = {rank: at for rank, at in moments.items() if failed[rank].exit_code != PeerError.exit_code}
-    first = failed[min(first_of(by_itself or moments, {}))]
+    first = failed[min(first_moments(by_itself or moments, {}))]
     text = f"rank {first.rank} on {first.host}: {first.first_line}"
-    return Ending(max(written), first.exit_code, text, first.rank, first.host, launch.name, attempt)
+    return LaunchEnding(max(written), first.exit_code, text, first.rank, first.host, launch.name, attempt)

@@ -16,7 +16,7 @@ ALL_DONE = "all steps done"
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """Progress and state of a run; ``planned``: steps of the whole run, None where that is not known.
 
     State failed: a launch ended with an exit code other than 0; silent: no end was recorded, and nothing was written
@@ -29,7 +29,7 @@ class Status:
     text: str
 
 
-def status_of(run: RunRecord) -> Status:
+def status_of(run: RunRecord) -> RunStatus:
     """Progress and state of a run."""
     step, planned = run.last_step, run.setting("megasdc.training.steps")
     planned = planned if isinstance(planned, int) else None
@@ -40,23 +40,25 @@ def status_of(run: RunRecord) -> Status:
         ending = None
     if ending is not None and ending.exit_code:
         text = f"failed at {at} with exit code {ending.exit_code}: {ending.text}"
-        return Status("failed", step, planned, text)
+        return RunStatus("failed", step, planned, text)
     ends = run.since_last_start(run.of("end", "run"))
     if ends:
         reason = str(ends[-1].fields.get("reason", ALL_DONE))
         if reason == ALL_DONE:
-            return Status("done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}.")
-        return Status("stopped", step, planned, f"stopped at {at}: {reason}.")
+            return RunStatus(
+                "done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}."
+            )
+        return RunStatus("stopped", step, planned, f"stopped at {at}: {reason}.")
     if ending is not None and not run.config:  # of a training that is not megasdc's own
-        return Status("done", step, planned, "done.")
+        return RunStatus("done", step, planned, "done.")
     if run.written_at is None:
-        return Status("silent", step, planned, "nothing was written yet.")
+        return RunStatus("silent", step, planned, "nothing was written yet.")
     quiet_s = run.quiet_s or 0.0
     when = f"{ago(quiet_s)} before this page was made ({clock(run.written_at)})"
     if quiet_s <= max(SILENT_S, SILENT_WINDOWS * _window_s(run)):
-        return Status("running", step, planned, f"under way at {at}; the last line was written {when}.")
+        return RunStatus("running", step, planned, f"under way at {at}; the last line was written {when}.")
     text = f"no end was recorded; at {at} the last line was written, {when}. It hangs, or was killed."
-    return Status("silent", step, planned, text)
+    return RunStatus("silent", step, planned, text)
 
 
 def _window_s(run: RunRecord) -> float:

@@ -14,11 +14,11 @@ from megasdc.config.read import shown
 from megasdc.data.manifest import Manifest
 from megasdc.events import Event
 from megasdc.metrics.writer import read_metrics
-from megasdc.ops.health.front.clocks import differing
+from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.verdict import SHOWN, Met
-from megasdc.ops.run_folder.record import CONFIG_FILE, Ending, RunRecord, load_run
+from megasdc.ops.run_folder.record import CONFIG_FILE, LaunchEnding, RunRecord, load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import Goodput, goodput_of
@@ -29,7 +29,7 @@ _SHOWN_SKIPS = 5
 
 
 @dataclass(frozen=True)
-class Failure:
+class LaunchFailure:
     """How the last launch of a run failed; the text is the cause, as the launch or the failed rank recorded it.
 
     ``rank``: that failed first, None: not known; ``verdict``: of the report on silent data corruption, None: another
@@ -110,7 +110,7 @@ class RunSummary:
     checkpoints: list[str]
     stragglers: list[str] = field(default_factory=list)
     weaker: list[str] = field(default_factory=list)
-    failure: Failure | None = None
+    failure: LaunchFailure | None = None
     hangs: tuple[Hang, ...] = ()
     archive: str | None = None
     goodput: Goodput | None = None
@@ -124,7 +124,7 @@ class RunSummary:
         return self.failure is None and self.planned_steps is not None and self.steps >= self.planned_steps
 
 
-def summarize(run_dir: Path | str) -> RunSummary:
+def summarize_run(run_dir: Path | str) -> RunSummary:
     """Reads a run folder.
 
     Raises:
@@ -167,13 +167,13 @@ def summarize(run_dir: Path | str) -> RunSummary:
         hangs=tuple(map(_hang, run.hangs)),
         archive=_archive(run),
         goodput=goodput_of(folder, time.time()),
-        clocks=tuple(differing(folder / "health")),
+        clocks=tuple(describe_differing_dates(folder / "health")),
         skipped=tuple(_skipped(run)),
         met=tuple(all_met(folder)),
     )
 
 
-def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
+def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchFailure:
     verdict, suspects, page, repeats, injected = None, [], None, None, []
     # Times of incidents are whole seconds.
     recent = [
@@ -204,7 +204,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
         from megasdc.checkpoint.verification_marks import find_way_back
 
         way = find_way_back(checkpoints)
-    return Failure(
+    return LaunchFailure(
         exit_code=ending.exit_code,
         text=ending.text,
         rank=ending.rank,
@@ -219,7 +219,7 @@ def _failure(run: RunRecord, ending: Ending, checkpoints: Path) -> Failure:
     )
 
 
-def _hang_of_failure(run: RunRecord, ending: Ending) -> HangIncident | None:
+def _hang_of_failure(run: RunRecord, ending: LaunchEnding) -> HangIncident | None:
     """The standstill that a launch ended with: the one that its message names, else the last since its start."""
     named = [one for one in run.hangs if one.path.name in ending.text]
     recent = [one for one in run.hangs if run.is_of_last_start(one.attempt, one.launch, one.time)]
@@ -352,7 +352,7 @@ def render(summary: RunSummary) -> str:
     return "\n".join(lines)
 
 
-def _render_failure(failure: Failure) -> list[str]:
+def _render_failure(failure: LaunchFailure) -> list[str]:
     kind = ERRORS_BY_EXIT_CODE.get(failure.exit_code)
     meaning = "" if kind is None else f": {(kind.__doc__ or '').splitlines()[0]}"
     lines = [f"ended with        exit code {failure.exit_code}{meaning}", f"because           {failure.text}"]

@@ -36,7 +36,7 @@ MOVED = ("all_gather", "broadcast", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class StressCollective:
     """One collective of a group: an operation of ``SUMMED`` or ``MOVED``, and a name of ``DTYPES``.
 
     ``elements``: n, received by each rank from each rank, or of the sum; ``seed``: of the contributions.
@@ -59,7 +59,7 @@ class Exchange:
         return self.ranks if self.operation in ("reduce_scatter", "all_to_all") else 1
 
 
-def contribution(exchange: Exchange, rank: int) -> Tensor:
+def contribution(exchange: StressCollective, rank: int) -> Tensor:
     """Contribution of one rank, [pieces n] on the host.
 
     Raises:
@@ -78,7 +78,7 @@ def contribution(exchange: Exchange, rank: int) -> Tensor:
     return torch.randint(-most, most + 1, (size,), generator=generator).to(dtype)
 
 
-def known_result(exchange: Exchange, rank: int) -> Tensor:
+def known_result(exchange: StressCollective, rank: int) -> Tensor:
     """Correct result of one rank, on the host: [n]; for an all-gather and an all-to-all [ranks n].
 
     A broadcast is from rank ``seed`` modulo the number of ranks.
@@ -102,7 +102,7 @@ GIVEN, RECEIVED = "collective", "reduced_grad"
 SHOWN = 20
 
 
-def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[Exchange]:
+def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[StressCollective]:
     """The collectives of a round (first is 1), the same on all ranks of a group; larger on an accelerator.
 
     Contributions depend on the round.
@@ -110,7 +110,7 @@ def exchanges(ranks: int, round_number: int, on_accelerator: bool) -> Iterator[E
     for size in DEVICE_SIZES if on_accelerator else HOST_SIZES:
         for place, dtype in enumerate(DTYPES):
             for operation in (*SUMMED, *MOVED):
-                yield Exchange(operation, dtype, size, ranks, mix(round_number, size, place))
+                yield StressCollective(operation, dtype, size, ranks, mix(round_number, size, place))
 
 
 class Group:
@@ -140,7 +140,7 @@ class Group:
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, ranks, limit)
 
-    def run(self, exchange: Exchange, given: Tensor) -> Tensor:
+    def run(self, exchange: StressCollective, given: Tensor) -> Tensor:
         """Runs one collective and returns this rank's result; ``given`` is on the group's device and not modified.
 
         Raises:
@@ -198,18 +198,18 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
         compared += 1
         if not torch.equal(as_bits(got), as_bits(expected)):
             wrong += 1
-            findings.append(describe(exchange.name, expected, got))
+            findings.append(count_differences(exchange.name, expected, got))
     return {"compared": compared, "wrong": wrong, "findings": findings[:SHOWN]}
 
 
-def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: Exchange, tensor: Tensor) -> Tensor:
+def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: StressCollective, tensor: Tensor) -> Tensor:
     if harm is None or not tensor.is_floating_point():
         return tensor  # faults are defined for floating-point numbers
     answer = harm(Address(round_number, 0, phase, exchange.name, "output"), tensor)
     return tensor if answer is None else answer
 
 
-def describe(what: str, expected: Tensor, got: Tensor) -> dict[str, Any]:
+def count_differences(what: str, expected: Tensor, got: Tensor) -> dict[str, Any]:
     """Number of elements that differ, and of differences in each bit; tensors of equal dtype and shape, on the host."""
     places = (as_bits(expected) != as_bits(got)).flatten().nonzero().flatten()
     flips = count_flips(expected, got)

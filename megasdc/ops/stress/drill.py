@@ -18,7 +18,7 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, place_problems, spec_problems
+from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, fault_spec_problems, place_problems
 from megasdc.faults.injector import Injector, Tally
 from megasdc.faults.schedule import in_steps
 from megasdc.faults.unfired import why_unfired
@@ -54,7 +54,7 @@ def read_drill(text: str, hosts: Sequence[str]) -> DrillRequest:
     problems = [
         f"faults.{index}.{name}: {said}"
         for index, spec in enumerate(faults)
-        for name, said in [*spec_problems(spec), *place_problems(spec, 1, 1, 1), *_unfit(spec)]
+        for name, said in [*fault_spec_problems(spec), *place_problems(spec, 1, 1, 1), *_unfit(spec)]
     ]
     if problems:
         raise ConfigError(problems, source=f"--drill {profile}")
@@ -133,17 +133,17 @@ class SlotDrill:
     def keep(self, injectors: Sequence[Any]) -> None:
         """Adds the tallies of injectors that will be discarded."""
         for injector in injectors:
-            self._past = [add(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
+            self._past = [add_tallies(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]
 
     def summary(self) -> dict[str, Any]:
         """For ``summarize``: the ``expected`` number of injections by fault, and the injectors' ``tallies``."""
         tallies = self._past
         for injector in self._injectors.values():
-            tallies = [add(a, b) for a, b in zip(tallies, injector.tallies, strict=True)]
+            tallies = [add_tallies(a, b) for a, b in zip(tallies, injector.tallies, strict=True)]
         return {"expected": self.expected, "tallies": [{**vars(one), "reasons": dict(one.reasons)} for one in tallies]}
 
 
-def summarize(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize_drills(faults: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Effect of each fault on its host; ``said``: of all of its processes, from ``SlotDrill.summary``.
 
     For each fault: numbers of results ``expected`` to change and ``changed``, and ``unfired``: why none changed.
@@ -177,7 +177,7 @@ class _Counted(Injector):
         return answer
 
 
-def add(a: Tally, b: Tally) -> Tally:
+def add_tallies(a: Tally, b: Tally) -> Tally:
     """Sum of two injectors' tallies of one fault."""
     sums: dict[str, Any] = {
         field.name: getattr(a, field.name) + getattr(b, field.name)

@@ -70,13 +70,13 @@ def load_folder(folder: Path) -> GoldenFolder:
 def _load_training(file: Path) -> GoldenTraining | None:
     """A golden trace; None if it is of several ranks, since each device is tested alone."""
     from megasdc.ops.stress.drill import ALONE
-    from megasdc.ops.stress.training import encode
+    from megasdc.ops.stress.training import trace_to_values
     from megasdc.sdc.golden.file import load_golden
 
     golden = load_golden(file)
     if golden.layout.layout != ALONE.layout:
         return None
-    return GoldenTraining(str(file), golden.config, golden.key, encode(golden.traces[0, 0]))
+    return GoldenTraining(str(file), golden.config, golden.key, trace_to_values(golden.traces[0, 0]))
 
 
 def save_products(

@@ -1,12 +1,12 @@
 """Processes of a host and the connections to many hosts: tasks go to processes, their answers come back.
 
-The caller's end (``Links``) sends tasks over one connection per host, and answers arrive in one queue. It opens no
+The caller's end (``HostLinks``) sends tasks over one connection per host, and answers arrive in one queue. It opens no
 port, and every wait has a timeout: a host that dies, hangs or is unreachable is recorded as lost, and the others
 continue.
 
-The end on a host (``Host``) is an agent that starts its processes, forwards tasks to them and their answers back. It is
-started as ``python -m megasdc.ops.stress.host SLOTS``, over SSH or directly. When its standard input is closed, it
-kills all processes, so that none remain after the caller or the connection is gone. No torch.
+The end on a host (``HostWorkers``) is an agent that starts its processes, forwards tasks to them and their answers
+back. It is started as ``python -m megasdc.ops.stress.host SLOTS``, over SSH or directly. When its standard input is
+closed, it kills all processes, so that none remain after the caller or the connection is gone. No torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARK = "megasdc-stress:"
 TAIL_CHARACTERS = 2000
 
 
-class Host:
+class HostWorkers:
     """The processes of this host; ``slots``: devices to test, 0: all accelerators, or 1 where there is none."""
 
     def __init__(self, slots: int) -> None:
@@ -98,19 +98,19 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostHost:
     """Why a host no longer answers: ``UNREACHABLE``, ``DIED``, ``HUNG`` or ``FAILED``, and a detail for display."""
 
     how: str
     detail: str
 
 
-class Links:
+class HostLinks:
     """Connections to hosts; ``slots``: number of devices by host, 0: all that it has; ``timeout_s`` is of a task."""
 
     def __init__(self, slots: Mapping[str, int], transport: Transport, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.lost: dict[str, Loss] = {}
+        self.lost: dict[str, LostHost] = {}
         self.processes: dict[str, int] = {}
         self.slots: dict[str, int] = {}
         self._transport = transport
@@ -213,7 +213,7 @@ class Links:
 
     def _lose(self, host: str, how: str, detail: str) -> None:
         if host not in self.lost:
-            self.lost[host] = Loss(how, detail)
+            self.lost[host] = LostHost(how, detail)
             _end(self._running[host])
 
     def _why_closed(self, host: str) -> str:
@@ -252,7 +252,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 def main() -> None:
     """Serves until the caller has gone."""
-    host = Host(int(sys.argv[1]))
+    host = HostWorkers(int(sys.argv[1]))
     try:
         host.say({"started": socket.gethostname(), "slots": host.slots, "processes": host.processes})
         for line in sys.stdin:

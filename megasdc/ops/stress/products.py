@@ -20,7 +20,7 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.engine.observer import Listener
 from megasdc.model.randomness import mix
-from megasdc.ops.stress.collectives import SHOWN, describe
+from megasdc.ops.stress.collectives import SHOWN, count_differences
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import algorithm, default_algorithm, read_back
 
@@ -81,7 +81,7 @@ def make_inputs(linear: Linear) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def factors(inputs: dict[str, Tensor], phase: str) -> tuple[Tensor, Tensor]:
+def product_factors(inputs: dict[str, Tensor], phase: str) -> tuple[Tensor, Tensor]:
     """The two matrices whose product a phase computes, with the strides that a linear layer passes to the library."""
     x, w, d = inputs["x"], inputs["w"], inputs["d"]
     return {"forward": (x, w.t()), "backward": (d, w), "weight_grad": (d.t(), x)}[phase]
@@ -165,7 +165,7 @@ class Products:
         if case not in self.expected:
             self.expected[case] = most
             said["checked"] += 1
-            self._check(said, case, results[values.index(most)], *factors(inputs, phase))
+            self._check(said, case, results[values.index(most)], *product_factors(inputs, phase))
         for turn, value in enumerate(values):
             if value != self.expected[case]:
                 finding: dict[str, Any] = {"what": case}
@@ -178,7 +178,7 @@ class Products:
         return (number - 1) * PASSES + turn + 1
 
     def _compute(self, linear: Linear, phase: str, inputs: dict[str, Tensor], step: int) -> Tensor:
-        left, right = factors(inputs, phase)
+        left, right = product_factors(inputs, phase)
         result = left @ right
         harm = self.harm(linear.hidden)
         answer = None if harm is None else harm(Address(step, 0, phase, linear.fqn, SLOTS[phase]), result)
@@ -199,7 +199,7 @@ class Products:
         # With an intermittent fault the majority is the correct product; a persistent fault shows in no element.
         a, b, c = map(as_bits, results)
         most = ((a & b) | (a & c) | (b & c)).view(results[turn].dtype)
-        found = describe(case, most.cpu(), results[turn].cpu())
+        found = count_differences(case, most.cpu(), results[turn].cpu())
         return found if found["elements"] else {"what": case}
 
     @staticmethod

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasdc.common.errors import CorruptionError
-from megasdc.ops.golden.record import record as record_trace
+from megasdc.ops.golden.record import record_golden_trace as record_trace
 from megasdc.ops.stress.golden import GoldenFolder, save_products
 from megasdc.ops.stress.result import StressResult
-from megasdc.ops.stress.run import Progress, StressPlan, stress
+from megasdc.ops.stress.run import Progress, StressPlan, stress_hosts
 from megasdc.ops.stress.state import GEMM, TRAINING
 from megasdc.ops.stress.training import small_run
 from megasdc.ops.stress.verdict import HEALTHY
 from megasdc.train.detection.golden_key import workload_of
 
 
-def record(
+def record_stress(
     plan: StressPlan, folder: Path, on_progress: Progress = lambda done, total: None
 ) -> tuple[StressResult, list[Path]]:
     """Tests this host without golden values, and writes its results as golden values; returns the result and the files.
@@ -33,7 +33,7 @@ def record(
         StorageError: a file cannot be written.
         TraceError: the training run does not repeat in fresh processes.
     """
-    result = stress(replace(plan, golden=GoldenFolder()), on_progress)
+    result = stress_hosts(replace(plan, golden=GoldenFolder()), on_progress)
     (verdict,), (state,) = result.verdicts, result.states
     if verdict.status != HEALTHY or result.interrupted:
         why = "; ".join(reason.text for reason in verdict.reasons) or "the test did not finish"

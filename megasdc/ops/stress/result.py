@@ -91,7 +91,7 @@ def _why(fault: dict[str, Any], expected: float, unfired: str | None) -> str:
     return unfired or "no result fitted"
 
 
-def render_result(result: StressResult, console: Console) -> None:
+def render_stress(result: StressResult, console: Console) -> None:
     """Prints the table, every reason, and a summary line."""
     table = Table(title="stress test")
     tests = list(dict.fromkeys(test for verdict in result.verdicts for test in verdict.rates))

@@ -12,9 +12,9 @@ from typing import Any
 from megasdc.ops.launch.hosts import LOCAL_HOST
 from megasdc.ops.launch.remote import Transport
 from megasdc.ops.stress.arrange import pairings, turns_of_round
-from megasdc.ops.stress.drill import DrillRequest, summarize
+from megasdc.ops.stress.drill import DrillRequest, summarize_drills
 from megasdc.ops.stress.golden import GoldenFolder
-from megasdc.ops.stress.host import Links, Place
+from megasdc.ops.stress.host import HostLinks, Place
 from megasdc.ops.stress.pair_links import keep_figures, measure_pairs, report_links
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.state import (
@@ -29,7 +29,7 @@ from megasdc.ops.stress.state import (
     load_state,
     save_state,
 )
-from megasdc.ops.stress.verdict import judge
+from megasdc.ops.stress.verdict import judge_stress
 
 MEETINGS = 3
 """Partners of a host in a round; with two or more, a host that is always wrong is named in the first round."""
@@ -73,7 +73,7 @@ class StressPlan:
         return {"hosts": list(self.slots), "only": list(self.only), "drill": drill}
 
 
-def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
+def stress_hosts(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
     """Tests all hosts; Ctrl-C ends it with the results so far.
 
     Raises:
@@ -81,7 +81,7 @@ def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -
         StorageError: the plan's folder cannot be written.
     """
     states = {host: _state(plan, host) for host in plan.slots}
-    links = Links(plan.slots, Transport(plan.remote, plan.ssh_port), plan.timeout_s)
+    links = HostLinks(plan.slots, Transport(plan.remote, plan.ssh_port), plan.timeout_s)
     test = _Test(plan, states, links)
     drill: list[dict[str, Any]] | None = None
     interrupted = False
@@ -100,7 +100,7 @@ def stress(plan: StressPlan, on_progress: Progress = lambda done, total: None) -
         test.note_losses()
         links.close()
     whole = list(states.values())
-    return StressResult(judge(whole), plan.drill, drill, interrupted, whole, report_links(whole))
+    return StressResult(judge_stress(whole), plan.drill, drill, interrupted, whole, report_links(whole))
 
 
 def _state(plan: StressPlan, host: str) -> HostState:
@@ -118,7 +118,7 @@ def _goes_on(plan: StressPlan, number: int, first: int, started: float) -> bool:
 class _Test:
     """The rounds of one call; updates the states of all hosts."""
 
-    def __init__(self, plan: StressPlan, states: dict[str, HostState], links: Links) -> None:
+    def __init__(self, plan: StressPlan, states: dict[str, HostState], links: HostLinks) -> None:
         self._plan, self._states, self._links = plan, states, links
         self._told: set[tuple[str, Place]] = set()
         """Tests and processes to which the expected values have been sent."""
@@ -165,7 +165,7 @@ class _Test:
         if drill is None or drill.host not in self._links.alive:
             return None
         answers = self._ask({place: {"do": "drill"} for place in self._links.places([drill.host], every=True)})
-        return summarize(drill.faults, list(answers.values())) if answers else None
+        return summarize_drills(drill.faults, list(answers.values())) if answers else None
 
     # --- tests ------------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class SmallRun:
         """
         differences = {} if key is None else key_differences(key, self.key)
         if not differences:
-            self._expected, self._against = decode(trace), "first" if key is None else "golden"
+            self._expected, self._against = trace_from_values(trace), "first" if key is None else "golden"
         return {name: list(both) for name, both in differences.items()}
 
     def run_round(self, number: int, watch: list[Listener]) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class SmallRun:
         return tracer.take(), [float(result.loss).hex() for result in results]
 
 
-def encode(trace: Trace) -> dict[str, Any]:
+def trace_to_values(trace: Trace) -> dict[str, Any]:
     """A trace as plain values."""
     fields = [[a.step, a.micro_batch, a.phase, a.fqn, a.slot] for a in trace.addresses]
     return {"addresses": fields, "checksums": trace.checksums}
 
 
-def decode(said: dict[str, Any]) -> Trace:
+def trace_from_values(said: dict[str, Any]) -> Trace:
     """The trace from ``encode``'s values."""
     return Trace([Address(*fields) for fields in said["addresses"]], list(said["checksums"]))

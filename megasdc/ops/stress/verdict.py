@@ -34,7 +34,7 @@ Voter = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Reason:
+class HostReason:
     """Evidence against a host from one test, and the verdict that follows from it.
 
     ``evidence``: golden, first, reference, alone, pairs, own devices, majority, other hosts, or no answer.
@@ -58,7 +58,7 @@ class HostVerdict:
     status: str
     rounds: int
     rests_on: dict[str, str]
-    reasons: list[Reason]
+    reasons: list[HostReason]
     rates: dict[str, dict[str, Any]]
     findings: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -68,9 +68,9 @@ class HostVerdict:
         return asdict(self)
 
 
-def judge(states: Sequence[HostState]) -> list[HostVerdict]:
+def judge_stress(states: Sequence[HostState]) -> list[HostVerdict]:
     """The verdicts on all hosts, from their states."""
-    reasons: defaultdict[str, list[Reason]] = defaultdict(list)
+    reasons: defaultdict[str, list[HostReason]] = defaultdict(list)
     for state in states:
         reasons[state.host] += _own(state)
     unhealthy = {host for host, given in reasons.items() if _worst(given) == UNHEALTHY}
@@ -84,7 +84,7 @@ def judge(states: Sequence[HostState]) -> list[HostVerdict]:
     return [_verdict(state, reasons[state.host], states) for state in states]
 
 
-def _own(state: HostState) -> list[Reason]:
+def _own(state: HostState) -> list[HostReason]:
     """Evidence against a host that needs no other host."""
     given = []
     for test in (GEMM, TRAINING):
@@ -94,28 +94,28 @@ def _own(state: HostState) -> list[Reason]:
     alone = state.meetings.get(ALONE)
     if alone is not None and alone.wrong:
         text = f"{alone.wrong:,} of {alone.compared:,} collectives among its own processes are wrong"
-        given.append(Reason(UNHEALTHY, COLLECTIVES, "alone", text + _first(state)))
+        given.append(HostReason(UNHEALTHY, COLLECTIVES, "alone", text + _first(state)))
     return given
 
 
-def _wrong_results(test: str, count: Count, findings: Sequence[dict[str, Any]]) -> Reason:
+def _wrong_results(test: str, count: Count, findings: Sequence[dict[str, Any]]) -> HostReason:
     """Wrong results of a test, with one finding for each kind of evidence, preferably one that names bits."""
     texts, evidence = [], []
     for kind, means in MEANS.items():
         found = sorted((one for one in findings if one["against"] == kind), key=lambda one: not one.get("bits"))
         if found:
             evidence.append(kind)
-            texts.append(f"{tell(found[0])}: {means}")
+            texts.append(f"{finding_text(found[0])}: {means}")
     head = f"{count.wrong:,} of {count.compared:,} results wrong"
-    return Reason(UNHEALTHY, test, evidence[0], "; ".join([head, *texts]))
+    return HostReason(UNHEALTHY, test, evidence[0], "; ".join([head, *texts]))
 
 
 def _first(state: HostState) -> str:
     found = [finding for finding in state.findings if finding["test"] == COLLECTIVES]
-    return f"; first: {tell(found[0])}" if found else ""
+    return f"; first: {finding_text(found[0])}" if found else ""
 
 
-def tell(finding: Mapping[str, Any]) -> str:
+def finding_text(finding: Mapping[str, Any]) -> str:
     """One wrong result in words: what, when, how many elements, which bits."""
     text = f"{finding['what']} in round {finding['round']}"
     if finding.get("elements") is not None:
@@ -131,7 +131,7 @@ def tell(finding: Mapping[str, Any]) -> str:
     return text
 
 
-def _from_pairs(states: Sequence[HostState], unhealthy: Iterable[str]) -> dict[str, Reason]:
+def _from_pairs(states: Sequence[HostState], unhealthy: Iterable[str]) -> dict[str, HostReason]:
     """Evidence from collectives between hosts; those with hosts already known as unhealthy are explained by them."""
     known = set(unhealthy)
     lost = {state.host for state in states if state.lost is not None}
@@ -145,11 +145,11 @@ def _from_pairs(states: Sequence[HostState], unhealthy: Iterable[str]) -> dict[s
     for host in named:
         partners = sorted(next(iter(pair - {host})) for pair in wrong if host in pair)
         text = f"collectives are wrong with {', '.join(partners)}, and no fewer hosts explain what went wrong"
-        given[host] = Reason(UNHEALTHY, COLLECTIVES, "pairs", text)
+        given[host] = HostReason(UNHEALTHY, COLLECTIVES, "pairs", text)
     for host in suspects - lost:
         partners = sorted(next(iter(pair - {host})) for pair in wrong if host in pair)
         text = f"collectives are wrong with {', '.join(partners)}; either side may be the cause"
-        given[host] = Reason(INCONCLUSIVE, COLLECTIVES, "pairs", text)
+        given[host] = HostReason(INCONCLUSIVE, COLLECTIVES, "pairs", text)
     return given
 
 
@@ -176,7 +176,7 @@ def run_values(run: Mapping[str, Any]) -> dict[str, Any]:
     return values | {f"loss of step {step}": loss for step, loss in enumerate(run["losses"], 1)}
 
 
-def _from_vote(test: str, values: Mapping[Voter, Mapping[str, Any]]) -> dict[str, Reason]:
+def _from_vote(test: str, values: Mapping[Voter, Mapping[str, Any]]) -> dict[str, HostReason]:
     """Hosts that differ from the majority of hosts of an equal key; without a majority, all, as inconclusive."""
     # A host has one vote, since a fault may affect all of its devices; a host whose devices differ is unhealthy.
     cases: dict[str, defaultdict[str, list[str]]] = {name: defaultdict(list) for name in _DIFFERS}
@@ -193,23 +193,23 @@ def _from_vote(test: str, values: Mapping[Voter, Mapping[str, Any]]) -> dict[str
                 cases["other hosts"][host].append(case)
             elif host in votes and votes[host] != most:
                 cases["majority"][host].append(case)
-    reasons: dict[str, Reason] = {}
+    reasons: dict[str, HostReason] = {}
     for evidence, (status, text) in _DIFFERS.items():
         for host, found in cases[evidence].items():
             told = f"{len(found):,} results differ {text}; first: {found[0]}"
-            reasons.setdefault(host, Reason(status, test, evidence, told))
+            reasons.setdefault(host, HostReason(status, test, evidence, told))
     return reasons
 
 
-def _untested(state: HostState) -> list[Reason]:
+def _untested(state: HostState) -> list[HostReason]:
     if state.lost is not None:
         text = f"{state.lost['how']} after {state.rounds:,} whole rounds: {state.lost['detail']}"
-        return [Reason(NOT_TESTED, "all", "no answer", text)]
+        return [HostReason(NOT_TESTED, "all", "no answer", text)]
     asked = [test for test in state.plan["only"] if test != LINKS]  # of pairs; no verdict on a host rests on them
     missing = [test for test in asked if not state.tests.get(test) or not state.tests[test].compared]
     if not missing or (_has_nobody_to_meet(state) and missing == [COLLECTIVES] != asked):
         return []
-    return [Reason(NOT_TESTED, test, "no answer", f"nothing was compared in {test}") for test in missing]
+    return [HostReason(NOT_TESTED, test, "no answer", f"nothing was compared in {test}") for test in missing]
 
 
 def _has_nobody_to_meet(state: HostState) -> bool:
@@ -217,17 +217,17 @@ def _has_nobody_to_meet(state: HostState) -> bool:
     return len(state.plan["hosts"]) == 1 and state.rounds > 0 and not state.meetings
 
 
-def _add(reasons: Mapping[str, list[Reason]], given: Mapping[str, Reason]) -> None:
+def _add(reasons: Mapping[str, list[HostReason]], given: Mapping[str, HostReason]) -> None:
     for host, reason in given.items():
         reasons[host].append(reason)
 
 
-def _worst(given: Sequence[Reason]) -> str:
+def _worst(given: Sequence[HostReason]) -> str:
     statuses = {reason.status for reason in given}
     return next((status for status in (UNHEALTHY, INCONCLUSIVE, NOT_TESTED) if status in statuses), HEALTHY)
 
 
-def _verdict(state: HostState, given: list[Reason], states: Sequence[HostState]) -> HostVerdict:
+def _verdict(state: HostState, given: list[HostReason], states: Sequence[HostState]) -> HostVerdict:
     order = [UNHEALTHY, INCONCLUSIVE, NOT_TESTED]
     rates = {}
     for test, count in state.tests.items():

@@ -67,7 +67,7 @@ class Slot:
 
     def training(self, task: dict[str, Any]) -> dict[str, Any]:
         """A ``round`` of the small run; ``config``, ``expected`` trace and its ``key`` are used in the first one."""
-        from megasdc.ops.stress.training import SmallRun, encode, small_run
+        from megasdc.ops.stress.training import SmallRun, small_run, trace_to_values
 
         differences: dict[str, Any] = {}
         if self._run is None:
@@ -78,7 +78,7 @@ class Slot:
                 differences = self._run.expect(task["expected"], task["key"])
         said = self._run.run_round(task["round"], self._drill.watch(self._hidden))
         self._drill.keep(said.pop("injectors"))
-        trace = encode(said.pop("trace"))
+        trace = trace_to_values(said.pop("trace"))
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 
     def open(self, task: dict[str, Any]) -> dict[str, Any]:

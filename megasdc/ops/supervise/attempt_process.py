@@ -23,7 +23,7 @@ from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.moment import boot_id
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
-from megasdc.ops.launch.supervision import say
+from megasdc.ops.launch.supervision import print_front_message
 from megasdc.ops.supervise.diagnosis import SIGNALS
 from megasdc.train.process.signals import ExitSignals, exiting_on_signals
 
@@ -40,7 +40,7 @@ class FrontResult:
         ended_at: when it did, seconds since the epoch.
         monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
         boot: id of its kernel since it was booted; None: likewise.
-        memory: as of ``megasdc.ops.launch.verdict.Verdict``.
+        memory: as of ``megasdc.ops.launch.verdict.LaunchVerdict``.
     """
 
     exit_code: int
@@ -83,7 +83,7 @@ def run(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
     except SystemExit as end:
         code = int(end.code or 0)
         text = f"{signal.Signals(code - SIGNALS).name} before ranks were started"
-        say(text)
+        print_front_message(text)
         return FrontResult(code, None, None, [text], stopped_by=code - SIGNALS)
 
 
@@ -93,7 +93,7 @@ def _launch(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
         ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
         return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by, memory=found.memory)
     except MegasdcError as error:
-        say(f"error: {error}")
+        print_front_message(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())
     except Exception as error:  # whatever it is, the supervisor has to know
         traceback.print_exc()
@@ -123,9 +123,9 @@ def main() -> int:
         is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
         at_most_s = room.END_S if is_short else None
         try:
-            room.wait_for_room(lambda: write_durably(path, text), path, say, at_most_s=at_most_s)
+            room.wait_for_room(lambda: write_durably(path, text), path, print_front_message, at_most_s=at_most_s)
         except OSError as error:
-            say(f"how the launch has ended could not be written: {error}")
+            print_front_message(f"how the launch has ended could not be written: {error}")
     return result.exit_code
 
 

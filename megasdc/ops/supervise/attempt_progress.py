@@ -66,7 +66,7 @@ def trained_in(run_dir: Path, launch: Launch) -> AttemptProgress | None:
     start = starts[0] if starts else None
     first = events if start is None else events[: events.index(start)]
     resumed = max((one.step for one in first if one.kind == "resume" and one.step is not None), default=0)
-    new = [row for row in rows_of(rows, events, launch) if row["step"] > resumed]
+    new = [row for row in metric_lines(rows, events, launch) if row["step"] > resumed]
     lines = [row for row in new if any(name in row for name in _SIGNS)]
     usual_s = median([row["speed/step_s"] for row in rows if "speed/step_s" in row] or [0.0])
     if start is not None and start.step is not None:
@@ -132,7 +132,7 @@ class _Clock:
         return self.at(row["time"], row.get("monotonic"), row.get("attempt"))
 
 
-def rows_of(rows: Sequence[dict[str, Any]], events: Sequence[Event], launch: Launch) -> list[dict[str, Any]]:
+def metric_lines(rows: Sequence[dict[str, Any]], events: Sequence[Event], launch: Launch) -> list[dict[str, Any]]:
     """Lines of metrics of a launch: of the starts that its events have; lines of earlier versions by their time.
 
     Args:

@@ -43,12 +43,12 @@ from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.supervise.allocation import Allocation, ThisHost
 from megasdc.ops.supervise.attempt_process import file_of, load_result
 from megasdc.ops.supervise.diagnosis import LOST, Diagnosis
-from megasdc.ops.supervise.history import GROWING, HOSTS, NO_TURNS, SUSPECTED, TAKEN_OVER, History
-from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, judge
+from megasdc.ops.supervise.history import GROWING, HOSTS, NO_TURNS, SUSPECTED, TAKEN_OVER, JournalHistory
+from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, judge_host
 from megasdc.ops.supervise.host_tests import StressTests
-from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
+from megasdc.ops.supervise.journal import FOLDER, Journal, JournalEntry
 from megasdc.ops.supervise.launch_backend import LaunchBackend
-from megasdc.ops.supervise.policy import Action, Decision, Limits
+from megasdc.ops.supervise.policy import Action, Decision, RestartLimits
 from megasdc.ops.supervise.slurm import JOB_VARIABLE, SlurmJob
 from megasdc.ops.supervise.supervise import Supervisor
 
@@ -56,7 +56,7 @@ _HOSTFILE = re.compile(r"attempt_(\d+)_(.+)\.hosts")
 _TEXT = "the line of the journal that said it was damaged"
 
 
-def complete(folder: Path, name: str, job: str, kept: Sequence[Entry]) -> list[Entry]:
+def complete(folder: Path, name: str, job: str, kept: Sequence[JournalEntry]) -> list[JournalEntry]:
     """The entries of whole lines, and those that had to be made again between and behind them.
 
     Args:
@@ -91,10 +91,10 @@ class _Completed:
             if match := _HOSTFILE.fullmatch(path.name):
                 with suppress(LaunchError):  # the record is damaged, too
                     self._records[int(match[1])] = _Record(match[2], read_hostfile(path), path.stat().st_mtime)
-        self.entries: list[Entry] = []
-        self.history = History()
+        self.entries: list[JournalEntry] = []
+        self.history = JournalHistory()
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: JournalEntry) -> None:
         """Add an entry of the journal, and before it what it follows from; not one whose attempt is not known."""
         kind, at = entry.kind, entry.time
         if not self.history.stage and kind not in ("opened", *NO_TURNS):
@@ -143,7 +143,7 @@ class _Completed:
         record = self._records[number]
         planned = {"attempt": number, "slots": record.slots, "launch_id": record.launch_id, "job": self._job}
         planned["skips_snapshots"] = self.history.skips_snapshots
-        entry = Entry(
+        entry = JournalEntry(
             0, record.time, "planned", {**planned, "at_most": self.history.at_most, "skip": self.history.skip}
         )
         self._decide_for(entry)
@@ -158,7 +158,7 @@ class _Completed:
         diagnosis = asdict(Diagnosis(LOST, (), step, _TEXT))
         self._add("ended", at, exit_code=code, diagnosis=diagnosis, trained=None)
 
-    def _decide_for(self, planned: Entry) -> None:
+    def _decide_for(self, planned: JournalEntry) -> None:
         """Add the decision that a plan shows, where that is lost: hosts that it does without, where it goes back to."""
         history = self.history
         if history.stage != "ended" or history.attempt is None:
@@ -177,9 +177,9 @@ class _Completed:
         self._add("decided", planned.time, **{**decision, "action": action.value, "back": back})
 
     def _add(self, kind: str, at: float, **fields: Any) -> None:
-        self._append(Entry(0, at, kind, json.loads(json.dumps(fields))))
+        self._append(JournalEntry(0, at, kind, json.loads(json.dumps(fields))))
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
         self.history.add(entry)
 
@@ -320,7 +320,7 @@ def lasting_output(path: Path) -> Iterator[None]:
             signal.signal(signal.SIGHUP, handler)
 
 
-def say(line: str) -> None:
+def print_supervisor_message(line: str) -> None:
     """Print a message of the supervisor to standard error."""
     print(f"megasdc supervise: {line}", file=sys.stderr, flush=True)
 
@@ -350,7 +350,7 @@ def supervise_run(
     num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")
     sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
     for hosts, problem in impossible.items():
-        say(f"with {hosts} hosts the run cannot go on: {problem}")
+        print_supervisor_message(f"with {hosts} hosts the run cannot go on: {problem}")
     run_dir = Path.cwd() / config.megasdc.logging.run_dir
     request = LaunchRequest(
         config_path.absolute(),
@@ -429,7 +429,7 @@ def _supervise(
     folder = run_dir / FOLDER
     with (
         lasting_output(folder / LOG_FILE),
-        Journal(folder, say, partial(complete, folder, name, allocation.job)) as journal,
+        Journal(folder, print_supervisor_message, partial(complete, folder, name, allocation.job)) as journal,
     ):
         _open(journal, name, allocation.slots, num_hosts, sizes)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -438,7 +438,7 @@ def _supervise(
         if ledger is not None:
             _suspect(journal, ledger, section.ledger_days)
         tests = StressTests(folder, section.test_rounds, section.golden, engine.checks)
-        limits = Limits(
+        limits = RestartLimits(
             per_hour=section.failures_per_hour,
             without_progress=section.without_progress,
             failed_starts=section.failed_starts,
@@ -450,7 +450,7 @@ def _supervise(
             rewinds=section.rewinds,
             spare_test_s=section.spare_test_s,
         )
-        return Supervisor(journal, engine, tests, limits, allocation, stop, say, ledger).run()
+        return Supervisor(journal, engine, tests, limits, allocation, stop, print_supervisor_message, ledger).run()
 
 
 def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:
@@ -477,7 +477,7 @@ def _suspect(journal: Journal, ledger: HostReliabilityLog, days: float) -> None:
         LaunchError: the ledger is that of other hosts.
         StorageError: it cannot be read.
     """
-    history = History.of(journal.entries)
+    history = JournalHistory.of(journal.entries)
     if history.attempt is not None:
         return
     uses = ledger.read()
@@ -486,14 +486,14 @@ def _suspect(journal: Journal, ledger: HostReliabilityLog, days: float) -> None:
             f"the ledger {ledger.path} knows none of the hosts {', '.join(history.slots)}, but {uses[-1].hosts[0]} and "
             "others: it is of another cluster, or hosts have new names; name another file in megasdc.supervise.ledger"
         )
-    found = {host: judge(uses, host, time.time(), days) for host in history.slots}
+    found = {host: judge_host(uses, host, time.time(), days) for host in history.slots}
     worst = sorted(found, key=lambda host: -found[host].probability)
     suspects = {host: str(found[host]) for host in worst if found[host].is_suspect}
     for host, text in suspects.items():
-        say(f"{host}: {text}")
+        print_supervisor_message(f"{host}: {text}")
     kept = dict(list(suspects.items())[: history.num_spares])
     if kept:
-        say(f"not used before they have passed a test: {', '.join(kept)}")
+        print_supervisor_message(f"not used before they have passed a test: {', '.join(kept)}")
         journal.write(SUSPECTED, hosts=kept)
 
 
@@ -503,7 +503,7 @@ def _open(journal: Journal, name: str, slots: dict[str, int], num_hosts: int, si
     Raises:
         LaunchError: it is the journal of another run.
     """
-    history = History.of(journal.entries)
+    history = JournalHistory.of(journal.entries)
     if history.stage and history.config != name:
         raise LaunchError(
             f"{journal.path} is of the run of {history.config}, not of {name}; give that file, or another "

@@ -33,7 +33,7 @@ SIGNALS = 128
 
 
 @dataclass(frozen=True)
-class Kind:
+class DiagnosisKind:
     """A kind of diagnosis.
 
     Args:
@@ -50,34 +50,36 @@ MENDABLE = ("unfit", "no_room", "mended")
 LOST = "lost"
 """Kind of an attempt whose diagnosis is lost."""
 KINDS = {
-    "done": Kind("all steps are done"),
-    "stopped": Kind("stopped on request"),
-    "grown": Kind("ended to go on with more hosts"),
-    "preempted": Kind("ended from outside: by a scheduler, or with its job"),
-    "input": Kind("configuration, data or command line are wrong"),
-    "unfit": Kind("a host is not fit for the run, and others are", names_hosts=True),
-    "no_room": Kind("the memory of a host has no room for snapshots", names_hosts=True),
-    "mended": Kind("ranks of one host alone had an error, and no check finds it now", names_hosts=True),
-    "memory": Kind("a rank got no memory"),
-    "memory_of_host": Kind("a rank got no memory on a host where others took it, or that has less", names_hosts=True),
-    "checkpoint": Kind("no checkpoint can be used"),
-    "non_finite": Kind("NaN or Inf more often than allowed"),
-    "folder_full": Kind("the run folder had no room for some time"),
-    "storage": Kind("a folder cannot be written, or the disk is full"),
-    "corrupt_again": Kind("a rank computes wrong results, again when it repeats them", names_hosts=True),
-    "corrupt_once": Kind("a rank has computed a wrong result once", names_hosts=True),
-    "corrupt": Kind("wrong results, and no rank is named"),
-    "corrupt_one_of": Kind("one of several ranks computes wrong results", names_hosts=True),
-    "host_lost": Kind("a host cannot be reached", names_hosts=True),
-    "hang": Kind("a rank was stuck", names_hosts=True),
-    "link": Kind("a connection between two hosts carried nothing", names_hosts=True),
-    "stuck": Kind("nothing moved, and who is the cause is not known"),
-    "rank_lost": Kind("a rank was killed", names_hosts=True),
-    "ranks_lost": Kind("ranks of several hosts were killed"),
-    "rank_crashed": Kind("a rank crashed", names_hosts=True),
-    "rank_failed": Kind("a rank failed with an error that is none of the documented ones", names_hosts=True),
-    "launch": Kind("the launch itself failed"),
-    LOST: Kind("how it ended is not known any more: the journal was damaged"),
+    "done": DiagnosisKind("all steps are done"),
+    "stopped": DiagnosisKind("stopped on request"),
+    "grown": DiagnosisKind("ended to go on with more hosts"),
+    "preempted": DiagnosisKind("ended from outside: by a scheduler, or with its job"),
+    "input": DiagnosisKind("configuration, data or command line are wrong"),
+    "unfit": DiagnosisKind("a host is not fit for the run, and others are", names_hosts=True),
+    "no_room": DiagnosisKind("the memory of a host has no room for snapshots", names_hosts=True),
+    "mended": DiagnosisKind("ranks of one host alone had an error, and no check finds it now", names_hosts=True),
+    "memory": DiagnosisKind("a rank got no memory"),
+    "memory_of_host": DiagnosisKind(
+        "a rank got no memory on a host where others took it, or that has less", names_hosts=True
+    ),
+    "checkpoint": DiagnosisKind("no checkpoint can be used"),
+    "non_finite": DiagnosisKind("NaN or Inf more often than allowed"),
+    "folder_full": DiagnosisKind("the run folder had no room for some time"),
+    "storage": DiagnosisKind("a folder cannot be written, or the disk is full"),
+    "corrupt_again": DiagnosisKind("a rank computes wrong results, again when it repeats them", names_hosts=True),
+    "corrupt_once": DiagnosisKind("a rank has computed a wrong result once", names_hosts=True),
+    "corrupt": DiagnosisKind("wrong results, and no rank is named"),
+    "corrupt_one_of": DiagnosisKind("one of several ranks computes wrong results", names_hosts=True),
+    "host_lost": DiagnosisKind("a host cannot be reached", names_hosts=True),
+    "hang": DiagnosisKind("a rank was stuck", names_hosts=True),
+    "link": DiagnosisKind("a connection between two hosts carried nothing", names_hosts=True),
+    "stuck": DiagnosisKind("nothing moved, and who is the cause is not known"),
+    "rank_lost": DiagnosisKind("a rank was killed", names_hosts=True),
+    "ranks_lost": DiagnosisKind("ranks of several hosts were killed"),
+    "rank_crashed": DiagnosisKind("a rank crashed", names_hosts=True),
+    "rank_failed": DiagnosisKind("a rank failed with an error that is none of the documented ones", names_hosts=True),
+    "launch": DiagnosisKind("the launch itself failed"),
+    LOST: DiagnosisKind("how it ended is not known any more: the journal was damaged"),
 }
 """All kinds."""
 BY_CODE = {
@@ -130,7 +132,7 @@ class RewindTarget:
 
 
 @dataclass(frozen=True)
-class Unfit:
+class UnfitHost:
     """Why a host is not fit.
 
     Args:
@@ -146,7 +148,7 @@ class Unfit:
 
 
 @dataclass(frozen=True)
-class Checked:
+class HostCheckResult:
     """Result of one check on several hosts.
 
     Args:
@@ -156,14 +158,14 @@ class Checked:
         given_up: it was not done to its end, as a stop was asked for meanwhile.
     """
 
-    unfit: tuple[Unfit, ...] = ()
+    unfit: tuple[UnfitHost, ...] = ()
     fit: tuple[str, ...] = ()
     silent: dict[str, str] = field(default_factory=dict)
     given_up: bool = False
 
 
 @dataclass(frozen=True)
-class Evidence:
+class AttemptEvidence:
     """How an attempt ended.
 
     Args:
@@ -188,7 +190,8 @@ class Evidence:
         checked: what the check of its hosts and those that wait has found, after one of ``OF_HOSTS``.
         failed_alike: hosts whose ranks have recorded that they ended with the exit code themselves.
         without_room: the supervisor has seen meanwhile that the run folder had no room.
-        memory: whose want of memory ended the rank that failed first, as of ``megasdc.ops.launch.verdict.Verdict``.
+        memory: whose want of memory ended the rank that failed first, as of
+        ``megasdc.ops.launch.verdict.LaunchVerdict``.
         by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
 
@@ -210,7 +213,7 @@ class Evidence:
     left_out: Sequence[str] = ()
     ended_by: int | None = None
     last: int | None = None
-    checked: Checked = field(default_factory=Checked)
+    checked: HostCheckResult = field(default_factory=HostCheckResult)
     failed_alike: Sequence[str] = ()
     by_time: bool = False
     without_room: bool = False
@@ -238,7 +241,7 @@ class Diagnosis:
     back: RewindTarget | None = None
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
+def diagnose(evidence: AttemptEvidence) -> Diagnosis:
     """Say what went wrong; hosts that the run has gone on without are wrong for certain, however it has ended."""
     found = _diagnose(evidence)
     if not evidence.left_out or found.kind in ("done", "stopped", "input"):
@@ -249,7 +252,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return replace(found, kind="corrupt_again", hosts=hosts, text=text)
 
 
-def _diagnose(evidence: Evidence) -> Diagnosis:
+def _diagnose(evidence: AttemptEvidence) -> Diagnosis:
     """Say what has ended an attempt.
 
     What one host lacks and others have comes first, then what is wrong with the input; then a host that is gone, which
@@ -312,7 +315,7 @@ def _diagnose(evidence: Evidence) -> Diagnosis:
     return found("rank_crashed" if evidence.ended_by in CRASHES else "rank_lost", failed)
 
 
-def _of_one_host(evidence: Evidence) -> list[Unfit]:
+def _of_one_host(evidence: AttemptEvidence) -> list[UnfitHost]:
     """What hosts of the attempt lack that others have; empty where what has ended it is the same on all hosts.
 
     Room for snapshots is what a host lacks, though all do, once steps were taken with them.
@@ -329,19 +332,19 @@ def _of_one_host(evidence: Evidence) -> list[Unfit]:
     return [one for one in unfit if (one.code, one.snapshots) not in shared and one.host in evidence.host_of_rank]
 
 
-def _mended(evidence: Evidence) -> str:
+def _mended(evidence: AttemptEvidence) -> str:
     """The one host of several whose ranks ended with an error that no host has any more; empty: it is not so."""
     hosts, told = {*evidence.host_of_rank}, {*evidence.failed_alike}
     only = told.pop() if len(told) == 1 else ""
     return only if len(hosts) > 1 and hosts <= {*evidence.checked.fit} else ""
 
 
-def _of_hang(evidence: Evidence, hang: HangIncident) -> Diagnosis:
+def _of_hang(evidence: AttemptEvidence, hang: HangIncident) -> Diagnosis:
     by_rank = _hosts_of(evidence, hang.ranks)
     hosts = by_rank or [host for host in dict.fromkeys(evidence.host_of_rank) if host in hang.hosts]
     kind = "link" if hang.kind.endswith("/link") and hosts else "hang" if hosts else "stuck"
     return Diagnosis(kind, tuple(dict.fromkeys(hosts)), evidence.reached, hang.message, str(hang.path))
 
 
-def _hosts_of(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
+def _hosts_of(evidence: AttemptEvidence, ranks: Sequence[int]) -> list[str]:
     return [evidence.host_of_rank[rank] for rank in ranks if rank < len(evidence.host_of_rank)]

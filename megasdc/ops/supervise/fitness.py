@@ -24,12 +24,12 @@ from megasdc.events import read_events
 from megasdc.ops.launch.checks import HostNeeds, HostReport, inspect_hosts
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import module
-from megasdc.ops.launch.plan import needs_of
-from megasdc.ops.launch.remote import Transport, Watch
+from megasdc.ops.launch.plan import launch_needs
+from megasdc.ops.launch.remote import HostWatch, Transport
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import host_check
 from megasdc.ops.supervise.attempt_process import request_of
-from megasdc.ops.supervise.diagnosis import Checked, Unfit
+from megasdc.ops.supervise.diagnosis import HostCheckResult, UnfitHost
 from megasdc.ops.supervise.host_check import HostRequest, modules_of
 
 MODULE = "megasdc.ops.supervise.fitness"
@@ -61,8 +61,8 @@ class HostChecks:
         overrides: tuple[str, ...] = (),
         deep: bool = True,
         whole: bool = False,
-        watch: Watch | None = None,
-    ) -> Checked:
+        watch: HostWatch | None = None,
+    ) -> HostCheckResult:
         """Check hosts; nothing is found where the request itself is refused here, or the check is given up.
 
         Args:
@@ -75,14 +75,14 @@ class HostChecks:
             whole: read every byte of the data.
             watch: what is done meanwhile, and whether the check is given up; None: nothing, and it is not.
         """
-        watch = watch or Watch()
+        watch = watch or HostWatch()
         if not slots:
-            return Checked()
+            return HostCheckResult()
         request = replace(self.request, overrides=(*self.request.overrides, *overrides))
         try:
-            needs, transport = needs_of(request)
+            needs, transport = launch_needs(request)
         except MegasdcError:
-            return Checked()
+            return HostCheckResult()
         transport = replace(transport, prefixes=self.prefixes)
         placement = Placement({host: [0] for host in (*slots, *beside)}, remote=True)
         several = len(run) > 1
@@ -95,9 +95,9 @@ class HostChecks:
             lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common, watch)
             unfit, silent = unfit + lacks, silent | more
         if watch.stops():
-            return Checked(given_up=True)
+            return HostCheckResult(given_up=True)
         bad = {one.host for one in unfit}
-        return Checked(tuple(unfit), tuple(host for host in slots if host not in bad | silent.keys()), silent)
+        return HostCheckResult(tuple(unfit), tuple(host for host in slots if host not in bad | silent.keys()), silent)
 
     def _host_request(
         self, request: LaunchRequest, run: Mapping[str, int], whole: bool, python_path: Sequence[str]
@@ -132,8 +132,8 @@ class HostChecks:
 
 
 def _ask(
-    slots: Mapping[str, int], transport: Transport, needs: HostNeeds, common: HostRequest, watch: Watch
-) -> tuple[list[Unfit], dict[str, str]]:
+    slots: Mapping[str, int], transport: Transport, needs: HostNeeds, common: HostRequest, watch: HostWatch
+) -> tuple[list[UnfitHost], dict[str, str]]:
     """What hosts lack, and why others gave no answer."""
     limit_s = WHOLE_S if common.whole else START_S
     how = {
@@ -143,7 +143,7 @@ def _ask(
         "environment": {"DS_ACCELERATOR": "cpu"} if needs.cpu_only else {},
         "timeout_s": limit_s,
     }
-    found, silent = list[Unfit](), dict[str, str]()
+    found, silent = list[UnfitHost](), dict[str, str]()
     for count in dict.fromkeys(slots.values()):
         alike = [host for host, own in slots.items() if own == count]
         asked = how | {"argument": json.dumps(asdict(replace(common, slots=count)))}
@@ -155,19 +155,20 @@ def _ask(
             try:
                 lacks = json.loads(answer.value["out"].splitlines()[-1])
                 found += [
-                    Unfit(answer.host, one["code"], f"{answer.host}: {one['text']}", one["snapshots"]) for one in lacks
+                    UnfitHost(answer.host, one["code"], f"{answer.host}: {one['text']}", one["snapshots"])
+                    for one in lacks
                 ]
             except (ValueError, LookupError, TypeError):
                 silent[answer.host] = f"{answer.host}: the check printed {answer.value['out'][-200:]!r}, and no result"
     return found, silent
 
 
-def _of_report(report: HostReport) -> list[Unfit]:
-    return [Unfit(host, one.code, one.text) for one in report.found if not one.silent for host in one.hosts]
+def _of_report(report: HostReport) -> list[UnfitHost]:
+    return [UnfitHost(host, one.code, one.text) for one in report.found if not one.silent for host in one.hosts]
 
 
-def tell_every(say: Callable[[str], None], every_s: float = TELL_S) -> Callable[[Mapping[str, str]], None]:
-    """What tells every few seconds which hosts still work, and how far each is; see ``Watch``."""
+def report_every(say: Callable[[str], None], every_s: float = TELL_S) -> Callable[[Mapping[str, str]], None]:
+    """What tells every few seconds which hosts still work, and how far each is; see ``HostWatch``."""
     told_at = time.monotonic()
 
     def tell(said: Mapping[str, str]) -> None:
@@ -189,7 +190,7 @@ def main() -> int:
     """Check a host as the first argument says; returns 0."""
     said = json.loads(sys.argv[1])
     host, checks = said["host"], checks_of(said["checks"])
-    watch = Watch(tell=tell_every(lambda line: print(line, file=sys.stderr, flush=True)))
+    watch = HostWatch(tell=report_every(lambda line: print(line, file=sys.stderr, flush=True)))
     beside, overrides = said["beside"], tuple(said["overrides"])
     slots = {host: said["slots"]}
     checked = checks.check(slots, said["run"], beside=beside, overrides=overrides, whole=True, watch=watch)

@@ -38,7 +38,7 @@ from megasdc.common.origin import Launch
 from megasdc.ops.supervise.attempt_process import file_of, load_result
 from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 from megasdc.ops.supervise.history import TAKEN_OVER
-from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal, without_steps
+from megasdc.ops.supervise.journal import FOLDER, JournalEntry, read_journal, without_steps
 
 PARTS = (
     "productive",
@@ -162,7 +162,7 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
 
 
 def goodput(
-    entries: Sequence[Entry],
+    entries: Sequence[JournalEntry],
     now: float,
     running: AttemptProgress | None = None,
     fronts: Mapping[int, float] | None = None,
@@ -205,11 +205,11 @@ class _Turn:
         by_s: by how many seconds its times are later than the date of its plan, which was set before.
     """
 
-    plan: Entry
+    plan: JournalEntry
     front_at: float | None
     trained: AttemptProgress | None = None
-    ended: Entry | None = None
-    decided: Entry | None = None
+    ended: JournalEntry | None = None
+    decided: JournalEntry | None = None
     finished_at: float | None = None
     idle: list[tuple[float, float]] = field(default_factory=list)
     left_at: float | None = None
@@ -222,7 +222,7 @@ class _Turn:
             began_at, last_at = trained.began_at + self.by_s, trained.last_at + self.by_s
             self.trained = replace(trained, began_at=began_at, last_at=last_at)
 
-    def add(self, entry: Entry, before: Entry) -> None:
+    def add(self, entry: JournalEntry, before: JournalEntry) -> None:
         """Take one more entry, and the one before it."""
         match entry.kind:
             case "ended":
@@ -241,7 +241,9 @@ class _Turn:
                 self.idle.append((before.time, entry.time))
 
 
-def _turns(entries: Sequence[Entry], running: AttemptProgress | None, fronts: Mapping[int, float]) -> list[_Turn]:
+def _turns(
+    entries: Sequence[JournalEntry], running: AttemptProgress | None, fronts: Mapping[int, float]
+) -> list[_Turn]:
     """By the times of a clock that nobody sets; what the date of a plan was has to be known for what was reported."""
     found: list[_Turn] = []
     steady = without_steps(entries)

@@ -10,12 +10,12 @@ from megasdc.common.moment import Moment
 from megasdc.common.origin import Launch
 from megasdc.ops.supervise.diagnosis import Diagnosis, RewindTarget
 from megasdc.ops.supervise.host_tests import HostTest
-from megasdc.ops.supervise.journal import DAMAGED, Entry
-from megasdc.ops.supervise.policy import Action, Decision, Failure
+from megasdc.ops.supervise.journal import DAMAGED, JournalEntry
+from megasdc.ops.supervise.policy import Action, Decision, FailedAttempt
 
 
 @dataclass(frozen=True)
-class Process:
+class LaunchProcess:
     """A front of a launch, on the host of the supervisor.
 
     Args:
@@ -28,7 +28,7 @@ class Process:
 
 MOST_ENDED = 20
 """Attempts that an attempt knows of."""
-ENDED = Process(0, 0)
+ENDED = LaunchProcess(0, 0)
 """A front that has ended before it was found."""
 
 
@@ -57,7 +57,7 @@ class Attempt:
     launch_id: str
     planned_at: float
     job: str = ""
-    process: Process | None = None
+    process: LaunchProcess | None = None
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
     skips_snapshots: bool = False
@@ -95,7 +95,7 @@ class Replaced:
 
 
 @dataclass
-class History:
+class JournalHistory:
     """A run, as far as the journal goes.
 
     Attributes:
@@ -131,7 +131,7 @@ class History:
     passed_at: dict[str, float] = field(default_factory=dict)
     attempt: Attempt | None = None
     attempt_at: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedAttempt] = field(default_factory=list)
     decision: Decision | None = None
     decided_at: float = 0.0
     left: str = ""
@@ -140,11 +140,11 @@ class History:
     at_most: int | None = None
     skip: tuple[tuple[int, int], ...] = ()
     skips_snapshots: bool = False
-    _last: Entry | None = field(default=None, compare=False)
+    _last: JournalEntry | None = field(default=None, compare=False)
     _last_at: float = field(default=0.0, compare=False)
 
     @classmethod
-    def of(cls, entries: Iterable[Entry]) -> History:
+    def of(cls, entries: Iterable[JournalEntry]) -> JournalHistory:
         """The history that a journal tells."""
         found = cls()
         for entry in entries:
@@ -191,7 +191,7 @@ class History:
         """Hosts that may be used, and that the run can do without."""
         return max(0, len(self.usable) - min(self.sizes))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Take one more entry."""
         self._last_at = entry.time if self._last is None else self._last_at + self._last.seconds_to(entry)
         self._last = entry
@@ -204,17 +204,17 @@ class History:
             self.stage = entry.kind
 
 
-def _opened(history: History, entry: Entry) -> None:
+def _opened(history: JournalHistory, entry: JournalEntry) -> None:
     history.config, history.exit_code = entry.fields["config"], None
     history.failures = []  # a person has looked at earlier ones
 
 
-def _hosts(history: History, entry: Entry) -> None:
+def _hosts(history: JournalHistory, entry: JournalEntry) -> None:
     history.slots, history.num_hosts = entry.fields["slots"], entry.fields["num_hosts"]
     history.sizes = tuple(entry.fields.get("sizes", (history.num_hosts,)))
 
 
-def _planned(history: History, entry: Entry) -> None:
+def _planned(history: JournalHistory, entry: JournalEntry) -> None:
     said = entry.fields
     skip = tuple((first, end) for first, end in said.get("skip", ()))
     last = history.attempt
@@ -226,18 +226,18 @@ def _planned(history: History, entry: Entry) -> None:
     history.attempt = replace(attempt, skips_snapshots=skips_snapshots)
 
 
-def _growing(history: History, entry: Entry) -> None:
+def _growing(history: JournalHistory, entry: JournalEntry) -> None:
     assert history.attempt is not None, "it runs"
     history.attempt = replace(history.attempt, grows=True)
 
 
-def _started(history: History, entry: Entry) -> None:
+def _started(history: JournalHistory, entry: JournalEntry) -> None:
     assert history.attempt is not None, "an attempt is planned before it is started"
-    process = Process(entry.fields["pid"], entry.fields["ticks"])
+    process = LaunchProcess(entry.fields["pid"], entry.fields["ticks"])
     history.attempt = replace(history.attempt, process=process)
 
 
-def _ended(history: History, entry: Entry) -> None:
+def _ended(history: JournalHistory, entry: JournalEntry) -> None:
     assert history.attempt is not None, "an attempt is planned before it ends"
     said: dict[str, Any] = entry.fields["diagnosis"]
     diagnosis = Diagnosis(**{**said, "hosts": tuple(said["hosts"]), "back": _back(said)})
@@ -246,10 +246,10 @@ def _ended(history: History, entry: Entry) -> None:
         history.at_most = None  # what is newer was moved away
     code, last = entry.fields["exit_code"], entry.fields.get("last")
     resumed = None if trained is None else trained["resumed"]
-    history.failures.append(Failure(entry.time, history.attempt.hosts, code, diagnosis, last, resumed))
+    history.failures.append(FailedAttempt(entry.time, history.attempt.hosts, code, diagnosis, last, resumed))
 
 
-def _decided(history: History, entry: Entry) -> None:
+def _decided(history: JournalHistory, entry: JournalEntry) -> None:
     said = entry.fields
     hosts = tuple(said["replaced"])
     back = _back(said)
@@ -268,7 +268,7 @@ def _back(said: dict[str, Any]) -> RewindTarget | None:
     return None if raw is None else RewindTarget(raw["at_most"], None if raw["skip"] is None else tuple(raw["skip"]))
 
 
-def _tested(history: History, entry: Entry) -> None:
+def _tested(history: JournalHistory, entry: JournalEntry) -> None:
     test = HostTest(**{name: entry.fields[name] for name in ("host", "exit_code", "text")})
     before = history.replaced.pop(test.host, None)
     if not test.passed:
@@ -280,19 +280,19 @@ def _tested(history: History, entry: Entry) -> None:
         history.given_back[test.host] = history.given_back.get(test.host, 0) + 1
 
 
-def _suspected(history: History, entry: Entry) -> None:
+def _suspected(history: JournalHistory, entry: JournalEntry) -> None:
     history.replaced |= {host: Replaced(text, None) for host, text in entry.fields["hosts"].items()}
 
 
-def _left(history: History, entry: Entry) -> None:
+def _left(history: JournalHistory, entry: JournalEntry) -> None:
     history.left = entry.fields["job"]
 
 
-def _finished(history: History, entry: Entry) -> None:
+def _finished(history: JournalHistory, entry: JournalEntry) -> None:
     history.exit_code = entry.fields["exit_code"]
 
 
-def _unchanged(history: History, entry: Entry) -> None:
+def _unchanged(history: JournalHistory, entry: JournalEntry) -> None:
     """The run is as it was."""
 
 
@@ -301,7 +301,7 @@ NO_TURNS = (HOSTS, SUSPECTED, TESTED, GROWING, TAKEN_OVER, DAMAGED)
 """Kinds of entries that are no turns: which hosts there are, at the start and where that has changed; hosts that failed
 often in other runs; ends of tests; an attempt is asked to end, since there are more hosts; a supervisor goes on where
 an earlier one has stopped; the journal was written anew since lines of it were damaged."""
-CHANGES: dict[str, Callable[[History, Entry], None]] = {
+CHANGES: dict[str, Callable[[JournalHistory, JournalEntry], None]] = {
     "opened": _opened,
     HOSTS: _hosts,
     SUSPECTED: _suspected,

@@ -24,10 +24,10 @@ from pathlib import Path
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.common.errors import ConfigError, DataError, LaunchError, MegasdcError, StorageError
 from megasdc.common.memory_limits import free_memory
-from megasdc.common.progress import tell_bytes
+from megasdc.common.progress import report_bytes
 from megasdc.common.room import probe
 from megasdc.common.shared_memory import SNAPSHOT_SHARE, shared_folder
-from megasdc.config.checks import Layout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
 from megasdc.data.manifest import Manifest
 from megasdc.data.verify import check_folder, verify_prepared
@@ -192,7 +192,7 @@ def _check_data(config: RunConfig, whole: bool) -> None:
     folders = [Path(folder) for folder in config.megasdc.data.folders]
     manifests = [Manifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
-    advance = tell_bytes(lambda text: print(PROGRESS_MARK, text, file=sys.stderr, flush=True), size, TELL_S)
+    advance = report_bytes(lambda text: print(PROGRESS_MARK, text, file=sys.stderr, flush=True), size, TELL_S)
     for folder in folders:
         if not whole or size > WHOLE_BYTES:
             verify_prepared(folder)
@@ -200,7 +200,7 @@ def _check_data(config: RunConfig, whole: bool) -> None:
             raise DataError("; ".join(problems))
 
 
-def _check_memory(config: RunConfig, layout: Layout, vocab_size: int, slots: int) -> None:
+def _check_memory(config: RunConfig, layout: BatchLayout, vocab_size: int, slots: int) -> None:
     """Raise ConfigError where ranks get too little memory, in all or of what is free; not for accelerators'."""
     if os.environ.get("DS_ACCELERATOR") != "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
         return

@@ -193,7 +193,7 @@ def _lock(descriptor: int) -> None:
             return
 
 
-def judge(uses: Sequence[HostUsage], host: str, now: float, days: float) -> Judgement:
+def judge_host(uses: Sequence[HostUsage], host: str, now: float, days: float) -> Judgement:
     """Judge a host.
 
     Args:

@@ -25,9 +25,9 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.room import lacks_room, probe
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
 from megasdc.ops.launch.process import end_launcher
-from megasdc.ops.launch.remote import KILL_S, Watch
+from megasdc.ops.launch.remote import KILL_S, HostWatch
 from megasdc.ops.supervise import fitness
-from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Unfit
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, HostCheckResult, UnfitHost
 from megasdc.ops.supervise.fitness import HostChecks
 
 _PR_SET_PDEATHSIG = 1
@@ -140,7 +140,7 @@ class StressTests:
 
     def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
-        checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False, watch=Watch(stops))
+        checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False, watch=HostWatch(stops))
         return _tests(checked)
 
     def _stress(self, host: str, slots: int) -> None:
@@ -192,7 +192,7 @@ class StressTests:
         """What a check has found; None: the host is fit."""
         try:
             said = parse_json(self._file(host, "fit.json").read_text(encoding="utf-8"))
-            checked = Checked(tuple(Unfit(**one) for one in said["unfit"]), (host,), said["silent"])
+            checked = HostCheckResult(tuple(UnfitHost(**one) for one in said["unfit"]), (host,), said["silent"])
         except (OSError, ValueError, KeyError, TypeError):  # it was killed
             return HostTest(host, LaunchError.exit_code, f"the check ended with code {code}")
         return next(iter(_tests(checked)), None)
@@ -231,7 +231,7 @@ def _beside(run: Mapping[str, int], hosts: Collection[str]) -> list[str]:
     return [host for host in run if host not in hosts][:_COMPARED]
 
 
-def _tests(checked: Checked) -> list[HostTest]:
+def _tests(checked: HostCheckResult) -> list[HostTest]:
     """Results of hosts that are not fit, or gave no answer."""
     found = {one.host: HostTest(one.host, one.code, one.text) for one in reversed(checked.unfit)}
     silent = {host: HostTest(host, LaunchError.exit_code, text) for host, text in checked.silent.items()}

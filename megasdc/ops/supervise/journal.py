@@ -37,7 +37,7 @@ _CHECKSUM = re.compile(rb"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One line.
 
     Args:
@@ -61,9 +61,9 @@ class Entry:
         """What its line holds."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def seconds_to(self, other: Entry | Moment) -> float:
+    def seconds_to(self, other: JournalEntry | Moment) -> float:
         """Seconds from this to a later moment: by the monotonic clock of one boot, else by dates; at least 0."""
-        boot = other.boot if isinstance(other, Entry) else other.boot_id
+        boot = other.boot if isinstance(other, JournalEntry) else other.boot_id
         if boot is not None and boot == self.boot and self.monotonic is not None and other.monotonic is not None:
             return max(0.0, other.monotonic - self.monotonic)
         return max(0.0, other.time - self.time)
@@ -74,7 +74,7 @@ def _new(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_EXCL, 0o666)
 
 
-Rebuild = Callable[[Sequence[Entry]], Sequence[Entry]]
+Rebuild = Callable[[Sequence[JournalEntry]], Sequence[JournalEntry]]
 """From the entries of whole lines to those that a journal begins with that is written anew."""
 
 
@@ -134,7 +134,7 @@ class Journal:
         self._file.close()
         self._lock.close()
 
-    def write(self, kind: str, **fields: Any) -> Entry:
+    def write(self, kind: str, **fields: Any) -> JournalEntry:
         """Add an entry, which is on the disk on return.
 
         Raises:
@@ -152,7 +152,7 @@ class Journal:
         except OSError as error:
             raise StorageError(f"the supervisor's journal {self.path} cannot be written: {error}") from error
         self._checksum, self._size = checksum, self._size + len(line)
-        entry = Entry(**json.loads(json.dumps(content)))  # as a later supervisor reads it
+        entry = JournalEntry(**json.loads(json.dumps(content)))  # as a later supervisor reads it
         self.entries.append(entry)
         return entry
 
@@ -185,7 +185,7 @@ class Journal:
                 "of this one; this one ends, what it has started goes on"
             )
 
-    def _read(self, say: Callable[[str], None], rebuild: Rebuild | None) -> tuple[list[Entry], str]:
+    def _read(self, say: Callable[[str], None], rebuild: Rebuild | None) -> tuple[list[JournalEntry], str]:
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -203,7 +203,7 @@ class Journal:
 
     def _anew(
         self, lines: bytes, problem: str, say: Callable[[str], None], rebuild: Rebuild | None
-    ) -> tuple[list[Entry], str]:
+    ) -> tuple[list[JournalEntry], str]:
         """Write the journal anew from its whole lines; the damaged file stays under another name."""
         if rebuild is None:
             raise StorageError(problem)
@@ -213,7 +213,7 @@ class Journal:
             number += 1
         lost = len(lines.splitlines()) - len(kept)
         fields = {"aside": aside.name, "problem": problem, "lost": lost}
-        entries = [*rebuild(kept), Entry(0, time.time(), DAMAGED, fields)]
+        entries = [*rebuild(kept), JournalEntry(0, time.time(), DAMAGED, fields)]
         entries = [replace(one, number=at) for at, one in enumerate(entries, 1)]
         checksum, text = "", b""
         for entry in entries:
@@ -248,14 +248,14 @@ def _keep_aside(path: Path, aside: Path) -> None:
         shutil.copyfile(path, aside)
 
 
-def whole_lines(lines: bytes) -> list[Entry]:
+def whole_lines(lines: bytes) -> list[JournalEntry]:
     """Entries of the lines that are as they were written, oldest first.
 
     A line is if its checksum follows from its content and the checksum of the line before, whatever else that line
     still says; and if the next line follows from it, though its own checksum is damaged.
     """
-    found, before = list[Entry](), {""}
-    unsure: tuple[Entry | None, str] = None, ""
+    found, before = list[JournalEntry](), {""}
+    unsure: tuple[JournalEntry | None, str] = None, ""
     for line in lines.splitlines():
         entry, claimed = _entry_of(line), next((match.decode() for match in _CHECKSUM.findall(line)[-1:]), "")
         follows = {} if entry is None else {_chained(one, entry.content): one for one in before}
@@ -269,15 +269,15 @@ def whole_lines(lines: bytes) -> list[Entry]:
     return found
 
 
-def without_steps(entries: Sequence[Entry]) -> list[Entry]:
+def without_steps(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Entries with the times of a clock that nobody sets: that of the first, and what has passed since then."""
-    found: list[Entry] = []
+    found: list[JournalEntry] = []
     for before, entry in zip([None, *entries], entries, strict=False):
         found.append(entry if before is None else replace(entry, time=found[-1].time + before.seconds_to(entry)))
     return found
 
 
-def read_journal(folder: Path) -> list[Entry]:
+def read_journal(folder: Path) -> list[JournalEntry]:
     """Entries of the journal in a supervisor's folder, oldest first, also while one writes; none where there is none.
 
     Raises:
@@ -293,16 +293,16 @@ def read_journal(folder: Path) -> list[Entry]:
     return _parse(content[: content.rfind(b"\n") + 1], path)[0]
 
 
-def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
+def _parse(lines: bytes, path: Path) -> tuple[list[JournalEntry], str]:
     """Entries, and the checksum of all of them."""
-    entries, checksum = list[Entry](), ""
+    entries, checksum = list[JournalEntry](), ""
     for number, line in enumerate(lines.splitlines(), 1):
         where = f"line {number} of the supervisor's journal {path}"
         remedy = "the next start of the supervisor writes it anew from the others, and keeps the damaged file"
         try:
             raw = parse_json(line)
             claimed = raw.pop("checksum")
-            entry = Entry(**raw)
+            entry = JournalEntry(**raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StorageError(f"{where} cannot be read: {error!r}; {remedy}") from error
         checksum = _chained(checksum, raw)
@@ -312,12 +312,12 @@ def _parse(lines: bytes, path: Path) -> tuple[list[Entry], str]:
     return entries, checksum
 
 
-def _entry_of(line: bytes) -> Entry | None:
+def _entry_of(line: bytes) -> JournalEntry | None:
     """What a line holds, whatever its checksum; None: it is no entry."""
     try:
         raw = parse_json(line)
         del raw["checksum"]
-        return Entry(**raw)
+        return JournalEntry(**raw)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

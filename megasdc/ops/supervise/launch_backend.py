@@ -39,16 +39,16 @@ from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import load_hangs
 from megasdc.ops.launch.records import collect
-from megasdc.ops.launch.remote import Watch
+from megasdc.ops.launch.remote import HostWatch
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.launch.verdict import RUN_MEMORY, Met
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import FrontResult
 from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
-from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence, RewindTarget
-from megasdc.ops.supervise.fitness import HostChecks, tell_every
-from megasdc.ops.supervise.history import ENDED, Attempt, Process
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, AttemptEvidence, HostCheckResult, RewindTarget
+from megasdc.ops.supervise.fitness import HostChecks, report_every
+from megasdc.ops.supervise.history import ENDED, Attempt, LaunchProcess
 from megasdc.ops.supervise.journal import FOLDER
 from megasdc.sdc.incidents.incident import load_incidents
 from megasdc.train.process.signals import STOPPED_START
@@ -156,19 +156,19 @@ class Engine(Protocol):
     def was_started(self, attempt: Attempt) -> bool:
         """Whether an attempt was started."""
 
-    def find(self, attempt: Attempt) -> Process:
+    def find(self, attempt: Attempt) -> LaunchProcess:
         """The process of an attempt that was started; ``ENDED``: it has ended."""
 
-    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> LaunchProcess:
         """Start an attempt; ``check`` is called just before, after all waits, and raises where it is not to be."""
 
-    def lives(self, process: Process) -> bool:
+    def lives(self, process: LaunchProcess) -> bool:
         """Whether it still runs."""
 
     def show(self, attempt: Attempt) -> None:
         """Print what it has said since the last call."""
 
-    def stop(self, process: Process) -> None:
+    def stop(self, process: LaunchProcess) -> None:
         """Ask it to save and end."""
 
     def overrides(self, attempt: Attempt) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Engine(Protocol):
 
     def evidence(
         self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
-    ) -> Evidence:
+    ) -> AttemptEvidence:
         """How an attempt has ended.
 
         Args:
@@ -245,7 +245,7 @@ class LaunchBackend:
         """See ``Engine``; its log is opened just before."""
         return self._file(attempt, "log").exists()
 
-    def find(self, attempt: Attempt) -> Process:
+    def find(self, attempt: Attempt) -> LaunchProcess:
         """See ``Engine``; by its command line, which holds the launch id, and is empty while a program is loaded."""
         end = time.monotonic() + FIND_S
         while time.monotonic() < end and not self._file(attempt, "json").exists():
@@ -262,11 +262,11 @@ class LaunchBackend:
                     and any(attempt.launch_id in word for word in words)
                     and ticks is not None
                 ):
-                    return Process(int(path.parent.name), ticks)
+                    return LaunchProcess(int(path.parent.name), ticks)
             time.sleep(0.1)
         return ENDED
 
-    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> LaunchProcess:
         """See ``Engine``.
 
         Raises:
@@ -308,7 +308,7 @@ class LaunchBackend:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         ticks = run_lock.start_ticks(process.pid)
-        return Process(process.pid, 0 if ticks is None else ticks)
+        return LaunchProcess(process.pid, 0 if ticks is None else ticks)
 
     def show(self, attempt: Attempt) -> None:
         """See ``Engine``; on standard error. Of an attempt that was taken over, from now on."""
@@ -319,7 +319,7 @@ class LaunchBackend:
             sys.stderr.write(log.read().decode(errors="replace"))
             self._shown[path] = log.tell()
 
-    def lives(self, process: Process) -> bool:
+    def lives(self, process: LaunchProcess) -> bool:
         """See ``Engine``; one that is stopped is woken, and killed where it stays so, as one that does not run is."""
         if process == ENDED:
             return False
@@ -338,7 +338,7 @@ class LaunchBackend:
             _say(f"the front of the launch: {done}")
         return process.pid not in self._waker.given_up
 
-    def stop(self, process: Process) -> None:
+    def stop(self, process: LaunchProcess) -> None:
         """See ``Engine``."""
         if self.lives(process):
             os.kill(process.pid, signal.SIGTERM)
@@ -361,7 +361,7 @@ class LaunchBackend:
 
     def evidence(
         self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool] = lambda: False
-    ) -> Evidence:
+    ) -> AttemptEvidence:
         """See ``Engine``; hosts are asked whether they can be reached, unless the attempt ended well."""
         result = attempt_process.load_result(self._file(attempt, "json"))
         if result is None and self._ended_with == StorageError.exit_code:  # which had no room either
@@ -375,14 +375,14 @@ class LaunchBackend:
         # A rank that was killed has the code of a launch that failed, and says nothing of its host.
         is_asked = code in OF_HOSTS and not (code == LaunchError.exit_code and trained is not None)
         whole = code == DataError.exit_code
-        checked = self._check(attempt, waiting, set(unreachable), whole, stops) if is_asked else Checked()
+        checked = self._check(attempt, waiting, set(unreachable), whole, stops) if is_asked else HostCheckResult()
         isolation, hosts = self._isolation(attempt), _hosts_of_ranks(attempt)
         left = range(len(hosts)) if isolation is None else isolation.fields["launch_ranks"]
         own = [one for one in incidents if wrote(one.launch, one.found_at + 1.0)]  # their times are whole seconds
         # An earlier start's has other numbers of ranks, and has ended no more than that start.
         since = 0 if isolation is None else isolation.attempt or 0
         ending = [one for one in own if one.ends_start and (one.attempt or 0) >= since]
-        return Evidence(
+        return AttemptEvidence(
             exit_code=code,
             failed_rank=None if result is None else result.failed_rank,
             failed_host=None if result is None else result.failed_host,
@@ -415,7 +415,7 @@ class LaunchBackend:
         away: Collection[str],
         whole: bool,
         stops: Callable[[], bool],
-    ) -> Checked:
+    ) -> HostCheckResult:
         """Check the hosts of an attempt that can be reached, in order of ranks, and then those that wait.
 
         Args:
@@ -425,7 +425,7 @@ class LaunchBackend:
         slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
         how = "every byte of the data is read there" if whole else "what a start needs"
         _say(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
-        watch = Watch(stops, tell_every(_say))
+        watch = HostWatch(stops, report_every(_say))
         return self.checks.check(slots, attempt.slots, overrides=self.overrides(attempt), whole=whole, watch=watch)
 
     def _failed_alike(self, attempt: Attempt, host_of_rank: Sequence[str], code: int | None) -> tuple[str, ...]:
@@ -483,7 +483,7 @@ class LaunchBackend:
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def _memory(self, attempt: Attempt, result: FrontResult | None) -> str | None:
-        """See ``Evidence``; where a scheduler alone knows that it was memory, it counts as the run's."""
+        """See ``AttemptEvidence``; where a scheduler alone knows that it was memory, it counts as the run's."""
         if result is None or result.memory is not None or not result.exit_code:
             return None if result is None else result.memory
         return RUN_MEMORY if self._allocation.lacked_memory(self._said(attempt), result.failed_rank) else None

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megasdc.ops.launch.verdict import REPLACED, RETURNED, REWOUND, Met, drain, in_order, read_met
+from megasdc.ops.launch.verdict import REPLACED, RETURNED, REWOUND, Met, drain, order_by_step, read_met
 from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, RewindTarget
 from megasdc.ops.supervise.history import SUSPECTED, TESTED
 from megasdc.ops.supervise.host_tests import HostTest
-from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal
+from megasdc.ops.supervise.journal import FOLDER, JournalEntry, read_journal
 from megasdc.ops.supervise.policy import Action
 
 
@@ -24,13 +24,13 @@ def all_met(run_dir: Path) -> list[Met]:
     return with_journal(run_dir, read_journal(run_dir / FOLDER))
 
 
-def with_journal(run_dir: Path, entries: Sequence[Entry]) -> list[Met]:
+def with_journal(run_dir: Path, entries: Sequence[JournalEntry]) -> list[Met]:
     """What a run has met, by the entries of its journal and what its ranks and agents have reported."""
     launches = [str(one.fields["launch_id"]) for one in entries if one.kind == "planned"]
-    return in_order([*read_met(run_dir), *of_journal(entries)], launches)
+    return order_by_step([*read_met(run_dir), *of_journal(entries)], launches)
 
 
-def of_journal(entries: Sequence[Entry]) -> list[Met]:
+def of_journal(entries: Sequence[JournalEntry]) -> list[Met]:
     """What a supervisor did that is no start as usual.
 
     Args:
@@ -39,7 +39,7 @@ def of_journal(entries: Sequence[Entry]) -> list[Met]:
     return [one for _, some in by_entry(entries) for one in some]
 
 
-def by_entry(entries: Sequence[Entry]) -> Iterator[tuple[Entry, list[Met]]]:
+def by_entry(entries: Sequence[JournalEntry]) -> Iterator[tuple[JournalEntry, list[Met]]]:
     """Each entry of a journal, with what it tells of ``of_journal``."""
     attempt, launch, step, kind, away = 0, None, 0, "", set[str]()
     for entry in entries:
@@ -61,7 +61,7 @@ def by_entry(entries: Sequence[Entry]) -> Iterator[tuple[Entry, list[Met]]]:
         yield entry, found
 
 
-def name_of(entry: Entry, some: Sequence[Met]) -> str:
+def entry_name(entry: JournalEntry, some: Sequence[Met]) -> str:
     """Name of what an entry tells, at least one, which a journal that is written anew does not change.
 
     A decision may be made again then; it is that of its attempt.

@@ -51,7 +51,7 @@ then on without snapshots in memory where they have no room. What was ``mended``
 exit code and without progress, on another one, is no host's: it is what follows again from its exit code.
 
 A host that was replaced is tested beside the run, and comes back as a spare if it passes, the last one to be taken;
-``Limits.returns`` times, and never if it computed wrong results again when it repeated them.
+``RestartLimits.returns`` times, and never if it computed wrong results again when it repeated them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ RULES = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """What ends a run that does not get on.
 
     Args:
@@ -167,7 +167,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedAttempt:
     """An attempt that failed.
 
     Args:
@@ -208,7 +208,7 @@ class Decision:
     skips_snapshots: bool = False
 
 
-def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_back: int = 0) -> Decision:
+def decide(failures: Sequence[FailedAttempt], num_spares: int, limits: RestartLimits, went_back: int = 0) -> Decision:
     """Decide what follows from the last attempt.
 
     Args:
@@ -257,7 +257,7 @@ def decide(failures: Sequence[Failure], num_spares: int, limits: Limits, went_ba
     return Decision(Action.AGAIN, f"{found.text}; {lacking}", pause_s=pause_s)
 
 
-def may_return(kind: str | None, given_back: int, limits: Limits) -> bool:
+def may_return(kind: str | None, given_back: int, limits: RestartLimits) -> bool:
     """Whether a host that was replaced for a kind of diagnosis, and was given back so often, is worth a test.
 
     Args:
@@ -266,7 +266,7 @@ def may_return(kind: str | None, given_back: int, limits: Limits) -> bool:
     return (kind is None or RULES[kind].returns) and given_back < limits.returns
 
 
-def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
+def _limit_of(failures: Sequence[FailedAttempt], limits: RestartLimits) -> str | None:
     """The limit that is reached; None: none is."""
     last = failures[-1]
     recent = [one for one in failures if last.time - one.time < HOUR_S]
@@ -290,7 +290,7 @@ def _limit_of(failures: Sequence[Failure], limits: Limits) -> str | None:
     return None
 
 
-def _has_gone_on(failures: Sequence[Failure]) -> bool:
+def _has_gone_on(failures: Sequence[FailedAttempt]) -> bool:
     """Whether any attempt has gone on from a later step than the first one; those that did no step do not count."""
     return max(one.resumed or 0 for one in failures) > (failures[0].resumed or 0)
 
@@ -300,20 +300,20 @@ def _shares_host(one: Diagnosis, other: Diagnosis) -> bool:
     return bool(set(one.hosts) & set(other.hosts)) or not (one.hosts or other.hosts)
 
 
-def _is_of_other_hosts_too(failures: Sequence[Failure]) -> bool:
+def _is_of_other_hosts_too(failures: Sequence[FailedAttempt]) -> bool:
     """Whether other hosts had the diagnosis and the exit code of the last attempt, since the run last got on."""
     last = failures[-1]
     alike = [one for one in _since_progress(failures) if one.diagnosis.kind == last.diagnosis.kind]
     return any(one.exit_code == last.exit_code and not _shares_host(one.diagnosis, last.diagnosis) for one in alike)
 
 
-def _since_progress(failures: Sequence[Failure]) -> Sequence[Failure]:
+def _since_progress(failures: Sequence[FailedAttempt]) -> Sequence[FailedAttempt]:
     """Failures before the last one, from the first that had reached the furthest step of all."""
     steps = [one.diagnosis.step for one in failures]
     return failures[steps.index(max(steps)) : -1]
 
 
-def _pause_s(failures: Sequence[Failure], limits: Limits) -> float:
+def _pause_s(failures: Sequence[FailedAttempt], limits: RestartLimits) -> float:
     """None after progress; else doubled with each attempt in succession that got no further."""
     idle = len(_since_progress(failures))
     return min(limits.longest_pause_s, limits.pause_s * 2.0 ** (idle - 1)) if idle else 0.0

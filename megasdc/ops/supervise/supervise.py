@@ -18,13 +18,13 @@ from megasdc.ops.launch.plan import new_launch_id
 from megasdc.ops.launch.verdict import lines_of
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, SIGNALS, diagnose
-from megasdc.ops.supervise.history import ENDED, GROWING, TESTED, Attempt, History
+from megasdc.ops.supervise.history import ENDED, GROWING, TESTED, Attempt, JournalHistory
 from megasdc.ops.supervise.host_reliability_log import HOUR_S, HostReliabilityLog, HostUsage
 from megasdc.ops.supervise.host_tests import HostTest, Tests
 from megasdc.ops.supervise.journal import Journal
 from megasdc.ops.supervise.launch_backend import Engine
-from megasdc.ops.supervise.met import by_entry, name_of, with_journal
-from megasdc.ops.supervise.policy import Action, Decision, Limits, decide, may_return
+from megasdc.ops.supervise.met import by_entry, entry_name, with_journal
+from megasdc.ops.supervise.policy import Action, Decision, RestartLimits, decide, may_return
 
 POLL_S = 0.2
 LOOK_S = 3.0
@@ -49,7 +49,7 @@ class Supervisor:
         journal: Journal,
         engine: Engine,
         tests: Tests,
-        limits: Limits,
+        limits: RestartLimits,
         allocation: Allocation,
         stop: Event,
         say: Say,
@@ -62,7 +62,7 @@ class Supervisor:
         self._look_at, self._num_alerted = 0.0, 0
         self._releasing, self._released = Thread(), frozenset[str]()
         self._room = RoomProbe(journal.path.parent, say)
-        self._history = History.of(journal.entries)
+        self._history = JournalHistory.of(journal.entries)
 
     def run(self) -> int:
         """Run to the end, or until the allocation was left for another one; returns the exit code.
@@ -324,7 +324,7 @@ class Supervisor:
         entries = self._journal.entries
         last = max((place for place, entry in enumerate(entries) if entry.kind == "planned"), default=0)
         for entry, some in list(by_entry(entries))[max(last, self._num_alerted) :]:
-            if some and (problem := self._engine.alert(name_of(entry, some), some)):
+            if some and (problem := self._engine.alert(entry_name(entry, some), some)):
                 self._say(problem)
         self._num_alerted = len(entries)
 

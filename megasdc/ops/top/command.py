@@ -11,7 +11,7 @@ from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher
 
 
-def watch(watcher: RunWatcher, console: Console, interval_s: float) -> None:
+def watch_run(watcher: RunWatcher, console: Console, interval_s: float) -> None:
     """Draws a run on a terminal until it is over, and then once more below what was there before.
 
     Args:

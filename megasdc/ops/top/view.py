@@ -20,15 +20,23 @@ from megasdc.common.room import PROBE_BYTES
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, metrics_row
-from megasdc.ops.health.front.clocks import differing
+from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.health.links.judgement import places_of
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.launch.verdict import Met, read_met
 from megasdc.ops.run_folder.marks import FAULT, details, lane_of
-from megasdc.ops.run_folder.record import CONFIG_FILE, Ending, RunRecord, is_run, load_config, load_ending, series_of
-from megasdc.ops.run_folder.status import SILENT_S, Status, clock, status_of
+from megasdc.ops.run_folder.record import (
+    CONFIG_FILE,
+    LaunchEnding,
+    RunRecord,
+    is_run,
+    load_ending,
+    load_recorded_config,
+    series_of,
+)
+from megasdc.ops.run_folder.status import SILENT_S, RunStatus, clock, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.met import all_met
@@ -90,7 +98,7 @@ class GrowingLines:
 
 
 @dataclass(frozen=True)
-class Look:
+class FolderView:
     """A run as its folder shows it now.
 
     Args:
@@ -120,7 +128,7 @@ class RunFollower:
         self._rank_hosts: dict[int, str] = {}
         self._made: dict[str, tuple[Hashable, Any]] = {}
 
-    def look(self) -> Look:
+    def look(self) -> FolderView:
         """Read what is new."""
         self._read_metrics()
         self._read_events()
@@ -134,7 +142,9 @@ class RunFollower:
         quiet_s = min((age for age in ages if age is not None), default=None)
         run = RunRecord(
             path=folder,
-            config=self._if_changed("config", [folder / CONFIG_FILE], lambda: load_config(folder / CONFIG_FILE, [])),
+            config=self._if_changed(
+                "config", [folder / CONFIG_FILE], lambda: load_recorded_config(folder / CONFIG_FILE, [])
+            ),
             series=series_of(rows)[0],
             events=tuple(events),
             incidents=self._incidents(),
@@ -144,7 +154,7 @@ class RunFollower:
             notes=(*notes, *unreadable),
             quiet_s=quiet_s,
         )
-        return Look(run, quiet_s, self._pace_s(), dict(self._rank_hosts))
+        return FolderView(run, quiet_s, self._pace_s(), dict(self._rank_hosts))
 
     def _pace_s(self) -> float | None:
         starts = [one for one in self._bounds if (one.kind, one.rank) == ("start", 0)]  # rank 0 writes metrics
@@ -204,7 +214,7 @@ class RunFollower:
         files = folder.glob("incident_step_*.json")
         return self._if_changed("incidents", files, lambda: load_incidents(folder, []))
 
-    def _ending(self, events: list[Event]) -> Ending | None:
+    def _ending(self, events: list[Event]) -> LaunchEnding | None:
         files = [*(self._folder / "done").glob("*"), self._folder / "lock.json"]
         return self._if_changed("ending", files, lambda: load_ending(self._folder, events, []), len(self._bounds))
 
@@ -342,7 +352,7 @@ class RunWatcher:
         if run.setting("megasdc.health.enabled") is not False:
             hosts, left_out = read_hosts(self._folder, self._clock, look.rank_hosts)
             notes += left_out
-            notes += differing(self._folder / "health")
+            notes += describe_differing_dates(self._folder / "health")
         notes += _without_room(self._folder, run.setting("megasdc.logging.wait_for_room_s"))
         state, status = _state_of(look, hosts)
         step, planned = max(status.step, _done_by_all(hosts)), status.planned
@@ -393,7 +403,7 @@ class RunWatcher:
         return self._effective_ratio
 
 
-def _state_of(look: Look, hosts: Sequence[HostPosition]) -> tuple[str, Status]:
+def _state_of(look: FolderView, hosts: Sequence[HostPosition]) -> tuple[str, RunStatus]:
     """State of a run: what its agents see now counts, else what was recorded, else when it last wrote something."""
     run, quiet_s = look.run, look.quiet_s or 0.0
     status = status_of(run)
@@ -415,11 +425,11 @@ def _done_by_all(hosts: Sequence[HostPosition]) -> int:
     return min((rank.step for host in hosts for rank in host.ranks), default=1) - 1
 
 
-def _eta_s(look: Look, step: int, planned: int | None) -> float | None:
+def _eta_s(look: FolderView, step: int, planned: int | None) -> float | None:
     return None if planned is None or look.pace_s is None else max(0, planned - step) * look.pace_s
 
 
-def _text_of(state: str, step: int, planned: int | None, look: Look) -> str:
+def _text_of(state: str, step: int, planned: int | None, look: FolderView) -> str:
     at = f"step {step:,}" + (f" of {planned:,}" if planned is not None else "")
     quiet = "nothing was written yet" if look.quiet_s is None else f"nothing was written for {look.quiet_s:.0f} s"
     return {

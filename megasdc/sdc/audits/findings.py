@@ -21,7 +21,7 @@ from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.compare import compare_rank
 from megasdc.sdc.evidence import Counts, count_differing
 from megasdc.sdc.gather import gather_traces, repeat_disputed
-from megasdc.sdc.golden_compare import DIVERGENT, find, judge
+from megasdc.sdc.golden_compare import DIVERGENT, find, judge_cell
 from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.recompute import Unrepeated, judge_recomputed
@@ -35,7 +35,7 @@ from megasdc.sdc.verdict import (
     REFEREE,
     REPLAY,
     RankVerdict,
-    differences,
+    find_differences,
     repeated_value,
     settle,
 )
@@ -47,7 +47,7 @@ ASKED = 8
 
 
 @dataclass(frozen=True)
-class Work:
+class AuditedWork:
     """The audited micro-batch of a step.
 
     Args:
@@ -107,7 +107,7 @@ class AuditFindings:
 
     def of_replicas(
         self,
-        work: Work,
+        work: AuditedWork,
         comparable: Collection[tuple[int, int]] | None = None,
         ask_golden: Callable[[], Mapping[int, bool] | None] = lambda: None,
     ) -> Finding:
@@ -138,10 +138,10 @@ class AuditFindings:
             "audit", _micro_batch(rulings), rulings, *count_differing(audit, self._dims, named), opinions=shown
         )
 
-    def _ask_referee(self, work: Work, ballot: Ballot, audit: Mapping[int, Trace]) -> list[tuple[int, Opinion]]:
+    def _ask_referee(self, work: AuditedWork, ballot: Ballot, audit: Mapping[int, Trace]) -> list[tuple[int, Opinion]]:
         """What the referee says of results that differ, with their places in traces; one more repeat for each."""
         found = []
-        for number, (address, place, values) in enumerate(differences(ballot)):
+        for number, (address, place, values) in enumerate(find_differences(ballot)):
             opinion = Opinion(address, {}, f"it has computed {ASKED} results in this step")
             if number < ASKED:
                 opinion = self._referee.ask(address, values, partial(self._repeat, work, place, values, audit))
@@ -150,7 +150,7 @@ class AuditFindings:
         return found
 
     def _repeat(
-        self, work: Work, place: int, ranks: Collection[int], audit: Mapping[int, Trace]
+        self, work: AuditedWork, place: int, ranks: Collection[int], audit: Mapping[int, Trace]
     ) -> dict[int, int | None]:
         """Repeat the audited micro-batch; what ranks got at a place this time."""
         again = gather_traces(work.again(), self._dims, self._group)
@@ -158,7 +158,7 @@ class AuditFindings:
 
     # --- one device ---------------------------------------------------------------------------------------------------
 
-    def of_permuted(self, work: Work, moved: PermutedResult) -> Finding:
+    def of_permuted(self, work: AuditedWork, moved: PermutedResult) -> Finding:
         """Rule on results that changed when elements were in other places.
 
         Collective: all ranks of the world.
@@ -166,7 +166,7 @@ class AuditFindings:
         dims = self._dims
         trace = moved.again() if moved.learn() else moved.trace
         audit, elsewhere = (gather_traces(one, dims, self._group) for one in (work.trace, trace))
-        verdicts = judge({rank: [find(audit[rank], elsewhere[rank], dims.at(rank))] for rank in audit}, dims)
+        verdicts = judge_cell({rank: [find(audit[rank], elsewhere[rank], dims.at(rank))] for rank in audit}, dims)
         flagged = {
             rank: difference_at(audit[rank], elsewhere[rank], one.first)
             for rank, one in verdicts.items()

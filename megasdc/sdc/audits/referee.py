@@ -17,8 +17,8 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.exhibits.calls import Call, Exhibit, Trust, kept_calls
-from megasdc.sdc.fp64.noise import Budget, Unfit
-from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.noise import NoiseBudget, Unfit
+from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.incidents.opinion import Opinion, Outside
 
@@ -155,7 +155,7 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         ranks: those that differ.
         mine: from ``shown_by``; of a rank that does not differ nothing is taken.
     """
-    opinion, reasons, budget, alone = Opinion(address, {}), list[str](), Budget(), tuple[int, ...]()
+    opinion, reasons, budget, alone = Opinion(address, {}), list[str](), NoiseBudget(), tuple[int, ...]()
     while True:
         one = next(mine, None)
         shown = yield one if one is None or isinstance(one, str) else _tried(partial(_digests, one))
@@ -182,7 +182,7 @@ def _ranks(some: Sequence[int]) -> str:
     return f"rank {some[0]}" if len(some) == 1 else f"ranks {sorted(some)}"
 
 
-def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, budget: Budget) -> Hearing:
+def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, budget: NoiseBudget) -> Hearing:
     """An opinion from one exhibit of each rank; ``known``: their digests."""
     if len({operands for operands, *_ in known.values()}) > 1:
         return Opinion(address, {}, _differs(list(known.values())))
@@ -217,7 +217,7 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     if outer == math.inf:
         return Opinion(address, {}, "ranks agree on too few elements to show what they have computed", count)
     taken = {rank: one[places[:, 0], places[:, 1]] for rank, one in results.items()}
-    within = judge(taken, reference, trust.inner, outer)
+    within = judge_rounding(taken, reference, trust.inner, outer)
     if not within:
         known_bounds = bool(reference.bounds.isfinite().all())
         fits = known_bounds and all(bool(is_within(one, reference, trust.inner).all()) for one in taken.values())
@@ -231,7 +231,7 @@ def _sent(mine: Exhibit, rows: Sequence[int]) -> tuple[Tensor, Trust]:
     return mine.result[rows].cpu().double(), mine.trust
 
 
-def _computed(mine: Exhibit, rows: Tensor, columns: Tensor, budget: Budget) -> Exact | str:
+def _computed(mine: Exhibit, rows: Tensor, columns: Tensor, budget: NoiseBudget) -> Exact | str:
     """Elements in fp64; a text: why there are none."""
     with budget.spent():
         return _tried(lambda: mine.compute(rows, columns))

@@ -35,10 +35,10 @@ def suspect_together(
         else:
             suspects = sorted({other for rank in ranks for other in tensor_ranks(rank, layout)})
             wider.setdefault(tuple(suspects), []).append(one)
-    return (*kept, *(merged(some, suspects) for suspects, some in wider.items()))
+    return (*kept, *(merged_rulings(some, suspects) for suspects, some in wider.items()))
 
 
-def merged(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) -> RankVerdict:
+def merged_rulings(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) -> RankVerdict:
     """One ruling on ranks of which none can be named, in the place of several; what none repeated stays so."""
     first = rulings[0]
     harmless = all(one.verdict == NOT_REPRODUCED for one in rulings)

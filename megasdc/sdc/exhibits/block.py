@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_as_matrix, taken
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
 from megasdc.sdc.fp64.rounding_bounds import Exact, activated, activated_input, residual
@@ -17,7 +17,7 @@ SLOTS = ("query", "key", "value")
 def sum_output(call: Call, result: Tensor) -> Exhibit:
     """Residual + mask (branch + bias)."""
     (branch, bias), other = call.args[0], call.args[1]
-    parts = [None if one is None else rows_of(one) for one in (branch, call.mask, other)]
+    parts = [None if one is None else rows_as_matrix(one) for one in (branch, call.mask, other)]
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         own, mask, rest = (None if one is None else taken(one, rows, columns) for one in parts)
@@ -25,25 +25,25 @@ def sum_output(call: Call, result: Tensor) -> Exhibit:
         return residual(own, None if bias is None else taken(bias, columns), mask, rest, result.dtype)
 
     factors = (*parts, bias)
-    return Exhibit(rows_of(result), tuple(one for one in factors if one is not None), compute)
+    return Exhibit(rows_as_matrix(result), tuple(one for one in factors if one is not None), compute)
 
 
 def sum_input(call: Call, result: Tensor) -> Exhibit:
     """The mask times the gradient."""
-    gradient, mask = rows_of(call.gradients[-1]), None if call.mask is None else rows_of(call.mask)
+    gradient, mask = rows_as_matrix(call.gradients[-1]), None if call.mask is None else rows_as_matrix(call.mask)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         kept = None if mask is None else taken(mask, rows, columns)
         return residual(taken(gradient, rows, columns), None, kept, None, result.dtype)
 
-    return Exhibit(rows_of(result), (gradient,) if mask is None else (gradient, mask), compute)
+    return Exhibit(rows_as_matrix(result), (gradient,) if mask is None else (gradient, mask), compute)
 
 
 def activation_output(call: Call, result: Tensor) -> Exhibit:
     """Of the layer before it, whose bias is added here; where it is gated, its first half is the gate."""
     layer, config = call.module, call.module.config
     assert call.output is not None, "it is a linear layer"
-    given, bias = rows_of(call.output), layer.bias
+    given, bias = rows_as_matrix(call.output), layer.bias
     half = given.shape[-1] // 2 if config.gated_linear_unit else None
 
     def part(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -59,7 +59,7 @@ def activation_output(call: Call, result: Tensor) -> Exhibit:
             offset=getattr(config, "glu_linear_offset", 0.0),
         )
 
-    return Exhibit(rows_of(result), (given,) if bias is None else (given, bias), compute)
+    return Exhibit(rows_as_matrix(result), (given,) if bias is None else (given, bias), compute)
 
 
 def activation_input(call: Call, result: Tensor) -> Exhibit | None:
@@ -68,7 +68,7 @@ def activation_input(call: Call, result: Tensor) -> Exhibit | None:
     if getattr(config, "activation_func_clamp_value", None) is not None or getattr(config, "glu_linear_offset", 0) != 0:
         return None
     assert call.output is not None, "it is a linear layer"
-    given_output, bias, slopes = rows_of(call.output), layer.bias, rows_of(call.gradients[-1])
+    given_output, bias, slopes = rows_as_matrix(call.output), layer.bias, rows_as_matrix(call.gradients[-1])
     half = given_output.shape[-1] // 2 if config.gated_linear_unit else None
     steps = config.activation_func is torch.nn.functional.relu
 
@@ -91,7 +91,7 @@ def activation_input(call: Call, result: Tensor) -> Exhibit | None:
         )
 
     factors = (given_output, slopes)
-    return Exhibit(rows_of(result), factors if bias is None else (*factors, bias), compute)
+    return Exhibit(rows_as_matrix(result), factors if bias is None else (*factors, bias), compute)
 
 
 def attention_output(call: Call, result: Tensor) -> Exhibit:
@@ -122,7 +122,7 @@ def attention_output(call: Call, result: Tensor) -> Exhibit:
             values[here], bounds[here] = found.values, found.bounds
         return Exact(values, bounds)
 
-    return Exhibit(rows_of(result), (query, key, value, *_masks(call)), compute)
+    return Exhibit(rows_as_matrix(result), (query, key, value, *_masks(call)), compute)
 
 
 def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
@@ -164,7 +164,7 @@ def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
             values[here], bounds[here] = found.values, found.bounds
         return Exact(values, bounds)
 
-    return Exhibit(rows_of(result), (query, key, value, slopes, *_masks(call)), compute)
+    return Exhibit(rows_as_matrix(result), (query, key, value, slopes, *_masks(call)), compute)
 
 
 def _masks(call: Call) -> tuple[Tensor, ...]:

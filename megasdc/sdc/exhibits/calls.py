@@ -216,7 +216,7 @@ def one_call(address: Address, calls: Sequence[Call]) -> Call | str:
     return some[0]
 
 
-def rows_of(tensor: Tensor) -> Tensor:
+def rows_as_matrix(tensor: Tensor) -> Tensor:
     """As a matrix: the last dimension is that of its columns."""
     return tensor.detach().reshape(-1, tensor.shape[-1])
 

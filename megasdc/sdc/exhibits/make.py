@@ -38,11 +38,11 @@ from megasdc.sdc.exhibits.block import (
     sum_input,
     sum_output,
 )
-from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_as_matrix
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_output, linear_weight
-from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
+from megasdc.sdc.exhibits.norms import norm_bias, norm_input_exhibit, norm_output, norm_weight_exhibit
 from megasdc.sdc.exhibits.words import position_input, position_output, position_weight, word_output, word_weight
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses_fp64
 from megasdc.sdc.fp64.rounding_bounds import Exact
 
 
@@ -54,9 +54,9 @@ def loss_output(call: Call, result: Tensor) -> Exhibit | None:
     real = logits[..., : call.module.real_columns]
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
-        return token_losses(real[columns, rows].cpu(), labels[rows, columns].cpu())
+        return token_losses_fp64(real[columns, rows].cpu(), labels[rows, columns].cpu())
 
-    return Exhibit(rows_of(result), (logits, labels), compute)
+    return Exhibit(rows_as_matrix(result), (logits, labels), compute)
 
 
 def logits_gradient(call: Call, result: Tensor) -> Exhibit | None:
@@ -72,7 +72,7 @@ def logits_gradient(call: Call, result: Tensor) -> Exhibit | None:
         found = real[token, sample].cpu(), labels[sample, token].cpu(), slopes[sample, token].cpu()
         return logit_gradients(*found, places, columns, result.dtype)
 
-    return Exhibit(rows_of(result), (logits, labels, slopes), compute)
+    return Exhibit(rows_as_matrix(result), (logits, labels, slopes), compute)
 
 
 LINEAR, SUMS, NORMS = (QKV, PROJECTION, FC1, FC2, HEAD), (RESIDUAL, BLOCK), (NORM, FINAL_NORM)
@@ -86,8 +86,8 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     **{(kind, phase, "output"): sum_output for kind in SUMS for phase in (FORWARD, RECOMPUTE)},
     **{(kind, BACKWARD, "input"): sum_input for kind in SUMS},
     **{(kind, phase, "output"): norm_output for kind in NORMS for phase in (FORWARD, RECOMPUTE)},
-    **{(kind, BACKWARD, "input"): norm_input for kind in NORMS},
-    **{(kind, WEIGHT_GRAD, "weight"): norm_weight for kind in NORMS},
+    **{(kind, BACKWARD, "input"): norm_input_exhibit for kind in NORMS},
+    **{(kind, WEIGHT_GRAD, "weight"): norm_weight_exhibit for kind in NORMS},
     **{(kind, WEIGHT_GRAD, "bias"): norm_bias for kind in NORMS},
     **{(ACTIVATION, phase, "output"): activation_output for phase in (FORWARD, RECOMPUTE)},
     (ACTIVATION, BACKWARD, "input"): activation_input,

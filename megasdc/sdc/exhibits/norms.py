@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
-from megasdc.sdc.fp64.rounding_bounds import WORKING, Exact, Moments, normalized, product
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_as_matrix, taken
+from megasdc.sdc.fp64.rounding_bounds import WORKING, Exact, NormMoments, normalized, product
 from megasdc.sdc.fp64.rounding_bounds import norm_input as exact_input
 from megasdc.sdc.fp64.rounding_bounds import norm_weight as exact_weight
 
@@ -14,13 +14,13 @@ from megasdc.sdc.fp64.rounding_bounds import norm_weight as exact_weight
 def _norm_factors(call: Call) -> tuple[Tensor, ...]:
     """Input [tokens, K], weight [K] and, if the norm has one, bias [K]."""
     bias = getattr(call.module, "bias", None)
-    return (rows_of(call.args[0]), call.module.weight, *(() if bias is None else (bias,)))
+    return (rows_as_matrix(call.args[0]), call.module.weight, *(() if bias is None else (bias,)))
 
 
-def _moments(call: Call, rows: Tensor) -> Moments:
+def _moments(call: Call, rows: Tensor) -> NormMoments:
     """In a norm of a class of its own each operation may round to the type of what it is given."""
     steps = call.args[0].dtype if hasattr(call.module, "centred") else WORKING
-    return Moments.of(rows, call.module.eps, centred=_is_centred(call), steps=steps)
+    return NormMoments.of(rows, call.module.eps, centred=_is_centred(call), steps=steps)
 
 
 def norm_output(call: Call, result: Tensor) -> Exhibit:
@@ -33,25 +33,25 @@ def norm_output(call: Call, result: Tensor) -> Exhibit:
         found = added[0] if added else None
         return normalized(own, _moments(call, given), scale, found, result.dtype, inputs.shape[-1])
 
-    return Exhibit(rows_of(result), (inputs, weight, *bias), compute)
+    return Exhibit(rows_as_matrix(result), (inputs, weight, *bias), compute)
 
 
-def norm_input(call: Call, result: Tensor) -> Exhibit:
+def norm_input_exhibit(call: Call, result: Tensor) -> Exhibit:
     """By the moments of its row, and sums over that."""
     inputs, weight, *_ = _norm_factors(call)
-    gradient, centred = rows_of(call.gradients[-1]), _is_centred(call)
+    gradient, centred = rows_as_matrix(call.gradients[-1]), _is_centred(call)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         given, slope = taken(inputs, rows), taken(gradient, rows)
         scale = weight.detach().cpu()
         return exact_input(slope, given, columns, _moments(call, given), scale, result.dtype, centred=centred)
 
-    return Exhibit(rows_of(result), (inputs, weight, gradient), compute)
+    return Exhibit(rows_as_matrix(result), (inputs, weight, gradient), compute)
 
 
-def norm_weight(call: Call, result: Tensor) -> Exhibit:
+def norm_weight_exhibit(call: Call, result: Tensor) -> Exhibit:
     """One row."""
-    inputs, gradient = rows_of(call.args[0]), rows_of(call.gradients[-1])
+    inputs, gradient = rows_as_matrix(call.args[0]), rows_as_matrix(call.gradients[-1])
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         own, slopes = taken(inputs.T, columns), taken(gradient.T, columns)
@@ -63,7 +63,7 @@ def norm_weight(call: Call, result: Tensor) -> Exhibit:
 
 def norm_bias(call: Call, result: Tensor) -> Exhibit:
     """The sum of the output's gradient over all tokens; one row."""
-    gradient = rows_of(call.gradients[-1])
+    gradient = rows_as_matrix(call.gradients[-1])
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         terms = taken(gradient.T, columns)

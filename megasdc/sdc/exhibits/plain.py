@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.sdc.exhibits.calls import LIKELY, Call, Exhibit, one_call, rows_of, taken
+from megasdc.sdc.exhibits.calls import LIKELY, Call, Exhibit, one_call, rows_as_matrix, taken
 from megasdc.sdc.exhibits.linear import bias_gradient, linear_input, linear_weight
-from megasdc.sdc.exhibits.norms import norm_bias, norm_input, norm_output, norm_weight
+from megasdc.sdc.exhibits.norms import norm_bias, norm_input_exhibit, norm_output, norm_weight_exhibit
 from megasdc.sdc.exhibits.words import word_output, word_weight
 from megasdc.sdc.fp64.rounding_bounds import Exact, activated, activated_input, product, rounded
 
@@ -102,7 +102,7 @@ def _linear(make: Maker) -> Maker:
 def _output(call: Call, result: Tensor) -> Exhibit:
     """The input times the weight; a bias is added by the same operation, as one more term, or after it."""
     given, weight, *biases = call.args
-    left = rows_of(given)
+    left = rows_as_matrix(given)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         factors = taken(left, rows), taken(weight, columns)
@@ -114,7 +114,7 @@ def _output(call: Call, result: Tensor) -> Exhibit:
         inside = product(torch.cat((factors[0], ones), -1), torch.cat((factors[1], added), -1), result.dtype)
         return Exact(after.values, after.bounds.maximum(inside.bounds) + (after.values - inside.values).abs())
 
-    return Exhibit(rows_of(result), (left, weight, *biases), compute)
+    return Exhibit(rows_as_matrix(result), (left, weight, *biases), compute)
 
 
 def _turned(make: Maker) -> Maker:
@@ -176,20 +176,20 @@ def _activation(call: Call, result: Tensor) -> Exhibit | None:
     function = _function(call.module)
     if function is None or call.args[0].dtype != result.dtype or result.dtype not in TYPES:
         return None
-    given = rows_of(call.args[0])
+    given = rows_as_matrix(call.args[0])
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         gate = taken(given, rows, columns)
         return _of_several(function, activated(function, gate, None, None, result.dtype), gate.double().abs(), result)
 
-    return Exhibit(rows_of(result), (given,), compute)
+    return Exhibit(rows_as_matrix(result), (given,), compute)
 
 
 def _activation_input(call: Call, result: Tensor) -> Exhibit | None:
     function, kinds = _function(call.module), {call.args[0].dtype, result.dtype, call.gradients[-1].dtype}
     if function is None or len(kinds) > 1 or result.dtype not in TYPES:
         return None
-    given, slopes = rows_of(call.args[0]), rows_of(call.gradients[-1])
+    given, slopes = rows_as_matrix(call.args[0]), rows_as_matrix(call.gradients[-1])
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         gate, slope = taken(given, rows, columns), taken(slopes, rows, columns)
@@ -197,7 +197,7 @@ def _activation_input(call: Call, result: Tensor) -> Exhibit | None:
         size = gate.double().abs()
         return _of_several(function, found, slope.double().abs() * (1 + size + size**3 / 16), result)
 
-    return Exhibit(rows_of(result), (given, slopes), compute)
+    return Exhibit(rows_as_matrix(result), (given, slopes), compute)
 
 
 def _of_several(function: Callable[[Tensor], Tensor], found: Exact, reach: Tensor, result: Tensor) -> Exact:
@@ -263,7 +263,7 @@ def tied_words(of_words: Sequence[Call], of_head: Sequence[Call], result: Tensor
         values = first.values + second.values
         return Exact(values, rounded(first.bounds + second.bounds, values, result.dtype))
 
-    return Exhibit(rows_of(result), tuple(one for part in parts for one in part.factors), compute)
+    return Exhibit(rows_as_matrix(result), tuple(one for part in parts for one in part.factors), compute)
 
 
 def _both(make: Maker) -> dict[tuple[str, str], Maker]:
@@ -273,8 +273,8 @@ def _both(make: Maker) -> dict[tuple[str, str], Maker]:
 def _norms(known: Callable[[Maker], Maker]) -> dict[tuple[str, str], Maker]:
     return {
         **_both(known(norm_output)),
-        (BACKWARD, "input"): known(norm_input),
-        (WEIGHT_GRAD, "weight"): known(norm_weight),
+        (BACKWARD, "input"): known(norm_input_exhibit),
+        (WEIGHT_GRAD, "weight"): known(norm_weight_exhibit),
         (WEIGHT_GRAD, "bias"): known(norm_bias),
     }
 

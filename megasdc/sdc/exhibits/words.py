@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasdc.sdc.exhibits.block import sum_input
-from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_of, taken
+from megasdc.sdc.exhibits.calls import Call, Exhibit, rows_as_matrix, taken
 from megasdc.sdc.fp64.rounding_bounds import Exact, chosen, product, residual
 
 
@@ -24,12 +24,12 @@ def word_output(call: Call, result: Tensor) -> Exhibit:
         looked = taken(weight, ids[rows].clamp(min=0), columns)
         return chosen(torch.where(ids[rows] < 0, torch.zeros((), dtype=looked.dtype), looked))
 
-    return Exhibit(rows_of(result), (ids, weight), compute)
+    return Exhibit(rows_as_matrix(result), (ids, weight), compute)
 
 
 def word_weight(call: Call, result: Tensor) -> Exhibit:
     """The sum of the output's gradient over the tokens of an entry, added in the type of the result."""
-    ids, gradient = _local_ids(call), rows_of(call.gradients[-1])
+    ids, gradient = _local_ids(call), rows_as_matrix(call.gradients[-1])
     if (padding := getattr(call.module, "padding_idx", None)) is not None:
         ids = torch.where(ids == padding, -1, ids)  # which gets no gradient
 
@@ -38,7 +38,7 @@ def word_weight(call: Call, result: Tensor) -> Exhibit:
         here = (ids[None, :] == rows[:, None]).to(terms.dtype)
         return product(here, terms, result.dtype, working=result.dtype)
 
-    return Exhibit(rows_of(result), (ids, gradient), compute)
+    return Exhibit(rows_as_matrix(result), (ids, gradient), compute)
 
 
 def position_output(call: Call, result: Tensor) -> Exhibit | None:
@@ -46,14 +46,14 @@ def position_output(call: Call, result: Tensor) -> Exhibit | None:
     if _is_part(call):
         return None
     weight, samples = _weight(call), call.args[0].shape[1]
-    words, mask = rows_of(call.args[0]), None if call.mask is None else rows_of(call.mask)
+    words, mask = rows_as_matrix(call.args[0]), None if call.mask is None else rows_as_matrix(call.mask)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
         position = None if weight is None else taken(weight, rows // samples, columns)
         kept = None if mask is None else taken(mask, rows, columns)
         return residual(taken(words, rows, columns), position, kept, None, result.dtype)
 
-    return Exhibit(rows_of(result), tuple(one for one in (words, weight, mask) if one is not None), compute)
+    return Exhibit(rows_as_matrix(result), tuple(one for one in (words, weight, mask) if one is not None), compute)
 
 
 def position_input(call: Call, result: Tensor) -> Exhibit | None:
@@ -74,7 +74,7 @@ def position_weight(call: Call, result: Tensor) -> Exhibit | None:
         slopes, kept = (one.cpu()[place, :, columns] * here for one in (gradient, mask))
         return product(slopes, kept, result.dtype, working=result.dtype)
 
-    return Exhibit(rows_of(result), (gradient, mask), compute)
+    return Exhibit(rows_as_matrix(result), (gradient, mask), compute)
 
 
 def _weight(call: Call) -> Tensor | None:

@@ -14,7 +14,7 @@ from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING, Exact, gamma, 
 ROUNDOFF = torch.finfo(WORKING).eps / 2
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Exact:
+def token_losses_fp64(logits: Tensor, labels: Tensor) -> Exact:
     """Losses, [n], of logits [n, V] without padding, and labels [n]."""
     logits = logits.double()
     largest = logits.amax(-1)

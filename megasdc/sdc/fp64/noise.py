@@ -67,7 +67,7 @@ class Unfit(Exception):
     """A computation that is not made in fp64; the text says why."""
 
 
-class Budget:
+class NoiseBudget:
     """Time that is left to estimates, until as much as ``BUDGET_S`` is spent."""
 
     def __init__(self) -> None:

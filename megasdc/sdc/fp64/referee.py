@@ -10,7 +10,9 @@ from torch import Tensor
 from megasdc.sdc.fp64.rounding_bounds import Exact
 
 
-def judge(results: Mapping[int, Tensor], exact: Exact, inner: float = 1.0, outer: float = 1.0) -> dict[int, bool]:
+def judge_rounding(
+    results: Mapping[int, Tensor], exact: Exact, inner: float = 1.0, outer: float = 1.0
+) -> dict[int, bool]:
     """Whether the results of each rank are what rounding allows.
 
     Args:

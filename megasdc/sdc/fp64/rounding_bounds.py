@@ -88,7 +88,7 @@ def residual(
 
 
 @dataclass(frozen=True)
-class Moments:
+class NormMoments:
     """What a norm takes from each row, and how far rounding may take the device's own from it; all [..., 1].
 
     Args:
@@ -104,7 +104,7 @@ class Moments:
     steps: torch.dtype = WORKING
 
     @classmethod
-    def of(cls, rows: Tensor, eps: float, *, centred: bool, steps: torch.dtype = WORKING) -> Moments:
+    def of(cls, rows: Tensor, eps: float, *, centred: bool, steps: torch.dtype = WORKING) -> NormMoments:
         """Those of rows, [..., K]; of a LayerNorm where they are centred.
 
         The variance may be computed in one pass or two, or updated with each element: its error is at most four times
@@ -127,14 +127,14 @@ class Moments:
         factor_off = factor * torch.where(share < 0.5, share / (1 - share) + 4 * roundoff, torch.inf)
         return cls(mean, mean_off, factor, factor_off, steps)
 
-    def stored(self, kind: torch.dtype) -> Moments:
+    def stored(self, kind: torch.dtype) -> NormMoments:
         """As a backward pass has them, which some devices keep in the type of the result."""
         mean_off = rounded(self.mean_off, self.mean, kind)
         return replace(self, mean_off=mean_off, factor_off=rounded(self.factor_off, self.factor, kind))
 
 
 def normalized(
-    own: Tensor, moments: Moments, weight: Tensor, bias: Tensor | None, kind: torch.dtype, count: int
+    own: Tensor, moments: NormMoments, weight: Tensor, bias: Tensor | None, kind: torch.dtype, count: int
 ) -> Exact:
     """Elements of a norm.
 
@@ -152,7 +152,7 @@ def normalized(
     return _finite(values, bounds, reach + values.abs(), count, kind)
 
 
-def _normalized(own: Tensor, moments: Moments, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _normalized(own: Tensor, moments: NormMoments, scale: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Values, bounds, and the magnitude of their terms, of ``(own - mean) factor scale``."""
     values = (own - moments.mean) * moments.factor * scale
     reach = (own.abs() + moments.mean.abs()) * moments.factor * scale.abs()
@@ -164,7 +164,7 @@ def _normalized(own: Tensor, moments: Moments, scale: Tensor, kind: torch.dtype)
 def norm_weight(
     gradient: Tensor,
     own: Tensor,
-    moments: Moments,
+    moments: NormMoments,
     kind: torch.dtype,
     width: int,
     working: torch.dtype = WORKING,
@@ -180,7 +180,7 @@ def norm_weight(
     """
     gradient = gradient.double()
     turned = moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T
-    across = Moments(*turned, steps=moments.steps)
+    across = NormMoments(*turned, steps=moments.steps)
     unit, off, _ = _normalized(own.double(), across.stored(kind), torch.ones((), dtype=torch.float64), kind)
     sizes = (gradient.abs() * (unit.abs() + off)).sum(-1)
     tokens = gradient.shape[-1]
@@ -194,7 +194,7 @@ def norm_input(
     gradient: Tensor,
     rows: Tensor,
     columns: Tensor,
-    moments: Moments,
+    moments: NormMoments,
     weight: Tensor,
     kind: torch.dtype,
     *,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.compare import compare_rank, execution_key
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, GoldenComparison, GoldenVerdict, judge
+from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, GoldenComparison, GoldenVerdict, judge_cell
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 
@@ -132,6 +132,6 @@ def judge_replicas(
     for replica in range(dims.data):
         # A replica's ranks, in order, correspond to the ranks of a cell of one replica.
         ranks = [rank for rank in range(len(findings)) if rank // dims.tensor % dims.data == replica]
-        judged = judge({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
+        judged = judge_cell({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
         verdicts.update({rank: judged[place] for place, rank in enumerate(ranks)})
     return verdicts

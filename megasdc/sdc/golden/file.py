@@ -12,7 +12,7 @@ from typing import Any
 
 from megasdc.common.errors import StorageError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.sealed import read_header, read_members, trace_from_bytes, trace_to_bytes, write_sealed
+from megasdc.sdc.golden.sealed import read_members, read_sealed_header, trace_from_bytes, trace_to_bytes, write_sealed
 from megasdc.sdc.trace import Trace
 
 FORMAT = "megasdc.golden.v1"
@@ -90,7 +90,7 @@ def load_header(path: Path) -> dict[str, Any]:
     Raises:
         TraceError: the file is missing, truncated, edited or of another format.
     """
-    return read_header(path, (FORMAT,), f"`megasdc golden record --config F --out {path}` makes it")
+    return read_sealed_header(path, (FORMAT,), f"`megasdc golden record --config F --out {path}` makes it")
 
 
 def load_golden(path: Path, rank: int | None = None) -> Golden:

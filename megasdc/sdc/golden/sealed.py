@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import TraceError
-from megasdc.common.program import write_whole
+from megasdc.common.program import write_atomically
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, read_trace
 from megasdc.tensors.checksum import ALGORITHMS
@@ -43,10 +43,10 @@ def write_sealed(path: Path, header: Mapping[str, Any], members: Mapping[str, by
         sealed["digest"] = header_digest(sealed)
         archive.writestr(_HEADER, json.dumps(sealed, indent=1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content.getvalue())
+    write_atomically(path, content.getvalue())
 
 
-def read_header(path: Path, wanted: Sequence[str], remedy: str) -> dict[str, Any]:
+def read_sealed_header(path: Path, wanted: Sequence[str], remedy: str) -> dict[str, Any]:
     """Read the header of an archive and check its digest.
 
     Args:

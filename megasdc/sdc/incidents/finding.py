@@ -11,7 +11,7 @@ from typing import Any
 from megasdc.common.addresses import Address
 from megasdc.common.origin import this_launch
 from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incidents.incident import DisputedRank, Evidence, FlaggedRank, Incident, RankPlace, how_often
+from megasdc.sdc.incidents.incident import DisputedRank, FlaggedRank, Incident, IncidentEvidence, RankPlace, how_often
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
@@ -69,7 +69,7 @@ class Finding:
             flagged=self.flagged(ranks, step),
             disputed=self.disputed(ranks, step),
             ranks=tuple(ranks),
-            evidence=Evidence(self.compared, self.differing),
+            evidence=IncidentEvidence(self.compared, self.differing),
             opinions=self.opinions,
             launch=this_launch(),
             **more,
@@ -106,7 +106,7 @@ class Finding:
         )
 
 
-def describe(ruling: RankVerdict) -> dict[str, object]:
+def describe_ruling(ruling: RankVerdict) -> dict[str, object]:
     """A ruling in plain values, for events; checksums as in the incident report."""
     plain = {name: value for name, value in vars(ruling).items() if name != "address"}
     got = {rank: _hex(value) for rank, value in ruling.got.items()}

@@ -18,7 +18,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class HeatMapCell:
     """One submodule (or several with equal cells) on one rank (or several).
 
     Args:
@@ -33,11 +33,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class HeatMapRow:
     """One submodule, or neighbours whose cells are all equal; one cell for each column."""
 
     label: str
-    cells: tuple[Cell, ...]
+    cells: tuple[HeatMapCell, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HeatMap:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[HeatMapRow, ...]
     notes: tuple[str, ...]
 
 
@@ -96,8 +96,8 @@ def _build(title: str, counts: dict[str, dict[int, int]], ranks: list[int], orig
     table = zip(counts, zip(*columns, strict=True), strict=True)
     for values, members in groupby(table, key=lambda pair: pair[1]):
         names = [fqn for fqn, _ in members]
-        cells = tuple(Cell(count, _shade(count, largest), origin) for count, origin in values)
-        rows.append(Row(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})", cells))
+        cells = tuple(HeatMapCell(count, _shade(count, largest), origin) for count, origin in values)
+        rows.append(HeatMapRow(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})", cells))
     notes = []
     if len(alike) > MAX_COLUMNS:
         left = sum(len(alike[column]) for column in chosen[MAX_COLUMNS:])

@@ -89,7 +89,7 @@ class DisputedRank(RankPlace):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class IncidentEvidence:
     """Compared and differing results.
 
     Args:
@@ -214,7 +214,7 @@ class Incident:
     flagged: tuple[FlaggedRank, ...]
     disputed: tuple[DisputedRank, ...]
     ranks: tuple[RankPlace, ...]
-    evidence: Evidence
+    evidence: IncidentEvidence
     environment: Environment
     opinions: tuple[Opinion, ...] = ()
     earlier: tuple[Event, ...] = ()

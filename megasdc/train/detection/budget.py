@@ -22,7 +22,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.step_agreement import MAX, MIN, Field
-from megasdc.sdc.budget import MOST_EVERY, Cadence, Shares, choose_cadence
+from megasdc.sdc.budget import MOST_EVERY, Cadence, TimeShares, choose_cadence
 from megasdc.train.detection.coverage import CheckPlan
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Stopwatch:
         return found
 
 
-class Budget:
+class CheckBudget:
     """Decides which steps look, and at how much, from what looking takes.
 
     Args:
@@ -98,7 +98,7 @@ class Budget:
 
     def __init__(self, plan: CheckPlan, engine: TrainingEngine, writer: MetricsWriter | None = None) -> None:
         self._writer, self._engine, self.lines, self.whole = writer, engine, plan.lines, plan.whole
-        nothing = Shares(0.0, 0.0, 0.0, 0.0)
+        nothing = TimeShares(0.0, 0.0, 0.0, 0.0)
         self._cadence, self._share = plan.cadence, plan.budget
         self._shares = plan.expected or nothing
         self._least = nothing if engine.device.type == "cpu" else self._shares
@@ -193,7 +193,7 @@ class Budget:
         sums, own = _total(self._agreed), _total(self._own)
         known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
         looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
-        self._shares = Shares(
+        self._shares = TimeShares(
             max((fixed + sums.waits) / sums.steps, least.fixed),
             max(audits / sums.steps, least.audits),
             max(looks / own.looked / step_s, least.look) if own.looked else known.look,
@@ -240,7 +240,7 @@ def _total(steps: Iterable[_Times]) -> _Times:
     return _Times._make(sum(column) for column in zip(_Times(), *steps, strict=True))
 
 
-def beyond(shares: Shares, budget: float) -> str:
+def beyond(shares: TimeShares, budget: float) -> str:
     """Why checks cannot be kept within a budget, and what to do."""
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "

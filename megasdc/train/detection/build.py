@@ -28,7 +28,7 @@ from megasdc.sdc.audits.referee import Referee, Subject
 from megasdc.sdc.exhibits.calls import Call, Exhibit
 from megasdc.sdc.exhibits.make import BETWEEN, make_exhibit
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.coverage import CheckPlan, coverage_table
 from megasdc.train.detection.finding_policy import FindingPolicy
 from megasdc.train.detection.golden_key import golden_key
@@ -122,7 +122,7 @@ def build_detection(
         ),
         drops=sections.drop_compute,
     )
-    budget = Budget(plan, run.engine, writer)
+    budget = CheckBudget(plan, run.engine, writer)
     detection = StepChecker(settings, run, batches, disputes, parameters, signals, budget, referee)
     detection.table = partial(coverage_table, config, run.engine, plan)
     return detection

@@ -25,7 +25,14 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.clip_factors import clip_factor
-from megasdc.optim.state_blocks import MASTER, Block, blocks_of, differing, finish_digests, start_digests
+from megasdc.optim.state_blocks import (
+    MASTER,
+    StateBlock,
+    blocks_of,
+    differing_state_blocks,
+    finish_digests,
+    start_digests,
+)
 from megasdc.optim.step_control import Used, norms_have_equal_bits
 from megasdc.optim.zero1 import (
     grouped_parameters,
@@ -40,7 +47,7 @@ from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
-from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.evidence import CLIPPING, COPY, NORM, PART, STATE
 from megasdc.train.detection.slices.squares import BlockMismatch, BlockSums, wrong_of
 
@@ -58,13 +65,13 @@ SMALLEST_SQUARES = 1e-24
 """Below this squares of elements may be lost in fp32."""
 GRADIENT = "gradient"
 """Submodule of an address that belongs to the whole gradient."""
-_Started = dict[tuple[Block, str], int | Tensor]
+_Started = dict[tuple[StateBlock, str], int | Tensor]
 Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
 """Settles a finding of a step that was committed: gets the devices found wrong before."""
 
 
 @dataclass(frozen=True)
-class Links:
+class ChainFindings:
     """What a rank found in the chain since the last agreement.
 
     Args:
@@ -90,8 +97,8 @@ class Links:
     block: BlockMismatch | None = None
     norm_is_wrong: bool = False
     factor_is_wrong: bool = False
-    state: tuple[Block, str] | None = None
-    copy: Block | None = None
+    state: tuple[StateBlock, str] | None = None
+    copy: StateBlock | None = None
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -128,7 +135,7 @@ class Chain(Hook):
         sums: the hook that reads gradients; a hook of its own, since it comes after the last that changes them.
     """
 
-    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: Budget) -> None:
+    def __init__(self, run: Run, algorithm: ChecksumAlgorithm, act: Act, budget: CheckBudget) -> None:
         self._engine, self._dims, self._group = run.engine, run.dims, run.host_group
         self._algorithm, self._act, self._budget = algorithm, act, budget
         self.sums: Hook = Sums(self)
@@ -140,7 +147,7 @@ class Chain(Hook):
             for submodule in list_submodules(run.engine.module)
             for slot, parameter in submodule.parameters.items()
         }
-        self._blocks: Sequence[Block] = ()
+        self._blocks: Sequence[StateBlock] = ()
         self._rounding = 0.0
         self._scale = 1.0
         self._own = 0.0
@@ -154,7 +161,7 @@ class Chain(Hook):
         self._now: _Started = {}
         self._pairs: list[tuple[_Started, _Started]] = []
         """Digests that must be equal."""
-        self._unequal: list[tuple[Block, Tensor]] = []
+        self._unequal: list[tuple[StateBlock, Tensor]] = []
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -184,7 +191,7 @@ class Chain(Hook):
             self._kept = start_digests(self._optimizer, self._due(following), self._algorithm)
         self._now = {}
 
-    def _due(self, step: int) -> list[Block]:
+    def _due(self, step: int) -> list[StateBlock]:
         """Blocks that a step looks at; the same places in all shards of equal sizes."""
         if not self._budget.looked_at(step):
             return []
@@ -193,7 +200,7 @@ class Chain(Hook):
         return [block for place, block in enumerate(self._blocks) if place % turns == turn]
 
     @property
-    def _kept_blocks(self) -> Collection[Block]:
+    def _kept_blocks(self) -> Collection[StateBlock]:
         return dict.fromkeys(block for block, _ in self._kept)
 
     def before_step(self, run: Run) -> None:
@@ -251,24 +258,26 @@ class Chain(Hook):
         self._compare_state()
         self._pairs.append((self._kept, self._now))
 
-    def take(self) -> Links:
+    def take(self) -> ChainFindings:
         """What was found since the last call.
 
         Sync: waits for the device.
         """
         step, used, self._step, self._used = self._step, self._used, 0, Used()
         pairs, self._pairs = self._pairs, []
-        changed = [one for kept, now in pairs for one in differing(finish_digests(kept), finish_digests(now))]
+        changed = [
+            one for kept, now in pairs for one in differing_state_blocks(finish_digests(kept), finish_digests(now))
+        ]
         unequal, self._unequal = self._unequal, []
         copies = [block for block, differs in unequal if bool(differs)]
         state, copy = next(iter(changed), None), next(iter(copies), None)
         if not step:
-            return Links(self._last_step, state=state, copy=copy)
+            return ChainFindings(self._last_step, state=state, copy=copy)
         self._last_step = step
         norm = self._optimizer._global_grad_norm
         norm = math.nan if norm is None else float(norm)
         total = self._added()
-        return Links(
+        return ChainFindings(
             step,
             norm,
             tuple(sorted({float(one) for one in used.factors})) or (1.0,),
@@ -301,13 +310,13 @@ class Chain(Hook):
 
     # --- agreement and rulings ----------------------------------------------------------------------------------
 
-    def world_values(self, links: Links) -> dict[str, int]:
+    def world_values(self, links: ChainFindings) -> dict[str, int]:
         """What all ranks must have alike, by the tier of the finding: norm and clip factors."""
         if not self._compares_bits:
             return {NORM: 0, CLIPPING: 0}
         return {NORM: _bits(links.norm), CLIPPING: _bits(*links.factors)}
 
-    def position_value(self, links: Links) -> int:
+    def position_value(self, links: ChainFindings) -> int:
         """What replicas must have alike: this rank's part of the norm, where each takes that of the whole gradient."""
         return _bits(*links.parts) if is_bf16_optimizer(self._optimizer) else 0
 
@@ -316,7 +325,7 @@ class Chain(Hook):
         flags = any(agreed.raised[name] for name in (NORM, CLIPPING, STATE))
         return flags or not (agreed.world[NORM] and agreed.world[CLIPPING]) or bool(agreed.differing[PART])
 
-    def settle(self, links: Links, agreed: Agreed) -> None:
+    def settle(self, links: ChainFindings, agreed: Agreed) -> None:
         """Settle what all ranks agree was found in a step that is committed.
 
         Raises:
@@ -332,9 +341,9 @@ class Chain(Hook):
         if raised[STATE]:
             self._act(links.step, lambda earlier: self._of_state(links, earlier))
 
-    def _of_norm(self, links: Links, earlier: Collection[int]) -> Finding:
+    def _of_norm(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
         """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
-        every: list[Links] = gather_objects(links, self._group)
+        every: list[ChainFindings] = gather_objects(links, self._group)
         if any(one.block is not None for one in every):
             rulings = self._of_blocks(links.step, every, earlier)
             rest = self._without_blocks(every, links.step, earlier)
@@ -343,7 +352,9 @@ class Chain(Hook):
             return Finding(NORM, None, rulings, len(every))
         return Finding(NORM, None, self._without_blocks(every, links.step, earlier), len(every))
 
-    def _without_blocks(self, every: Sequence[Links], step: int, earlier: Collection[int]) -> tuple[RankVerdict, ...]:
+    def _without_blocks(
+        self, every: Sequence[ChainFindings], step: int, earlier: Collection[int]
+    ) -> tuple[RankVerdict, ...]:
         """Rulings on norms and parts alone."""
         address = Address(step, None, REDUCED_GRAD, GRADIENT, "norm")
         within = {rank for rank, one in enumerate(every) if one.sum is not None and not one.norm_is_wrong}
@@ -363,7 +374,9 @@ class Chain(Hook):
             replicas.setdefault(self._dims.at(rank).dp_rank, []).append(rank)
         return list(replicas.values())
 
-    def _of_blocks(self, step: int, every: Sequence[Links], earlier: Collection[int]) -> tuple[RankVerdict, ...]:
+    def _of_blocks(
+        self, step: int, every: Sequence[ChainFindings], earlier: Collection[int]
+    ) -> tuple[RankVerdict, ...]:
         """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""
         squares, rank = self._squares, self._dims.rank
         assert squares is not None, "blocks were added up"
@@ -387,7 +400,9 @@ class Chain(Hook):
             rulings.append(self._ruling(wrong, basis, address, earlier, suspects=suspects, got=got, **more))
         return tuple(rulings)
 
-    def _of_parts(self, every: Sequence[Links], address: Address, earlier: Collection[int]) -> tuple[RankVerdict, ...]:
+    def _of_parts(
+        self, every: Sequence[ChainFindings], address: Address, earlier: Collection[int]
+    ) -> tuple[RankVerdict, ...]:
         """Ranks whose part of the norm is not what their blocks add up to, or not what other replicas have."""
         address = Address(address.step, None, address.phase, address.fqn, "part of the norm")
         parts = {rank: _bits(*one.parts) for rank, one in enumerate(every)}
@@ -418,9 +433,9 @@ class Chain(Hook):
             positions.setdefault(self._dims.at(rank).first_replica_rank, []).append(rank)
         return list(positions.values())
 
-    def _of_clipping(self, links: Links, earlier: Collection[int]) -> Finding:
+    def _of_clipping(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
         """A factor that does not follow from the rank's own norm, or that most ranks have not."""
-        every: list[Links] = gather_objects(links, self._group)
+        every: list[ChainFindings] = gather_objects(links, self._group)
         address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "clip factor")
         factors = {rank: _bits(*one.factors) for rank, one in enumerate(every)}
         wrong = [rank for rank, one in enumerate(every) if one.factor_is_wrong]
@@ -430,7 +445,7 @@ class Chain(Hook):
             rulings = self._rule(factors, address, earlier, set())
         return Finding(CLIPPING, None, rulings, len(every))
 
-    def _of_state(self, links: Links, earlier: Collection[int]) -> Finding:
+    def _of_state(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
         """State that changed between two steps: the memory of its rank."""
         mine = None
         if links.state is not None:
@@ -440,7 +455,7 @@ class Chain(Hook):
         rulings = tuple(self._ruling(rank, OWN_DIGEST, address, earlier) for rank, address in found.items())
         return Finding(STATE, None, rulings, self._dims.world_size)
 
-    def of_copy(self, links: Links, earlier: Collection[int]) -> Finding:
+    def of_copy(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
         """Parameters that are not the cast of their masters: gathered again, unless it is the masters that changed.
 
         Collective: all ranks of the world.
@@ -448,7 +463,9 @@ class Chain(Hook):
         step, mine, master = self._engine.step_number, None, False
         if links.copy is not None:
             now = finish_digests(start_digests(self._optimizer, self._kept_blocks, self._algorithm))
-            changed = [block for block, name in differing(finish_digests(self._kept), now) if name == MASTER]
+            changed = [
+                block for block, name in differing_state_blocks(finish_digests(self._kept), now) if name == MASTER
+            ]
             mine, master = self._address(step, PARAMETER, next(iter(changed), links.copy), None), bool(changed)
         found = gather_objects((mine, master), self._group)
         wrong = {rank: address for rank, (address, _) in enumerate(found) if address is not None}
@@ -495,7 +512,7 @@ class Chain(Hook):
         verdict = INTERMITTENT if rank in earlier else INCONCLUSIVE
         return RankVerdict(rank, verdict, basis, address, **more)
 
-    def _address(self, step: int, phase: str, block: Block, name: str | None) -> Address:
+    def _address(self, step: int, phase: str, block: StateBlock, name: str | None) -> Address:
         """Of the first parameter in a block of this rank's shard, or of one of its states."""
         for fragment in owned_fragments(self._optimizer):
             if fragment.group == block.group and fragment.start + fragment.numel > block.start:

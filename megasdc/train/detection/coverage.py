@@ -26,18 +26,18 @@ from megasdc.optim.state_blocks import BLOCK
 from megasdc.optim.step_control import norms_have_equal_bits
 from megasdc.optim.zero1 import owned_fragments
 from megasdc.parallel.agreement import compare_replicas
-from megasdc.sdc.budget import Cadence, Shares, choose_cadence
+from megasdc.sdc.budget import Cadence, TimeShares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
-from megasdc.sdc.cost import FP32_BYTES, Reads, Work, reads_of_step
+from megasdc.sdc.cost import FP32_BYTES, RankWork, Reads, reads_of_step
 from megasdc.sdc.coverage import Shape, render_coverage
 from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.trace import digest
+from megasdc.sdc.trace import trace_digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.rows import PRODUCTS
-from megasdc.train.detection.slices.exchange import Exchange, ring_of
+from megasdc.train.detection.slices.exchange import TensorExchange, ring_of
 from megasdc.train.detection.slices.squares import sets_of
 
 RATE_BYTES = 256 << 20
@@ -67,7 +67,7 @@ def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
     def send() -> None:
         sent, sizes = [message[:0]] * size, [0] * size
         sent[after], sizes[before] = message, message.numel()
-        int(Exchange(sent, sizes, group).finish()[before][-1])  # waits for the device
+        int(TensorExchange(sent, sizes, group).finish()[before][-1])  # waits for the device
 
     def look() -> None:
         finite(address, large)
@@ -76,7 +76,7 @@ def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
     return Rates(
         checksum_bytes_per_s=num_bytes / _median_s(lambda: read_back([algorithm.start(large)]), READS),
         extremes_bytes_per_s=num_bytes / _median_s(look, READS),
-        checksum_s=_recording_s(lambda: tracer(address, small), lambda: digest(tracer.take()), large),
+        checksum_s=_recording_s(lambda: tracer(address, small), lambda: trace_digest(tracer.take()), large),
         extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.take(dims), large),
         exchange_s=_median_s(
             lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
@@ -137,7 +137,7 @@ _ALL_PARAMETERS = "gemm"
 
 
 @dataclass(frozen=True)
-class Speed:
+class RankSpeed:
     """Measured speed of a rank.
 
     Args:
@@ -167,14 +167,14 @@ class CheckPlan:
     cadence: Cadence
     lines: tuple[str, ...]
     budget: float | None = None
-    expected: Shares | None = None
+    expected: TimeShares | None = None
     slices: int | None = None
     products: int | None = None
     sets: int | None = None
     whole: bool = False
 
 
-def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
+def measure_speed(config: RunConfig, engine: TrainingEngine) -> RankSpeed:
     """Measure this rank's speed, in less than a second.
 
     Collective: all ranks of the world.
@@ -183,14 +183,14 @@ def measure_speed(config: RunConfig, engine: TrainingEngine) -> Speed:
     sections = config.megasdc
     tokens = sections.data.sequence_length * engine.train_micro_batch_size_per_gpu()
     dtype = DTYPES[config.precision]
-    return Speed(
+    return RankSpeed(
         measure_rates(engine, PROBE_BYTES),
         measure_products(engine.device, dtype, tokens, sections.model.hidden_size),
     )
 
 
 def plan_checks(
-    config: RunConfig, engine: TrainingEngine, vocab_size: int, speed: Speed | None = None, group: Any = None
+    config: RunConfig, engine: TrainingEngine, vocab_size: int, speed: RankSpeed | None = None, group: Any = None
 ) -> CheckPlan:
     """Choose what is covered, and describe for each tier what it covers, reads, costs, and its lost samples.
 
@@ -218,7 +218,7 @@ def plan_checks(
     of_audit += tiers.extra_share
     interval = sections.audit.interval
     budget: float | None = None
-    expected = Shares(fixed, of_audit / interval, look, 0.0)
+    expected = TimeShares(fixed, of_audit / interval, look, 0.0)
     if sections.sdc.always_on.enabled and coverage == "auto":
         budget = sections.sdc.budget_of(engine.dims.data)
         cadence = choose_cadence(expected, budget, number)
@@ -299,7 +299,7 @@ class _Tiers:
         recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
         always_on = sections.sdc.always_on
         self._compares_recompute = always_on.enabled and recomputes and always_on.recompute is not False
-        work = Work(
+        work = RankWork(
             sections.model,
             vocab=padded_vocab_size(vocab_size, sections.model.vocab_multiple),
             sequence=sections.data.sequence_length,

@@ -9,7 +9,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.audits.findings import PermutedResult
 from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.recompute import Repeats
-from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.train.detection.place import WrongPlace
 from megasdc.train.detection.rows import Rows
 from megasdc.train.detection.settings import NONE
@@ -66,4 +66,4 @@ class Evidence:
     @property
     def place_matters(self) -> bool:
         """Whether a result of this rank changed when elements were in other places."""
-        return self.moved is not None and digest(self.moved.trace) != digest(self.audited)
+        return self.moved is not None and trace_digest(self.moved.trace) != trace_digest(self.audited)

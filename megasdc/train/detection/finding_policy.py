@@ -23,7 +23,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT
-from megasdc.sdc.incidents.finding import Finding, describe
+from megasdc.sdc.incidents.finding import Finding, describe_ruling
 from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names
@@ -332,7 +332,7 @@ class FindingPolicy:
         if ends_here:  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:
-            self._findings.tell("verdict", step=step, tier=found.tier, action=action, **describe(ruling))
+            self._findings.tell("verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
         self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step

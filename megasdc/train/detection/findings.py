@@ -16,7 +16,7 @@ from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.run import Run
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditFindings, PermutedResult, Work
+from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.evidence import Counts
 from megasdc.sdc.incidents.finding import Finding
@@ -77,7 +77,7 @@ class Findings:
         ask_golden: Callable[[], Mapping[int, bool] | None],
     ) -> Finding:
         """Rule on results of the shared micro-batch that differ between replicas; see ``AuditFindings``."""
-        work = Work(engine.step_number, own, lambda: recompute_micro_batch(engine, None)[0], earlier)
+        work = AuditedWork(engine.step_number, own, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_replicas(work, comparable, ask_golden)
 
     def of_permuted(
@@ -89,7 +89,7 @@ class Findings:
         earlier: Collection[int],
     ) -> Finding:
         """Rule on results that changed when elements were in other places; see ``AuditFindings``."""
-        work = Work(engine.step_number, audited, lambda: recompute_micro_batch(engine, None)[0], earlier)
+        work = AuditedWork(engine.step_number, audited, lambda: recompute_micro_batch(engine, None)[0], earlier)
         return self._audits.of_permuted(work, moved)
 
     def of_recompute(

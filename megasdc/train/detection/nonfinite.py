@@ -11,7 +11,7 @@ from megasdc.engine.run import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, Origin, explain, origin_here
+from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, NonFiniteOrigin, explain, origin_here
 from megasdc.train.detection.observe import ObserverSwitch
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class NonFiniteSearch:
         logger.warning("step %d: %s", engine.step_number, self.place)
         self._events.emit(EVENT_KIND, "first", step=engine.step_number, **found.fields)
 
-    def _repeat(self, engine: TrainingEngine) -> list[Origin | None]:
+    def _repeat(self, engine: TrainingEngine) -> list[NonFiniteOrigin | None]:
         """By rank, the first non-finite result when the step's micro-batches are recomputed."""
         recorder, inputs = FiniteRecorder(), InputKinds()
-        found: list[Origin | None] = [None] * self._dims.world_size
+        found: list[NonFiniteOrigin | None] = [None] * self._dims.world_size
         with self._observation.everything(recorder), inputs.look_at(self._submodules):
             for micro_batch in range(max(gather_objects(engine.completed, self._group))):
                 inputs.clear()
@@ -69,7 +69,7 @@ class NonFiniteSearch:
                     break
         return found
 
-    def _origin(self, found: NonFinite, inputs_finite: bool | None, *, inputs_read: bool) -> Origin:
+    def _origin(self, found: NonFinite, inputs_finite: bool | None, *, inputs_read: bool) -> NonFiniteOrigin:
         parameters = [
             parameter.data
             for submodule in self._submodules

@@ -128,7 +128,7 @@ class UsedSettings:
             places.setdefault(dims.at(rank).first_replica_rank, {})[rank] = one
         rulings: list[RankVerdict] = []
         for by_rank in places.values():
-            found = judge(step, by_rank)
+            found = judge_settings(step, by_rank)
             rulings += found
             if found and dims.rank == 0:
                 name = found[0].address.slot if found[0].address is not None else ""
@@ -206,7 +206,7 @@ class Own:
         return xxhash.xxh3_64_intdigest(repr(sorted(self.bits.items())).encode())
 
 
-def judge(step: int, by_rank: Mapping[int, Own]) -> list[RankVerdict]:
+def judge_settings(step: int, by_rank: Mapping[int, Own]) -> list[RankVerdict]:
     """Which of the replicas at a position used wrong settings; how often cannot be told, since nothing is repeated.
 
     Args:

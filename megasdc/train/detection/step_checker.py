@@ -41,12 +41,12 @@ from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finite import FiniteRecorder
 from megasdc.sdc.incidents.finding import Finding
 from megasdc.sdc.recompute import Repeats, compare_recomputed
-from megasdc.sdc.trace import Trace, digest
+from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.tensors.permuted import Permuted
-from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.chain import Chain, Links
+from megasdc.train.detection.budget import CheckBudget
+from megasdc.train.detection.chain import Chain, ChainFindings
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,
@@ -206,7 +206,7 @@ class StepChecker(Hook):
         disputes: FindingPolicy,
         parameters: ParameterReader,
         signals: StopSignals,
-        budget: Budget,
+        budget: CheckBudget,
         referee: Referee,
     ) -> None:
         sdc = settings.sdc
@@ -447,16 +447,16 @@ class StepChecker(Hook):
             engine.recompute_step()
             repaired = True
 
-    def _links(self) -> tuple[Links, Callable[[Collection[int]], Finding] | None]:
+    def _links(self) -> tuple[ChainFindings, Callable[[Collection[int]], Finding] | None]:
         """What was found in the chain of the last step, and what rules on parameters that are not their masters'."""
         chain = self.chain
         if chain is None:
-            return Links(), None
+            return ChainFindings(), None
         with self.budget.looks:
             links = chain.take()
         return links, lambda earlier: chain.of_copy(links, earlier)
 
-    def _agree(self, evidence: Evidence, links: Links, raised: Mapping[str, bool]) -> Agreed:
+    def _agree(self, evidence: Evidence, links: ChainFindings, raised: Mapping[str, bool]) -> Agreed:
         """Compare evidence over all ranks, and settle what was found in the step before: settings, then the chain.
 
         Raises:
@@ -467,11 +467,11 @@ class StepChecker(Hook):
         chain = self.chain
         with self.budget.fixed:
             digests = {
-                PARAMETERS: digest(evidence.parameters),
-                AUDITED: digest(evidence.audited),
+                PARAMETERS: trace_digest(evidence.parameters),
+                AUDITED: trace_digest(evidence.audited),
                 SETTINGS: evidence.settings,
             }
-            copies = {COPIES: digest(self._parameters.copies(evidence.parameters))}
+            copies = {COPIES: trace_digest(self._parameters.copies(evidence.parameters))}
             alike = {PLACES: evidence.places}
             if chain is not None:
                 digests[PART] = chain.position_value(links)

@@ -16,7 +16,15 @@ import torch.distributed as dist
 from megasdc.common.errors import LaunchError, MegasdcError, StorageError, error_of_rank
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.common.room import wait_for_room
-from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE, STALE_S, Holder, LockedFolders, RunLock, join, take
+from megasdc.common.run_lock import (
+    ENDED_LAUNCHES_VARIABLE,
+    STALE_S,
+    Holder,
+    LockedFolders,
+    RunLock,
+    join_lock,
+    take_lock,
+)
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -46,7 +54,7 @@ def hold_folders(
     wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
     if rank == 0:
         held.token = token = secrets.token_hex(8)
-        locks, refusal = _try_all(folders, _holder(token), take, held)
+        locks, refusal = _try_all(folders, _holder(token), take_lock, held)
         store.set("first", json.dumps({"token": token, "refusal": refusal}))
         refusals = [refusal, *(_get(store, f"rank_{other}", wait) for other in range(1, world_size) if not refusal)]
         verdict = next((text for text in refusals if text), "")
@@ -56,7 +64,7 @@ def hold_folders(
         held.token = token = first["token"]
         locks, refusal = [], first["refusal"]
         if not refusal:
-            locks, refusal = _try_all(folders, _holder(token), join, held)
+            locks, refusal = _try_all(folders, _holder(token), join_lock, held)
             store.set(f"rank_{rank}", refusal)
         verdict = refusal or _get(store, "verdict", wait)
     if verdict:

@@ -20,7 +20,7 @@ import torch
 
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.run_lock import LockedFolders
-from megasdc.config.checks import Layout
+from megasdc.config.checks import BatchLayout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
@@ -74,7 +74,7 @@ class SurvivingRanks:
         """Ranks that no longer train, as numbered when the launch began."""
         return sorted(set(range(self.launch_size)) - set(self.ranks))
 
-    def replicas(self, whole: Layout) -> int:
+    def replicas(self, whole: BatchLayout) -> int:
         """Replicas that go on; ``whole``: layout with which the launch began."""
         return len(self.ranks) // (whole.tensor * whole.pipeline)
 
@@ -114,7 +114,7 @@ class IsolationLimit(Hook):
             )
 
 
-def leave_out(
+def leave_replicas_out(
     run: Run, step: int, wrong: Collection[int], before: SurvivingRanks | None, held: LockedFolders
 ) -> SurvivingRanks:
     """End the process groups of a run whose hooks are closed, and let the ranks of other replicas meet anew.
@@ -169,7 +169,7 @@ def _take_apart(engine: TrainingEngine) -> None:
         vars(owner).clear()
 
 
-def free_memory() -> None:
+def free_previous_run() -> None:
     """Free what the run before has held, once nothing refers to it: its modules and hooks are in cycles."""
     gc.collect()
     if torch.cuda.is_available():

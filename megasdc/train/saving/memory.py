@@ -201,7 +201,7 @@ def _number_of_start(run: Run) -> int:
     return number
 
 
-def look_in_memory(config: RunConfig, run: Run) -> InMemoryCheckpoint | None:
+def find_memory_checkpoint(config: RunConfig, run: Run) -> InMemoryCheckpoint | None:
     """The newest step that the hosts of this start hold; from now on it is this start's memory.
 
     Raises:

@@ -39,11 +39,11 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators
 from megasdc.engine.run import Run
-from megasdc.metrics.writer import cut_back, set_aside
+from megasdc.metrics.writer import cut_back, set_metrics_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.changed_settings import ChangedSettings
-from megasdc.train.saving.memory import keep_only, look_in_memory, remove_step
+from megasdc.train.saving.memory import find_memory_checkpoint, keep_only, remove_step
 from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
 
 
@@ -92,7 +92,7 @@ def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
         )
 
 
-def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
+def log_other_versions(run: Run, saved: dict[str, str]) -> None:
     """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
     here = installed_versions()
     other = {
@@ -104,7 +104,7 @@ def tell_other_versions(run: Run, saved: dict[str, str]) -> None:
         logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
 
 
-def tell_quantized(run: Run, bits: int | None) -> None:
+def log_quantized(run: Run, bits: int | None) -> None:
     """Warn that the optimizer's moments are not those that were saved; None: they are."""
     if bits is not None:
         run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
@@ -164,7 +164,7 @@ def load_other_layout(
     if place.rank == 0:
         seconds = time.monotonic() - started
         logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
-        tell_quantized(run, found.manifest.quantized_moments_bits)
+        log_quantized(run, found.manifest.quantized_moments_bits)
         run.events.emit(
             "resume",
             "other_layout",
@@ -252,7 +252,7 @@ def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
         saved_global_batch=saved_batch,
     )
     logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
-    tell_quantized(run, manifest.quantized_moments_bits)
+    log_quantized(run, manifest.quantized_moments_bits)
     if run.step >= run.steps:
         run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
         logger.warning(
@@ -301,7 +301,7 @@ def resume(
     """
     section = config.megasdc.checkpoint
     folder, ranks = checkpoint_folder(config), CheckpointGroup(section.storage, run.host_group, run.events)
-    held = look_in_memory(config, run) if section.memory.interval else None
+    held = find_memory_checkpoint(config, run) if section.memory.interval else None
     only_looks = held is not None and agree is None  # a restart from memory does not wait until the disk is read
     found, unusable = _find_on_disk(config, run, agree, held is not None, verify=section.verify and not only_looks)
     if held is not None and only_looks and found is not None and (found.step > held.step or found.verified_only):
@@ -316,7 +316,7 @@ def resume(
     if found is None:
         quarantine(folder, unusable, ranks)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
-        if run.dims.rank == 0 and (kept := set_aside(run.folder)) is not None:
+        if run.dims.rank == 0 and (kept := set_metrics_aside(run.folder)) is not None:
             run.events.emit("start", "metrics_set_aside", path=str(kept))
             logger.warning("no checkpoint in %s, so the run starts at step 1; old metrics are now in %s", folder, kept)
         return hooks
@@ -466,8 +466,8 @@ def _load(
     _cut_metrics_back(run)
     if run.dims.rank == 0:
         logger.info("resumed from %s", found.path)
-        tell_other_versions(run, found.manifest.versions)
-        tell_quantized(run, found.manifest.quantized_moments_bits)
+        log_other_versions(run, found.manifest.versions)
+        log_quantized(run, found.manifest.quantized_moments_bits)
     return changed.hook_states(state["hooks"])
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.attributes import attributes_kept
-from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
-from megasdc.attached.record import Recorder, choose_watched
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, SentTensor
+from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.errors import ConfigError
 from megasdc.tensors.checksum import default_algorithm
 
@@ -102,9 +102,9 @@ def _values(value: Any, seen: set[int] | None = None) -> Any:
 
 
 def _probe(model: nn.Module) -> tuple[BatchReplayer, Batch]:
-    recorder = Recorder(model, choose_watched(model, None), default_algorithm(CPU))
+    recorder = ResultRecorder(model, choose_watched(model, None), default_algorithm(CPU))
     given = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    return BatchReplayer(model, CPU, recorder, 7, lambda: None), Batch((Sent(given, False, True),), {}, None, {})
+    return BatchReplayer(model, CPU, recorder, 7, lambda: None), Batch((SentTensor(given, False, True),), {}, None, {})
 
 
 def _train(model: nn.Module, between: Callable[[], object]) -> list[bytes]:
@@ -153,7 +153,7 @@ def test_what_raises_leaves_it_as_it_was() -> None:
     model = _model()
     model(torch.randn(4, 8))
     probe, _ = _probe(model)
-    wide = Batch((Sent(torch.randn(4, 8, 8), False, True),), {}, None, {})
+    wide = Batch((SentTensor(torch.randn(4, 8, 8), False, True),), {}, None, {})
     model.layer.forward = lambda given: given  # type: ignore[method-assign]
     before = _values(model)
     with pytest.raises(Exception, match="broadcast"):

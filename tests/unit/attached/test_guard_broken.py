@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.batch_replayer import Batch, Sent
+from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.exhibits.calls import Exhibit
@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_judged_goes_on(kind: Callable[[], nn.Module], wa
         model = _Model(kind)
         if rank:
             model.get_submodule(watched).register_forward_hook(lambda _, __, output: output + 1e-6)
-        sides.append(Side(rank, model, Batch((), {"given": Sent(given, False, True)}, None, {})))
+        sides.append(Side(rank, model, Batch((), {"given": SentTensor(given, False, True)}, None, {})))
     judged = judge_pair((sides[0], sides[1]))
     assert judged is not None and judged.named == [] and reason in judged.opinion.reason
 
@@ -162,11 +162,11 @@ def test_a_rank_whose_calls_cannot_be_kept_repeats_what_the_others_do(subject_of
 def test_a_dispute_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two operations, in all of a dispute; what follows has its own time."""
     compute = partial(torch.ones, 3, dtype=torch.float64)
-    budget = noise.Budget()
+    budget = noise.NoiseBudget()
     with budget.spent():
         noise.estimate(compute, torch.float32)
     monkeypatch.setattr(noise, "BUDGET_S", 0.0)
-    spent = noise.Budget()
+    spent = noise.NoiseBudget()
     with spent.spent(), pytest.raises(noise.Unfit, match="takes more than"):
         noise.estimate(compute, torch.float32)
     with budget.spent():

@@ -24,11 +24,11 @@ from megasdc.attached.nonfinite import (
     MicroBatches,
     Warnings,
 )
-from megasdc.attached.record import ROOT, Recorder
+from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.nonfinite import Explanation, Origin
+from megasdc.sdc.nonfinite import Explanation, NonFiniteOrigin
 from megasdc.tensors.checksum import default_algorithm
 
 ONE = ParallelDims(1, 1, 1)
@@ -50,7 +50,7 @@ def _meanings(results: Callable[[Tensor], Any], **options: Any) -> tuple[Any, An
     batches = MicroBatches(model, CPU, lambda: 1, 1 << 20)
     model(torch.ones(1, 2), **options)
     meanings = Meanings(batches, chosen=False, hides=False)
-    recorder = Recorder(model, (), default_algorithm(CPU))
+    recorder = ResultRecorder(model, (), default_algorithm(CPU))
     recorder.listener = again = FiniteRecorder()
     kept = batches.kept[0]
     assert kept.batch is not None
@@ -97,7 +97,7 @@ def test_what_is_not_watched_and_what_a_log_hides_is_said() -> None:
 
 def _of_rank(rank: int, step: int, reproduced: bool | None) -> Explanation:
     found = NonFinite(Address(step, 0, FORWARD, ROOT, "output"), 0, "NaN")
-    return Explanation(rank, Origin(found, f"host{rank}", True, False, True, SEEN), reproduced)
+    return Explanation(rank, NonFiniteOrigin(found, f"host{rank}", True, False, True, SEEN), reproduced)
 
 
 def test_a_nan_that_was_not_reproduced_is_told_of_each_rank(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megasdc.attached.batch_replayer import Batch, Sent
+from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.sdc.verdict import OWN_CODE
 from tools.bench.guard.disputes import SDPA, wrong_attention
 from tools.bench.guard.pair import Judged, Side, judge_pair
@@ -55,7 +55,7 @@ def _judged(kind: torch.dtype, seed: int, around: Any) -> Judged | None:
     tokens = torch.randint(0, TOKENS, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
     for rank in range(2):
         torch.manual_seed(seed)
-        batch = Batch((), {"given": Sent(tokens, False, True)}, None, {})
+        batch = Batch((), {"given": SentTensor(tokens, False, True)}, None, {})
         sides.append(Side(rank, _Model().to(kind), batch, *([around] if rank else [])))
     return judge_pair((sides[0], sides[1]))
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasdc.attached.batch_replayer import Batch, Sent
+from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.sdc.fp64.noise import Unfit, estimate
 from tools.bench.guard.modules import InnerAutocast, InnerCast, NarrowNorm, Step
 from tools.bench.guard.numerics import ORDER, Other, use_kernel
@@ -38,7 +38,9 @@ def _judged(make: Callable[[], nn.Module], kind: torch.dtype, change: Callable[[
         model = _Model(make()).to(kind)
         if rank:
             change(model.middle)
-        sides.append(Side(rank, model, Batch((), {"given": Sent(torch.arange(TOKENS)[None], False, True)}, None, {})))
+        sides.append(
+            Side(rank, model, Batch((), {"given": SentTensor(torch.arange(TOKENS)[None], False, True)}, None, {}))
+        )
     judged = judge_pair((sides[0], sides[1]))
     assert judged is not None and judged.address.fqn == "middle", "they differ"
     return judged

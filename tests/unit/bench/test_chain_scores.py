@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from megasdc.config.load import parse_config
 from megasdc.config.sections.detection import AlwaysOnSection
-from megasdc.config.sections.faults import FaultSpec, spec_problems
+from megasdc.config.sections.faults import FaultSpec, fault_spec_problems
 from megasdc.events import EventLog
 from megasdc.sdc.coverage import Shape, coverage_rows, render_coverage
 from tools.bench.detection.live_chain import (
@@ -103,6 +103,6 @@ def test_kinds_are_those_of_the_command_and_can_be_injected() -> None:
             drawn = [draw(Cell((1, 1, 2), {OWNED: owned, WHOLE: whole}, random.Random(seed))) for _ in range(2)]
             assert drawn[0] == drawn[1]
             for spec in drawn[0]:
-                assert list(spec_problems(FaultSpec.model_validate(spec))) == [], (name, spec)
+                assert list(fault_spec_problems(FaultSpec.model_validate(spec))) == [], (name, spec)
                 assert ("rank" in spec) == (name != "alike")
                 assert spec.get("elements", 1) == 1 or spec["slot"] == "blocks"

@@ -12,7 +12,7 @@ import pytest
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.decisions import StepDecisions, read_decisions
-from megasdc.lab.planning.environment import Environment
+from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
 from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions, Segment, Setting
@@ -132,7 +132,7 @@ def test_what_is_drawn_leaves_out_the_share_and_takes_its_time(tmp_path: Path, s
     wanted = 6.0 if setting.compensation == "larger_batch" else planned * (1 - setting.rate)
     tolerance = 0.01 * 6 if setting.compensation == "larger_batch" else 2 / drawn.completed.size
     assert drawn.completed.mean() == pytest.approx(wanted, abs=tolerance)
-    environment = Environment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), 5)
+    environment = DelayEnvironment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), 5)
     for step in (1, steps):
         latencies = environment.draw(step, 0, 2, planned, 1)[:, :, 0]
         ends = [sum(latencies[replica, : drawn.completed[step - 1, replica]]) for replica in range(2)]

@@ -5,8 +5,8 @@ import pytest
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.load import parse_config
-from megasdc.config.repeatability import Cause
-from megasdc.ops.determinism_check.check import Difference, RepeatReport, compare_two_runs, smallest_layout
+from megasdc.config.repeatability import DifferenceCause
+from megasdc.ops.determinism_check.check import FirstDifference, RepeatReport, compare_two_runs, smallest_layout
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 
@@ -32,7 +32,7 @@ def test_the_first_difference_in_execution_order_is_named():
     """Of several, the one that was computed first is named, with both checksums, the rank and the count."""
     found = compare_two_runs(_trace(1, 2, 3), _trace(1, 4, 5), LAYOUT)
     address = "step 1, parameter of 2.w (weight), rank 0 (dp 0, pp 0, tp 0)"
-    assert found == Difference(address, f"{2:016x}", f"{4:016x}", 2, 3)
+    assert found == FirstDifference(address, f"{2:016x}", f"{4:016x}", 2, 3)
 
 
 @pytest.mark.parametrize(("first", "second"), [((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3))])
@@ -73,8 +73,8 @@ def test_batch_sizes_that_never_fit_are_refused():
 
 def test_exit_codes_and_text():
     """1 when runs differ, 3 for causes alone, 0 for neither; the text names the difference."""
-    cause = Cause("A", "b", "c", "runs")
-    difference = Difference("step 1, parameter, w", "b", "x", 2, 3)
+    cause = DifferenceCause("A", "b", "c", "runs")
+    difference = FirstDifference("step 1, parameter, w", "b", "x", 2, 3)
     layout = smallest_layout(_config(8, 4, 2))
     assert RepeatReport([]).exit_code == 0
     assert RepeatReport([cause]).exit_code == 3

@@ -23,7 +23,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.views.zero_shards import lay_out
+from megasdc.checkpoint.views.zero_shards import shard_fragments
 from megasdc.checkpoint.writer import describe_tensors
 from megasdc.config.sections.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, split_name, take_shard
@@ -151,7 +151,7 @@ def _write_states(
         writers[f"{stage}_model_states.pt"] = dims.rank
     maps, states = [], {slot: [] for slot in STATES}  # type: ignore[var-annotated]
     for group, like in zip(groups, shapes, strict=True):
-        length, fragments = lay_out(like, dims.data)
+        length, fragments = shard_fragments(like, dims.data)
         maps.append({n: fragment_address(numel=k, start=at) for n, (at, k) in fragments[dims.dp_rank].items()})
         for slot in STATES:
             flat = torch.cat([_shard(content[slot][n], splits[n], dims).reshape(-1) for n in group])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.checkpoint.formats.blocks import Block, BlockArrangement
+from megasdc.checkpoint.formats.blocks import BlockArrangement, TensorBlock
 
 SHAPE = (5, 6, 4)
 BOUNDS = {
@@ -22,7 +22,7 @@ def test_every_range_is_found(bounds: tuple[tuple[int, ...], ...]) -> None:
     """Each element once, at its place in its block, in order; places of elements are those of the whole tensor."""
     whole = torch.arange(5 * 6 * 4)
     cuts = list(itertools.product(*(list(itertools.pairwise(ends)) for ends in bounds)))
-    blocks = tuple(Block(tuple(a for a, _ in cut), tuple(b - a for a, b in cut), SHAPE) for cut in cuts)
+    blocks = tuple(TensorBlock(tuple(a for a, _ in cut), tuple(b - a for a, b in cut), SHAPE) for cut in cuts)
     held = [whole.view(SHAPE)[tuple(slice(a, b) for a, b in cut)].reshape(-1) for cut in cuts]
     arrangement = BlockArrangement(blocks)
     for piece, elements in enumerate(held):

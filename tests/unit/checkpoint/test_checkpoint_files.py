@@ -37,7 +37,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import durable
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import tell_bytes
+from megasdc.common.progress import report_bytes
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 
@@ -67,7 +67,7 @@ def test_a_resume_tells_how_far_its_checksums_are(
     """In lines of rank 0, of all bytes that it reads; without checksums it reads none, and says nothing."""
     path = make_checkpoint(tmp_path)
     manifest, place = read_manifest(path), FolderRanks(0, "n", {"n": [0]}, [0], "x")
-    monkeypatch.setattr(resume, "tell_bytes", partial(tell_bytes, every_s=0.0))
+    monkeypatch.setattr(resume, "report_bytes", partial(report_bytes, every_s=0.0))
     with caplog.at_level(logging.INFO):
         assert resume._check_share(path, manifest, place, False) == [] and not caplog.messages
         assert resume._check_share(path, manifest, place, True) == []

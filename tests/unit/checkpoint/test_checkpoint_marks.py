@@ -37,8 +37,8 @@ from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.common.run_lock import LockedFolders
 from megasdc.events import EventLog, read_events
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
-from megasdc.ops.run_folder.summary import render, summarize
-from megasdc.train.main import tell_failure
+from megasdc.ops.run_folder.summary import render, summarize_run
+from megasdc.train.main import report_failure
 
 LEADER = FolderRanks(rank=0, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
 OTHER = FolderRanks(rank=1, node="n", nodes={"n": [0, 1]}, ranks=[0, 1], save_id="x")
@@ -231,8 +231,8 @@ def test_the_summary_of_a_failed_run_tells_the_newest_verified(tmp_path: Path) -
     checkpoints = make_folder(tmp_path / "checkpoints", 5, 10, 15)
     mark_verified(checkpoints, 10, 12, LEADER)
     (tmp_path / "events").mkdir()
-    tell_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0, LockedFolders())
-    found = summarize(tmp_path)
+    report_failure(tmp_path, 73, CorruptionError("step 17 is not committed"), 0.0, LockedFolders())
+    found = summarize_run(tmp_path)
     assert found.failure is not None and len(found.checkpoints) == 3
     assert found.failure.verified_checkpoint == str(checkpoints / "step_00000010")
     assert f"last verified     {checkpoints / 'step_00000010'}" in render(found)

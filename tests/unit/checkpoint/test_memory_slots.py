@@ -23,7 +23,7 @@ from megasdc.checkpoint.places import RankProblem
 from megasdc.checkpoint.snapshots import memory_saver
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.messages import Answer
+from megasdc.checkpoint.snapshots.messages import TaskResult
 from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Partner, PartnerReplicas
 from megasdc.common.shared_memory import is_own_folder
 from megasdc.parallel.dims import ParallelDims
@@ -31,7 +31,7 @@ from megasdc.parallel.dims import ParallelDims
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 
 
-def saver_of(folder: Path, answers: list[Answer]) -> Any:
+def saver_of(folder: Path, answers: list[TaskResult]) -> Any:
     """A saver of one rank whose writer answers so."""
     place: Any = SimpleNamespace(gather=lambda own: [own], leader=True, node="here")
     saver: Any = MemorySaver(folder, "run", 1, ParallelDims(1, 1, 1, 0), place, torch.device("cpu"), 1)
@@ -62,7 +62,7 @@ def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None 
 
 def test_a_slot_that_failed_is_not_whole_where_another_holds_nan(tmp_path: Path) -> None:
     """The step before both counts; the failure is told to all ranks after that."""
-    saver = saver_of(tmp_path, [Answer(), Answer("no room")])
+    saver = saver_of(tmp_path, [TaskResult(), TaskResult("no room")])
     for step in (1, 2):
         sent(saver, step)
     assert saver._own_newest() == 1

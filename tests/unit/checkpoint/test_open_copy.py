@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.checkpoint.formats.extents import Extent, Reader, Stamp
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.extents import Extent, ExtentReader, Stamp
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.model.sharding import Split, take_shard
 
 SHAPE = (12, 8)
@@ -30,7 +30,7 @@ def _copy(whole: torch.Tensor, split: Split, tensor: int, ends: tuple[int, ...],
         stored = flat if folder is None else _in_file(folder / f"{split.name}{tensor}_{tp_rank}", flat)
         places = [0, *(end for end in ends if end < flat.numel()), flat.numel()]
         pieces = [
-            Piece(Path("file"), Owner(tp=tp_rank), stop - start, partial(_given, stored), start)
+            Piece(Path("file"), WriterRank(tp=tp_rank), stop - start, partial(_given, stored), start)
             for start, stop in pairwise(places)
         ]
         shards.append(tuple(pieces))
@@ -53,7 +53,7 @@ def test_every_range_is_read(split: Split, tensor: int, ends: tuple[int, ...], i
     copy = _copy(whole, split, tensor, ends, tmp_path if in_files else None)
     opened = copy.open()
     pieces = [torch.full((piece.numel,), -1, dtype=torch.int32) for piece in copy.pieces]
-    with Reader() as reader:
+    with ExtentReader() as reader:
         for start in range(0, 96, 7):
             for stop in (start + 1, start + 3, 96 - start // 2, 96):
                 out = torch.empty(max(0, stop - start), dtype=torch.int32)

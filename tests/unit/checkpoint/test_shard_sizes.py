@@ -7,12 +7,12 @@ import random
 import torch
 
 from megasdc.checkpoint.formats.shard_sizes import shards_of
-from megasdc.checkpoint.views.zero_shards import lay_out
+from megasdc.checkpoint.views.zero_shards import shard_fragments
 
 
 def owned(total: int, replicas: int, dp_rank: int) -> range:
     """Elements of a group that a replica owns, as DeepSpeed lays them out."""
-    length, fragments = lay_out({"w": torch.Size([total])}, replicas)
+    length, fragments = shard_fragments({"w": torch.Size([total])}, replicas)
     numel = sum(count for _, count in fragments[dp_rank].values())
     return range(dp_rank * length, dp_rank * length + numel)
 

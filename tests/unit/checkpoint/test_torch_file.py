@@ -15,7 +15,7 @@ from megasdc.checkpoint.formats.extents import Extent, read_whole
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.snapshots import torch_file, writer_main
 from megasdc.checkpoint.snapshots.capture import capture
-from megasdc.checkpoint.snapshots.messages import Act, Store
+from megasdc.checkpoint.snapshots.messages import Act, StoreTask
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.torch_file import lay_out, seal
 from megasdc.checkpoint.snapshots.writer_main import TornError, act, store
@@ -41,7 +41,7 @@ def write(state, path):
     files = [capture(state, path.name)]
     snapshot.prepare(files)
     snapshot.take(files)
-    answer = store(Store(snapshot.wait(), path.parent))
+    answer = store(StoreTask(snapshot.wait(), path.parent))
     snapshot.close()
     return answer
 
@@ -103,7 +103,7 @@ def test_a_snapshot_is_used_again(tmp_path: Path) -> None:
         files = [capture(state, "state.pt")]
         snapshot.prepare(files)
         snapshot.take(files)
-        store(Store(snapshot.wait(), tmp_path))
+        store(StoreTask(snapshot.wait(), tmp_path))
         assert same(torch.load(tmp_path / "state.pt"), state)
     snapshot.close()
 
@@ -144,7 +144,7 @@ def test_a_changed_bit_is_found(part: str, moment: str, tmp_path: Path, monkeypa
     else:
         monkeypatch.setattr(writer_main, "seal", seal_and_flip)
     with pytest.raises(TornError, match=f"{part} in the snapshot of state.pt is not what was copied"):
-        store(Store([taken], tmp_path, in_place=in_place))
+        store(StoreTask([taken], tmp_path, in_place=in_place))
     snapshot.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.snapshots.messages import Act, Answer
+from megasdc.checkpoint.snapshots.messages import Act, TaskResult
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
 
 
@@ -23,7 +23,7 @@ def writer() -> Iterator[WriterProcess]:
     writer.close()
 
 
-def _answer(writer: WriterProcess, timeout_s: float = 60.0) -> Answer:
+def _answer(writer: WriterProcess, timeout_s: float = 60.0) -> TaskResult:
     until = time.monotonic() + timeout_s
     while (found := writer.answer()) is None:
         assert time.monotonic() < until, "no answer"

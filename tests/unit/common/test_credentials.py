@@ -11,7 +11,7 @@ from megasdc.attached.settings import load_settings
 from megasdc.common.credentials import find_secrets, is_secret_name, without_credentials, words_without_credentials
 from megasdc.common.errors import ConfigError
 from megasdc.config.load import WholeFile, load_config, parse_config
-from megasdc.config.table import rows_of
+from megasdc.config.table import field_rows
 
 FILE: dict[str, Any] = {"megasdc": {"data": {"path": "d"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
 PLAIN = (
@@ -68,7 +68,7 @@ def test_options_of_an_address() -> None:
 
 def test_no_field_of_ours_has_a_secret_name_but_one() -> None:
     """So nothing that a user writes into a field is refused for the field's name; DeepSpeed's key for Comet is."""
-    named = {path for path, _, _ in rows_of(WholeFile, "") if is_secret_name(path.rpartition(".")[2])}
+    named = {path for path, _, _ in field_rows(WholeFile, "") if is_secret_name(path.rpartition(".")[2])}
     assert named == {"comet.api_key"}
     assert not list(find_secrets(parse_config(FILE).resolved()))
 

@@ -262,12 +262,12 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file.chmod(0o640)
     link.symlink_to(file)
     with pytest.raises(UnicodeEncodeError):
-        program.write_whole(file, "half" * 100_000 + "\ud800")
+        program.write_atomically(file, "half" * 100_000 + "\ud800")
     assert (file.read_text(), sorted(os.listdir(tmp_path))) == ("old", ["file", "link"])
-    program.write_whole(link, "new")
+    program.write_atomically(link, "new")
     assert (file.read_text(), link.is_symlink(), file.stat().st_mode & 0o777) == ("new", True, 0o640)
     with pytest.raises(OSError, match="No space left"):
-        program.write_whole(Path("/dev/full"), "x")
+        program.write_atomically(Path("/dev/full"), "x")
     assert Path("/dev/full").is_char_device()
 
 

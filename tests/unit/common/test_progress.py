@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from megasdc.common.progress import GIB, runs_bar, tell_bytes
+from megasdc.common.progress import GIB, report_bytes, runs_bar
 
 
 def _drawn(minutes: float | None, *told: tuple[int, int | None], seconds: float = 0.0) -> str:
@@ -37,8 +37,8 @@ def test_time() -> None:
 def test_bytes_are_told_every_few_seconds() -> None:
     """How many of all; what takes no longer is not told."""
     told: list[str] = []
-    advance = tell_bytes(told.append, 4 * GIB, 0.0)
+    advance = report_bytes(told.append, 4 * GIB, 0.0)
     for count in (GIB, GIB // 2):
         advance(count)
-    tell_bytes(told.append, 4 * GIB)(GIB)
+    report_bytes(told.append, 4 * GIB)(GIB)
     assert told == ["1.0 of 4.0 GiB", "1.5 of 4.0 GiB"]

@@ -26,8 +26,15 @@ from megasdc.common.shared_memory import (
 )
 from megasdc.ops.health.agent import AGENT_FILE, read_agent
 from megasdc.ops.health.program_health import ProgramHealth
-from megasdc.ops.health.record import LEAVE_FILE, HeartbeatWriter, Identity, RecordReader, leave_message, record_path
-from megasdc.ops.health.record_folder import record_folder, remove_leftovers
+from megasdc.ops.health.record import (
+    LEAVE_FILE,
+    HeartbeatWriter,
+    RecordReader,
+    WatchedIdentity,
+    leave_message,
+    record_path,
+)
+from megasdc.ops.health.record_folder import record_folder, remove_old_records
 from megasdc.ops.launch.on_host import release
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_started
 
@@ -66,10 +73,10 @@ def make_old(folder: Path) -> None:
         os.utime(path, (time.time() - 86_400,) * 2, follow_symlinks=False)
 
 
-def identity(pid: object = None) -> Identity:
+def identity(pid: object = None) -> WatchedIdentity:
     """Of a rank, in this process or in that which is given."""
     own = os.getpid()
-    return Identity("run", 0, 0, 1, 0, 0, 0, "n0", 0, own if pid is None else pid, started_at(own))  # type: ignore[arg-type]
+    return WatchedIdentity("run", 0, 0, 1, 0, 0, 0, "n0", 0, own if pid is None else pid, started_at(own))  # type: ignore[arg-type]
 
 
 @as_root
@@ -105,7 +112,7 @@ def test_what_another_user_has_left_ends_no_start(shared: Path) -> None:
     (memory / OWNER_FILE).write_text(json.dumps({"start": "killed.1", "pid": 2**22 + 1, "linger_s": 0.0}))
     for folder in (*theirs, own, memory):
         make_old(folder)
-    remove_leftovers()
+    remove_old_records()
     remove_forgotten(memory_folder("next"))
     assert all(folder.exists() for folder in theirs) and not own.exists() and not memory.exists()
 

@@ -7,10 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.changes import Change, explain_refusal, find_changes, may_change
+from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.fields import AtResume, Section, at_resume_of
 from megasdc.config.load import RunConfig, WholeFile, load_config, parse_config
-from megasdc.config.table import rows_of
+from megasdc.config.table import field_rows
 
 FILE: dict[str, Any] = {
     "train_batch_size": 8,
@@ -26,7 +26,7 @@ def _changed(*overrides: str, file: dict[str, Any] = FILE, data: int = 2) -> dic
 
 def test_every_field_says_what_a_resume_makes_of_it() -> None:
     """No field, ours or DeepSpeed's, is without a class; a section or field that states none is an error."""
-    kinds = {path: at_resume for path, _, at_resume in rows_of(WholeFile, "")}
+    kinds = {path: at_resume for path, _, at_resume in field_rows(WholeFile, "")}
     assert len(kinds) > 300
     assert set(kinds.values()) == set(get_args(AtResume))
 
@@ -39,7 +39,7 @@ def test_every_field_says_what_a_resume_makes_of_it() -> None:
 
 def test_fields_named_by_the_promise() -> None:
     """Spot checks: what changes the model, the order of data, the rates, or nothing."""
-    kinds = {path: at_resume for path, _, at_resume in rows_of(WholeFile, "")}
+    kinds = {path: at_resume for path, _, at_resume in field_rows(WholeFile, "")}
     expected = {
         "megasdc.model.num_attention_heads": "refused",
         "megasdc.training.seed": "universal",
@@ -132,7 +132,7 @@ def test_files_of_other_versions_are_compared() -> None:
 )
 def test_which_changes_let_a_run_go_on(kind: AtResume, at_resume: bool, flagged: bool, from_universal: bool) -> None:
     """By class: at a resume, with the flag for the field, and from a universal checkpoint."""
-    change = Change("megasdc.model.megatron", {}, {"qk_layernorm": True}, kind)
+    change = ChangedField("megasdc.model.megatron", {}, {"qk_layernorm": True}, kind)
     assert may_change(change, (), universal=False) is at_resume
     assert may_change(change, ("megasdc.model.megatron",), universal=False) is flagged
     assert may_change(change, ("megasdc.model.backend", "megasdc.model.mega"), universal=False) is at_resume
@@ -141,7 +141,7 @@ def test_which_changes_let_a_run_go_on(kind: AtResume, at_resume: bool, flagged:
 
 def test_a_refusal_names_all_fields_and_their_remedies() -> None:
     """Both values of each field, the flags to give, and the way by a universal checkpoint."""
-    changes = [Change("train_batch_size", 8, 16, "flag"), Change("megasdc.data.seed", 1, 2, "universal")]
+    changes = [ChangedField("train_batch_size", 8, 16, "flag"), ChangedField("megasdc.data.seed", 1, 2, "universal")]
     text = explain_refusal(changes)
     assert "train_batch_size: saved with 8, now 16" in text
     assert "new values of the others, once megasdc.data.seed are as saved, anyway" not in text

@@ -8,7 +8,7 @@ import pytest
 from megasdc.common.versions.tested import render_tables
 from megasdc.config.fields import AtResume
 from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import render_table, type_text, with_tables
+from megasdc.config.table import json_type_text, render_table, with_tables
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 TABLES = {"config-table": render_table, "other": lambda: "table\n"}
@@ -32,7 +32,7 @@ def test_table_has_every_field_with_a_meaning():
 )
 def test_types_in_words(annotation, words):
     """Types are written as JSON users know them."""
-    assert type_text(annotation) == words
+    assert json_type_text(annotation) == words
 
 
 def test_the_table_stands_between_the_markers_only(tmp_path):

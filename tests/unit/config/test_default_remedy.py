@@ -12,7 +12,7 @@ from megasdc.config.fields import ABSENT
 from megasdc.config.load import WholeFile, parse_config
 from megasdc.config.presets import PRESETS
 from megasdc.config.read import dotted, shown
-from megasdc.config.schema import remove, type_problems, value_at
+from megasdc.config.schema import remove_key, type_problems, value_at
 
 WRONG = {"no": ["value"]}
 REMEDY = re.compile(r"; leave it out for (.+?)(?:; on the command line .*)?\.$")
@@ -26,7 +26,7 @@ def test_a_remedy_names_what_a_field_is_without_a_value(path: tuple[str | int, .
     put(raw, path, WRONG)
     (problem,) = [one.text for one in type_problems(raw, WholeFile).values()]
     told = REMEDY.search(problem)
-    remove(raw, path)
+    remove_key(raw, path)
     left = parse_config(raw).deepspeed
     try:
         value = value_at(left, path)

@@ -21,7 +21,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data import blend as blend_module
 from megasdc.data.blend import BlendedTokens, blend_order
-from megasdc.data.dataset import build_datasets, verify_data
+from megasdc.data.dataset import build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import merge_positions, position_for
@@ -294,7 +294,7 @@ def test_bad_parts_are_named(tmp_path, corpus, prepared, second, section, sectio
     with pytest.raises(DataError, match=rf"{prepared.path} and {foreign.path} have different tokenizers.*600 and 500"):
         build(blend_of(prepared, (prepared, 1), (second, 1), (foreign, 2)), tmp_path)
     with pytest.raises(DataError, match=r"data\.tokenizer is .* but .* was prepared with"):
-        verify_data(blend_of(foreign, (prepared, 1), (second, 1), path=prepared.path))
+        verify_section_data(blend_of(foreign, (prepared, 1), (second, 1), path=prepared.path))
     with pytest.raises(DataError, match="vocabulary has 599 ids"):
         build_datasets(section, 599, 10, 0, tmp_path)
     with pytest.raises(IndexError, match=r"position 100 is not in \[0, 100\) of .*train\.bin \+ .*train\.bin"):
@@ -326,7 +326,7 @@ def place(section, path):
 def test_a_given_tokenizer_is_recognised(second):
     """Data prepared with a tokenizer given by path are accepted by the section that prepared them."""
     assert Manifest.load(second.path).settings["tokenizer"]["checksum"]
-    assert len(verify_data(second)) == 1
+    assert len(verify_section_data(second)) == 1
 
 
 def test_many_weights_are_normalised():

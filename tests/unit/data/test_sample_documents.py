@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import Manifest
-from megasdc.data.origins import Origins
+from megasdc.data.origins import DocumentOrigins
 from megasdc.data.prepare import prepare
 from megasdc.data.tokenizer import load_tokenizer
 
@@ -44,7 +44,10 @@ def test_documents_are_traced_to_their_source(tmp_path, prepared, corpus, sectio
     tokens = load_tokenizer("sentencepiece", tmp_path / "data" / "tokenizer")
     traced = set()
     for split in manifest.splits:
-        data, origins = IndexedDataset(str(tmp_path / "data" / split)), Origins(Manifest.load(section.path), split)
+        data, origins = (
+            IndexedDataset(str(tmp_path / "data" / split)),
+            DocumentOrigins(Manifest.load(section.path), split),
+        )
         for document in range(len(data)):
             source, number = origins.of(document)
             folder = tmp_path / ("one" if "one" in source else "two")

@@ -8,7 +8,7 @@ import pytest
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS
 from megasdc.distributions.trace import load_latencies
-from megasdc.lab.planning.environment import Environment, parse_delay
+from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
 
 RANDOM = [
     "bounded_lognormal:mean_s=0.2",
@@ -18,8 +18,8 @@ RANDOM = [
 ]
 
 
-def environment(*texts: str, latency_s: float = 0.0, seed: int = 1) -> Environment:
-    return Environment(latency_s, tuple(parse_delay(text) for text in texts), seed)
+def environment(*texts: str, latency_s: float = 0.0, seed: int = 1) -> DelayEnvironment:
+    return DelayEnvironment(latency_s, tuple(parse_delay(text) for text in texts), seed)
 
 
 @pytest.mark.parametrize("text", [*RANDOM, "bursts:probability=0.2,num_steps=3,delay_s=1"])

@@ -19,7 +19,7 @@ from megasdc.dropcompute.compensation import (
     prolong_steps,
 )
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.lab.planning.environment import Environment
+from megasdc.lab.planning.environment import DelayEnvironment
 
 
 def test_the_paper_s_numbers() -> None:
@@ -49,7 +49,7 @@ def test_the_largest_batch_keeps_the_drop_rate(micro_batches: int, rate: float, 
 
 def _steps(seed: int, first: int, count: int, sizes: tuple[int, int, int]) -> tuple[NDArray[np.float64], ...]:
     """Starts and ends in the paper's environment, [replica, step, micro-batch]; sizes: replicas, those, stages."""
-    environment = Environment(0.45, (BoundedLogNormal(0.225),), seed)
+    environment = DelayEnvironment(0.45, (BoundedLogNormal(0.225),), seed)
     replicas, micro_batches, stages = sizes
     drawn = [
         micro_batch_times(environment.draw(step, 0, replicas, micro_batches, stages), 1 / 3, True)

@@ -9,10 +9,10 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import Rule, search_recorded, search_threshold
+from megasdc.dropcompute.search import DropRule, search_recorded, search_threshold
 from megasdc.dropcompute.tuning import expected_times_s
 
-PAPER = Rule(min_micro_batches=0)
+PAPER = DropRule(min_micro_batches=0)
 
 
 def latencies(seed: int, replicas: int = 9, steps: int = 7, micro_batches: int = 5) -> np.ndarray:
@@ -97,7 +97,7 @@ def finish_step(times: np.ndarray, tau: float, least: int) -> tuple[int, float]:
 def test_started_micro_batches_are_finished(least: int) -> None:
     """Counts and step times of every threshold are those of replicas that ask before each micro-batch."""
     times = latencies(6)
-    curve = search_threshold(times, 0.2, rule=Rule(True, least)).curve
+    curve = search_threshold(times, 0.2, rule=DropRule(True, least)).curve
     for place, tau in enumerate(curve.thresholds_s):
         for step in range(times.shape[1]):
             done, longest = finish_step(times[:, step], float(tau), least)
@@ -119,7 +119,7 @@ def test_recorded_times_give_the_threshold_of_their_latencies(stages: int, max_d
     """From starts and ends, and from the latencies that made them, the same tau and the same curve, bit for bit."""
     times = np.stack([latencies(seed) for seed in range(stages)], axis=3)
     found = search_recorded(*recorded(times, finish=True), 0.2, max_drop_rate, least)
-    wanted = search_threshold(times, 0.2, max_drop_rate, Rule(True, least))
+    wanted = search_threshold(times, 0.2, max_drop_rate, DropRule(True, least))
     assert (found.tau_s, found.speedup, found.drop_rate) == (wanted.tau_s, wanted.speedup, wanted.drop_rate)
     assert np.array_equal(found.curve.thresholds_s, wanted.curve.thresholds_s)
     assert np.array_equal(found.curve.completed, wanted.curve.completed)
@@ -131,7 +131,7 @@ def test_times_of_steps_in_which_nothing_was_dropped() -> None:
     uneven = np.stack([latencies(seed) for seed in range(3)], axis=3)
     for times, exact in ((uneven, False), (np.full((4, 3, 6, 3), 0.5), True)):
         found = search_recorded(*recorded(times, finish=False), 0.2).curve
-        wanted = search_threshold(times, 0.2, rule=Rule(True, 1)).curve
+        wanted = search_threshold(times, 0.2, rule=DropRule(True, 1)).curve
         assert np.array_equal(found.completed, wanted.completed)
         assert (found.times_s >= wanted.times_s - 1e-12).all()
         assert np.allclose(found.times_s, wanted.times_s, rtol=1e-12) == exact
@@ -158,7 +158,7 @@ def test_protected_micro_batches_are_completed() -> None:
     """With eq. 6 too the first ones run on every replica, and the step lasts as long as they do."""
     times = latencies(7)
     ends = times.cumsum(axis=2)
-    curve = search_threshold(times, 0.2, rule=Rule(min_micro_batches=2)).curve
+    curve = search_threshold(times, 0.2, rule=DropRule(min_micro_batches=2)).curve
     assert curve.thresholds_s[0] == ends[:, :, 1].min()
     for place, tau in enumerate(curve.thresholds_s):
         done = np.maximum((ends <= tau).sum(axis=2), 2).sum(axis=0)
@@ -173,7 +173,7 @@ def test_protected_micro_batches_are_completed() -> None:
         (np.full((1, 1, 1), np.nan), {}, "NaN"),
         (-np.ones((1, 1, 1)), {}, "negative"),
         (np.ones((1, 1, 1)), {"communication_s": -1.0}, "communication_s is -1.0"),
-        (np.ones((1, 1, 1)), {"rule": Rule(min_micro_batches=2)}, "more than the 1 of a step"),
+        (np.ones((1, 1, 1)), {"rule": DropRule(min_micro_batches=2)}, "more than the 1 of a step"),
     ],
 )
 def test_impossible_latencies(times: np.ndarray, arguments: dict, message: str) -> None:
@@ -183,7 +183,7 @@ def test_impossible_latencies(times: np.ndarray, arguments: dict, message: str) 
     with pytest.raises(ConfigError, match="takes no time"):
         search_threshold(np.zeros((1, 1, 1)), 0.0)
     with pytest.raises(ValueError, match="at least 1"):
-        Rule(finish=True, min_micro_batches=0)
+        DropRule(finish=True, min_micro_batches=0)
 
 
 def by_deepspeed(work: np.ndarray, limit: int, share: float) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ import pytest
 from megasdc.config.sections.delay import DelaySpec
 from megasdc.faults import delay as module
 from megasdc.faults.delay import InjectedDelays, build_delay, draw_delays
-from megasdc.lab.planning.environment import Environment
+from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
 
 SPECS = [
@@ -44,7 +44,7 @@ def test_delays_are_those_of_the_environment():
     given = specs(*SPECS)
     unscaled = [build_delay(spec) for spec in given]
     unscaled[0] = build_delay(given[0].model_copy(update={"mean_s": 0.5 * 0.25}))
-    environment = Environment(0.0, tuple(unscaled), seed=1)
+    environment = DelayEnvironment(0.0, tuple(unscaled), seed=1)
     for step in (1, 2, 7):
         for replica in (0, 5, 130):
             total = sum(draw_delays(spec, index, step, replica, 4, 2) for index, spec in enumerate(given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasdc.config.sections.optimizer_hooks import HookSpec
-from megasdc.optim.bound_report import merge_totals, metrics_of, rows_of, warnings_of
+from megasdc.optim.bound_report import bound_rows, merge_totals, metrics_of, warnings_of
 from megasdc.optim.bounds import COLUMNS
 
 
@@ -18,7 +18,7 @@ def test_counts_add_and_ratios_do_not() -> None:
     one = {"before_norm": {"2.fc.weight": _row(elements=10, by_spike=1, largest_ratio=5, mass=4, removed=1)}}
     other = {"before_norm": {"2.fc.weight": _row(elements=10, by_absolute=3, largest_ratio=2, mass=4)}}
     other["before_norm"]["2.fc.bias"] = _row(elements=20, nan=1, inf=2)
-    (row,) = rows_of(merge_totals(one, other))["before_norm"]
+    (row,) = bound_rows(merge_totals(one, other))["before_norm"]
     assert row["submodule"] == "2.fc"
     assert row["share"] == pytest.approx(4 / 40)
     assert row["removed_share"] == pytest.approx(1 / 8)
@@ -33,10 +33,10 @@ def test_counts_add_and_ratios_do_not() -> None:
 def test_submodules_come_in_the_order_of_the_model() -> None:
     """Layer 10 comes after layer 2."""
     rows = {f"{layer}.fc.weight": _row(elements=1) for layer in (10, 2, 0)}
-    assert [row["submodule"] for row in rows_of({"local": rows})["local"]] == ["0.fc", "2.fc", "10.fc"]
+    assert [row["submodule"] for row in bound_rows({"local": rows})["local"]] == ["0.fc", "2.fc", "10.fc"]
     names = ("model.layers.10.mlp", "lm_head", "model.layers.2.mlp", "conv1")
     rows = {f"{name}.weight": _row(elements=1) for name in names}
-    found = [row["submodule"] for row in rows_of({"local": rows})["local"]]
+    found = [row["submodule"] for row in bound_rows({"local": rows})["local"]]
     assert found == ["conv1", "lm_head", "model.layers.2.mlp", "model.layers.10.mlp"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megasdc.optim.clip_factors import ClipFactors, clip_factor
 from megasdc.tensors.bound import bound_
-from megasdc.tensors.bound_limits import SUMS, Limits
+from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 BETA, THETA, STEPS, OUTLIER = 0.95, 100.0, 40, 5
 
@@ -29,7 +29,7 @@ def _bound_after(gradients: list[torch.Tensor], largest: float, outlier: float) 
         clips.add(factor)
     spike = gradients[-1].float()
     spike[OUTLIER] = outlier
-    limits = Limits(spike=THETA, floor=1e-16 * clips.unclipping, v_factor=clips.unclipping)
+    limits = ElementLimits(spike=THETA, floor=1e-16 * clips.unclipping, v_factor=clips.unclipping)
     bound_(spike, moment, limits, torch.zeros(len(SUMS), dtype=torch.float64))
     return float(spike[OUTLIER])
 

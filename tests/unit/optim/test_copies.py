@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.optim.copies import differ, digest
+from megasdc.optim.copies import differ, shard_checksum
 from megasdc.tensors import checksum
 
 HOST = torch.device("cpu")
@@ -29,15 +29,15 @@ def test_what_a_norm_does_not_see_is_seen(dtype: torch.dtype) -> None:
     negative[1][7] *= -1
     flipped[1].view(torch.uint8)[0] ^= 1
     others = [swapped, negative, flipped, shards[::-1], [shards[0]], []]
-    found = [digest(one, HOST).tolist() for one in (shards, *others)]
+    found = [shard_checksum(one, HOST).tolist() for one in (shards, *others)]
     assert all(differ([one, other]) for one, other in itertools.combinations(found, 2))
-    assert not differ([found[0], digest([one.clone() for one in shards], HOST).tolist(), found[0]])
+    assert not differ([found[0], shard_checksum([one.clone() for one in shards], HOST).tolist(), found[0]])
 
 
 @pytest.mark.usefixtures("_algorithm")
 def test_sums_over_ranks_are_exact() -> None:
     """Digests are whole numbers below 2^32, the two halves of the checksum."""
     shard = torch.arange(100.0)
-    high, low = digest([shard], HOST).tolist()
+    high, low = shard_checksum([shard], HOST).tolist()
     known = {checksum.checksum(shard, name) for name in checksum.ALGORITHMS}
     assert 0 <= high < 2**32 and 0 <= low < 2**32 and (int(high) << 32) + int(low) in known

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasdc.tensors.bound import bound_
-from megasdc.tensors.bound_limits import SUMS, Limits
+from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 STEPS, GRACE, SPIKE_STEP = 4000, 20, 3500
 RATE, EPS, BETA1 = 1e-3, 1e-8, 0.9
@@ -24,7 +24,7 @@ STEADY, RARE = GAP == 1, GAP > 1
 class Elements:
     """One of every gap and size under torch's AdamW: gradients in every step of grace, then each in its gap."""
 
-    def __init__(self, beta2: float, limits: Limits | None) -> None:
+    def __init__(self, beta2: float, limits: ElementLimits | None) -> None:
         self._beta2, self._limits = beta2, limits
         self._weights = torch.zeros(len(CASES), requires_grad=True)
         self._inner = torch.optim.AdamW([self._weights], lr=RATE, betas=(BETA1, beta2), eps=EPS, weight_decay=0.0)
@@ -70,7 +70,7 @@ def _least_share(theta: float, beta2: float) -> float:
 @pytest.mark.parametrize("theta", [10.0, 100.0, 1000.0, 10_000.0])
 def test_no_element_freezes_however_rare_its_gradients_are(theta: float, beta2: float) -> None:
     """Over 4,000 steps every bounded gradient keeps the stated share of its update, and its element of its way."""
-    elements, least = Elements(beta2, Limits(spike=theta, floor=EPS**2)), _least_share(theta, beta2)
+    elements, least = Elements(beta2, ElementLimits(spike=theta, floor=EPS**2)), _least_share(theta, beta2)
     for step in range(1, STEPS + 1):
         over, kept, update = elements.step(step)
         assert (update[over] * math.sqrt(1 - beta2) >= least * (1 - 1e-5)).all(), step
@@ -80,7 +80,7 @@ def test_no_element_freezes_however_rare_its_gradients_are(theta: float, beta2: 
 
 def test_without_the_floor_rare_elements_freeze() -> None:
     """Eq. 1 as published takes all but 1e-5 of the update of an element with a small gradient in 100 steps."""
-    elements = Elements(0.95, Limits(spike=1000.0))
+    elements = Elements(0.95, ElementLimits(spike=1000.0))
     for step in range(1, STEPS + 1):
         _, _, update = elements.step(step)
     small = (GAP == 100) & (SIZE < 1e-3)
@@ -91,7 +91,7 @@ def test_without_the_floor_rare_elements_freeze() -> None:
 @pytest.mark.parametrize("theta", [10.0, 1000.0])
 def test_the_floor_lets_no_spike_of_a_steady_element_pass(theta: float) -> None:
     """Steady elements have the bits of eq. 1 without a floor in every step; a lone one of 10^6 times is cut to it."""
-    floored, published = (Elements(0.95, Limits(spike=theta, floor=floor)) for floor in (EPS**2, 0.0))
+    floored, published = (Elements(0.95, ElementLimits(spike=theta, floor=floor)) for floor in (EPS**2, 0.0))
     for step in range(1, STEPS + 1):
         limit = torch.zeros(0) if step == 1 else (theta * floored.moment.double()).sqrt()[STEADY]
         (over, kept, _), (_, other, _) = (one.step(step) for one in (floored, published))
@@ -107,7 +107,7 @@ def test_the_floor_lets_no_update_be_larger_than_eq_1_does(theta: float, beta2: 
     """An outlier on an element with any V, 0 included, adds no more to the update than it may add to a large V's."""
     moment = torch.cat([torch.zeros(1), torch.logspace(-30, 4, 400)])
     gradient = torch.full_like(moment, 1e12)
-    bound_(gradient, moment, Limits(spike=theta, floor=EPS**2), torch.zeros(len(SUMS), dtype=torch.float64))
+    bound_(gradient, moment, ElementLimits(spike=theta, floor=EPS**2), torch.zeros(len(SUMS), dtype=torch.float64))
     after = beta2 * moment.double() + (1 - beta2) * gradient.double() ** 2
     update = gradient.double() / (after.sqrt() + EPS)
     assert float(update.max()) <= math.sqrt(theta / (beta2 + (1 - beta2) * theta)) * (1 + 1e-6)

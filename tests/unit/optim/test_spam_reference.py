@@ -8,7 +8,7 @@ import torch
 
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
 from megasdc.tensors.bound import bound_
-from megasdc.tensors.bound_limits import SUMS, Limits
+from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 STEPS, INTERVAL, GRACE, WARMUP, THETA = 2000, 500, 20, 150, 50.0
 RATE, BETAS, EPS, DECAY = 5e-2, (0.9, 0.95), 1e-8, 0.1
@@ -65,7 +65,7 @@ def test_two_thousand_steps(restart: bool, warmup: int) -> None:
             reset.reset(inner)
         rate.factor = reset.rate_factor(step)
         if reset.steps_since(step) >= GRACE:
-            bound_(weights.grad, inner.state[weights]["exp_avg_sq"], Limits(spike=THETA), sums)
+            bound_(weights.grad, inner.state[weights]["exp_avg_sq"], ElementLimits(spike=THETA), sums)
         inner.step()
         assert inner.param_groups[0]["lr"] == RATE
     expected, bounded = _reference(restart, warmup)

@@ -13,8 +13,8 @@ from rich.console import Console
 from megasdc.common.errors import StorageError
 from megasdc.output.figure import Figure, Version, bars
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 from megasdc.output.terminal import print_page
 
 MARKUP = "[red]<b>&name</b>[/]"
@@ -23,7 +23,7 @@ MARKUP = "[red]<b>&name</b>[/]"
 def table(**options: object) -> Table:
     """Three rows: a name with markup, a number with more text, and nothing."""
     rows = [
-        (MARKUP, 12345, number(0.25, ".1%", more=" of all"), Cell("kind (7)", group="kind", more=("why",))),
+        (MARKUP, 12345, number_cell(0.25, ".1%", more=" of all"), Cell("kind (7)", group="kind", more=("why",))),
         ("b", None, 1.5, "other"),
         ("c", 7, float("nan"), "other"),
     ]
@@ -39,7 +39,9 @@ def printed(page: Page) -> str:
 
 def page_of(one: Table, **section: object) -> Page:
     """A page with one table."""
-    return Page("t", "The verdict.", notes=["a note"], sections=[Section("Part", ["said"], tables=[one], **section)])  # type: ignore[arg-type]
+    return Page(
+        "t", "The verdict.", notes=["a note"], sections=[PageSection("Part", ["said"], tables=[one], **section)]
+    )  # type: ignore[arg-type]
 
 
 def test_a_terminal_shows_sentences_and_tables() -> None:

@@ -14,7 +14,7 @@ import pytest
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.parallel import local_ranks
 from megasdc.parallel.identity import Identity
-from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, local_rank_environment
 from megasdc.parallel.rendezvous import join_store
 
 
@@ -43,7 +43,7 @@ def test_ranks_meet_in_a_folder_of_the_user_alone() -> None:
     meetings = [LocalMeeting(), LocalMeeting()]
     folders = [one.folder for one in meetings]
     assert folders[0] != folders[1] and all(one.stat().st_mode & 0o777 == 0o700 for one in folders)
-    environment = rank_environment(0, 2, 1, meetings[0].environment)
+    environment = local_rank_environment(0, 2, 1, meetings[0].environment)
     assert (environment["MEGASDC_MEETING"], environment["TORCHELASTIC_USE_AGENT_STORE"]) == (str(folders[0]), "True")
     meetings[0].close()
     del meetings
@@ -138,7 +138,7 @@ def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
     meeting = LocalMeeting()
     ranks = []
     for rank in range(2):
-        environment = rank_environment(rank, 2, 1, meeting.environment)
+        environment = local_rank_environment(rank, 2, 1, meeting.environment)
         command = [sys.executable, "-c", RANK]
         ranks.append(
             subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -36,7 +36,7 @@ from megasdc.parallel.stores import (
     sign,
     signed_store,
     unsigned_store,
-    verify,
+    verified_value,
 )
 
 RANK = """
@@ -192,7 +192,7 @@ def test_values_of_a_store_are_bound_to_their_names() -> None:
         inner.set("c", forged)
         with pytest.raises(LaunchError, match=r"^c: not signed with the secret of this launch; .*--master_port"):
             store.get("c")
-    assert verify(b"x", "n", sign(b"x", "n", b"value")) == b"value"
+    assert verified_value(b"x", "n", sign(b"x", "n", b"value")) == b"value"
 
 
 def test_a_store_that_nobody_uses_any_more_is_closed(

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.sdc.budget import MOST_EVERY, Cadence, Shares, choose_cadence
+from megasdc.sdc.budget import MOST_EVERY, Cadence, TimeShares, choose_cadence
 
 
 @pytest.mark.parametrize(
     ("shares", "chosen"),
     [
-        (Shares(0.001, 0.0, 0.001, 0.0), Cadence(4)),
-        (Shares(0.001, 0.0, 0.004, 0.0), Cadence(2)),
-        (Shares(0.001, 0.004, 0.004, 0.0), Cadence(1)),
-        (Shares(0.001, 0.0, 0.002, 0.006), Cadence(1)),
-        (Shares(0.004, 0.0, 0.02, 0.004), Cadence(1, 4)),
-        (Shares(0.0, 0.0, 0.0, 0.0), Cadence(4)),
-        (Shares(0.009, 0.0, 0.5, 0.0), Cadence(1, MOST_EVERY)),
-        (Shares(0.02, 0.0, 0.001, 0.0), Cadence(1, MOST_EVERY)),
+        (TimeShares(0.001, 0.0, 0.001, 0.0), Cadence(4)),
+        (TimeShares(0.001, 0.0, 0.004, 0.0), Cadence(2)),
+        (TimeShares(0.001, 0.004, 0.004, 0.0), Cadence(1)),
+        (TimeShares(0.001, 0.0, 0.002, 0.006), Cadence(1)),
+        (TimeShares(0.004, 0.0, 0.02, 0.004), Cadence(1, 4)),
+        (TimeShares(0.0, 0.0, 0.0, 0.0), Cadence(4)),
+        (TimeShares(0.009, 0.0, 0.5, 0.0), Cadence(1, MOST_EVERY)),
+        (TimeShares(0.02, 0.0, 0.001, 0.0), Cadence(1, MOST_EVERY)),
     ],
     ids=["all", "some", "audits", "slices", "some steps", "nothing", "rarely", "no room"],
 )
-def test_as_much_as_the_budget_leaves_room_for(shares: Shares, chosen: Cadence) -> None:
+def test_as_much_as_the_budget_leaves_room_for(shares: TimeShares, chosen: Cadence) -> None:
     """Of four micro-batches, with a budget of 1 %."""
     assert choose_cadence(shares, 0.01, 4) == chosen
     if chosen.every < MOST_EVERY:

@@ -5,8 +5,8 @@ import torch
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_of
-from megasdc.tensors.finite import INF, NAN, are_finite, kind_of
+from megasdc.sdc.finite import FiniteRecorder, NonFinite, first_non_finite
+from megasdc.tensors.finite import INF, NAN, are_finite, non_finite_kind
 
 ONE = ParallelDims(1, 1, 1)
 
@@ -34,7 +34,7 @@ def test_kinds_are_told_apart(dtype, values, kind):
     tensor[::2] *= -1
     for place, value in values.items():
         tensor.view(-1)[place] = value
-    assert kind_of([tensor.t()]) == kind
+    assert non_finite_kind([tensor.t()]) == kind
     recorder = FiniteRecorder()
     recorder(_address(0), tensor)
     found = recorder.take(ONE)
@@ -47,7 +47,7 @@ def test_a_tensor_without_numbers_is_finite():
     recorder(_address(0), torch.arange(4))
     recorder(_address(0), torch.zeros(0))
     assert recorder.take(ONE) is None
-    assert kind_of([torch.arange(4), torch.zeros(0)]) is None
+    assert non_finite_kind([torch.arange(4), torch.zeros(0)]) is None
 
 
 def test_the_first_of_a_rank_is_by_execution():
@@ -67,13 +67,13 @@ def test_the_first_of_all_ranks_follows_the_stages():
     layout = ParallelDims(1, 2, 1)
     forward = NonFinite(_address(0), 5, NAN)
     later = NonFinite(_address(0), 0, NAN)
-    assert first_of([forward, later], layout) == (0, forward)
+    assert first_non_finite([forward, later], layout) == (0, forward)
     backward = NonFinite(_address(0, BACKWARD), 9, INF)
     gradient = NonFinite(_address(0, WEIGHT_GRAD), 20, INF)
-    assert first_of([backward, gradient], layout) == (1, gradient)
-    assert first_of([NonFinite(_address(0, RECOMPUTE), 9, INF), forward], layout) == (1, forward)
-    assert first_of([None, NonFinite(_address(1), 0, NAN)], layout)[0] == 1
-    assert first_of([None, None], layout) is None
+    assert first_non_finite([backward, gradient], layout) == (1, gradient)
+    assert first_non_finite([NonFinite(_address(0, RECOMPUTE), 9, INF), forward], layout) == (1, forward)
+    assert first_non_finite([None, NonFinite(_address(1), 0, NAN)], layout)[0] == 1
+    assert first_non_finite([None, None], layout) is None
 
 
 def test_sums_that_overflow_are_no_inf():

@@ -19,13 +19,13 @@ from megasdc.common.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, Cell, build_heat_maps, ranges
+from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, HeatMapCell, build_heat_maps, ranges
 from megasdc.sdc.incidents.incident import (
     DisputedRank,
     Environment,
-    Evidence,
     FlaggedRank,
     Incident,
+    IncidentEvidence,
     RankPlace,
     how_often,
     incident_from_json,
@@ -111,7 +111,7 @@ def incident(run_dir: Path | str = "runs/my", **changes: Any) -> Incident:
         "flagged": (flag(ranks[1], SUBMODULES[1]),),
         "disputed": (),
         "ranks": ranks,
-        "evidence": Evidence(
+        "evidence": IncidentEvidence(
             1234,
             {
                 FORWARD: {SUBMODULES[1]: {1: 1}, SUBMODULES[2]: {1: 2}, SUBMODULES[3]: {1: 2}},
@@ -295,7 +295,7 @@ def test_two_flagged_ranks_are_both_named() -> None:
     second = flag(ranks[2], SUBMODULES[3], BACKWARD, verdict="not_reproduced", wrong_repeats=0, rate_bound=0.4507)
     one = incident(
         flagged=(flag(ranks[1], SUBMODULES[1]), second),
-        evidence=Evidence(9, {FORWARD: {SUBMODULES[1]: {1: 1}}, BACKWARD: {SUBMODULES[3]: {1: 1, 2: 1}}}),
+        evidence=IncidentEvidence(9, {FORWARD: {SUBMODULES[1]: {1: 1}}, BACKWARD: {SUBMODULES[3]: {1: 1, 2: 1}}}),
     )
     html = render_page(one, "x.json")
     text = checked(html).text
@@ -317,7 +317,7 @@ def test_a_dispute_names_nobody() -> None:
         verdict="inconclusive",
         flagged=(),
         disputed=tuple(DisputedRank(**vars(place), first=first, got=f"{place.rank:016x}") for place in ranks),
-        evidence=Evidence(10, {RECOMPUTE: {SUBMODULES[2]: {0: 1, 1: 1}}}),
+        evidence=IncidentEvidence(10, {RECOMPUTE: {SUBMODULES[2]: {0: 1, 1: 1}}}),
     )
     html = render_page(one, "x.json")
     text = checked(html).text
@@ -338,7 +338,7 @@ def test_hostile_names_are_text() -> None:
         ranks=(place, RankPlace(1, "other", evil, 1, 0, 0)),
         flagged=(flag(place, evil),),
         golden=f"/{evil}",
-        evidence=Evidence(1, {FORWARD: {evil: {0: 1}}}),
+        evidence=IncidentEvidence(1, {FORWARD: {evil: {0: 1}}}),
         environment=Environment({evil: evil}, {"tensor": 1}, "bf16"),
         earlier=(Event(0.0, 0, evil, None, None, evil, evil, {evil: evil}),),
     )
@@ -361,7 +361,7 @@ def _fleet(differs: Any) -> Incident:
         for phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD)
     }
     flagged = flag(ranks[131], names[7])
-    return incident(ranks=ranks, flagged=(flagged,), evidence=Evidence(10**6, maps))
+    return incident(ranks=ranks, flagged=(flagged,), evidence=IncidentEvidence(10**6, maps))
 
 
 @pytest.mark.parametrize("kind", ["a replica", "everything", "at random"])
@@ -403,17 +403,17 @@ def test_heat_maps_merge_only_what_is_equal() -> None:
     forward = found[0]
     assert forward.columns == ("0, 2", "1")
     assert [(row.label, row.cells[1]) for row in forward.rows] == [
-        (SUBMODULES[1], Cell(1, 2, True)),
-        (f"{SUBMODULES[2]} to {SUBMODULES[3]} (2)", Cell(2, 4, False)),
+        (SUBMODULES[1], HeatMapCell(1, 2, True)),
+        (f"{SUBMODULES[2]} to {SUBMODULES[3]} (2)", HeatMapCell(2, 4, False)),
     ]
-    assert {row.cells[0] for row in forward.rows} == {Cell(0, 0, False)}
+    assert {row.cells[0] for row in forward.rows} == {HeatMapCell(0, 0, False)}
     counts = {"a": {1: 1}, "b": {1: 4}, "c": {1: 5}, "d": {1: 8}, "e": {1: 2}}
-    shades = build_heat_maps(incident(evidence=Evidence(1, {FORWARD: counts})))[0]
+    shades = build_heat_maps(incident(evidence=IncidentEvidence(1, {FORWARD: counts})))[0]
     assert [row.cells[1].shade for row in shades.rows] == [1, 2, 3, 4, 1]
-    assert build_heat_maps(incident(evidence=Evidence(1, {}))) == []
+    assert build_heat_maps(incident(evidence=IncidentEvidence(1, {}))) == []
     for rows in (MAX_ROWS, MAX_ROWS + 1):
         counts = {f"s{row}": {1: 1 + row % 2} for row in range(rows)}
-        (full,) = build_heat_maps(incident(evidence=Evidence(1, {FORWARD: counts})))
+        (full,) = build_heat_maps(incident(evidence=IncidentEvidence(1, {FORWARD: counts})))
         assert len(full.rows) == MAX_ROWS
         assert full.notes == (() if rows == MAX_ROWS else ("1 more rows, of later results, are not shown.",))
     assert ranges([5, 3, 0, 1, 2, 9]) == "0-3, 5, 9"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.record import Recorder, choose_watched
+from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.sdc.exhibits.calls import Call, kept_calls
 from megasdc.tensors.checksum import default_algorithm
 
@@ -49,7 +49,7 @@ def test_a_gradient_that_comes_later_is_kept_with_what_is_not_copied() -> None:
 def test_no_hook_of_a_recorder_stays_on_a_parameter(attached: bool) -> None:
     """A model, or a stage of a pipeline, may return one."""
     model = _Table()
-    recorder = Recorder(model, choose_watched(model, None), default_algorithm(torch.device("cpu")))
+    recorder = ResultRecorder(model, choose_watched(model, None), default_algorithm(torch.device("cpu")))
     if attached:
         recorder.attach(1)
         model(torch.ones(1)).sum().backward()

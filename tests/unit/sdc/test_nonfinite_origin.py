@@ -10,16 +10,16 @@ from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finite import NonFinite
-from megasdc.sdc.nonfinite import InputKinds, Origin, explain, origin_here
+from megasdc.sdc.nonfinite import InputKinds, NonFiniteOrigin, explain, origin_here
 from megasdc.tensors.finite import NAN
 
 ORDER = ("a", "b", "loss")
 ONE = ParallelDims(1, 1, 2)
 
 
-def _at(phase: str, fqn: str, micro_batch: int = 0) -> Origin:
+def _at(phase: str, fqn: str, micro_batch: int = 0) -> NonFiniteOrigin:
     address = Address(3, micro_batch, phase, fqn, "output")
-    return Origin(NonFinite(address, 0, NAN), "host", True, True, True)
+    return NonFiniteOrigin(NonFinite(address, 0, NAN), "host", True, True, True)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def _at(phase: str, fqn: str, micro_batch: int = 0) -> Origin:
     ],
 )
 def test_the_earliest_place_counts(
-    before: list[Origin | None],
-    after: list[Origin | None] | None,
+    before: list[NonFiniteOrigin | None],
+    after: list[NonFiniteOrigin | None] | None,
     rank: int | None,
     fqn: str | None,
     reproduced: bool | None,

@@ -17,7 +17,7 @@ from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.exhibits.calls import ESTIMATED, Exhibit, kept_calls
 from megasdc.sdc.exhibits.own import own_result, result_between
 from megasdc.sdc.fp64.noise import Unfit, estimate
-from megasdc.sdc.fp64.referee import is_within, judge
+from megasdc.sdc.fp64.referee import is_within, judge_rounding
 
 SAMPLES, TOKENS, WIDTH = 2, 9, 16
 
@@ -101,10 +101,10 @@ def test_right_results_are_within_and_wrong_ones_far_outside(name: str, kind: to
         values, exact = _exact(exhibit)
         assert is_within(values.double(), exact, ESTIMATED.inner).all(), slot
         wrong = values.double() + 64 * values.double().abs().mean() * (torch.arange(len(values)) == 3)
-        told = judge({0: values, 1: wrong}, exact, ESTIMATED.inner, ESTIMATED.outer)
+        told = judge_rounding({0: values, 1: wrong}, exact, ESTIMATED.inner, ESTIMATED.outer)
         assert told == {0: True, 1: False}, slot
         near = exact.values + (ESTIMATED.inner + ESTIMATED.outer) / 2 * exact.bounds
-        assert judge({0: values, 1: near}, exact, ESTIMATED.inner, ESTIMATED.outer) == {}
+        assert judge_rounding({0: values, 1: near}, exact, ESTIMATED.inner, ESTIMATED.outer) == {}
     assert torch.equal(torch.get_rng_state(), state)
     assert module(*calls[0].args, **calls[0].options) is not None, "the submodule itself is as it was"
 

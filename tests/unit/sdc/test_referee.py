@@ -22,11 +22,11 @@ from megasdc.sdc.exhibits.calls import kept_calls
 from megasdc.sdc.exhibits.make import make_exhibit
 from megasdc.sdc.fp64.attention import attended, rotated
 from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses_fp64
+from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import (
     Exact,
-    Moments,
+    NormMoments,
     activated,
     activated_input,
     chosen,
@@ -79,7 +79,7 @@ def test_every_order_of_summation_is_within_the_bound(kind: torch.dtype, fused: 
         for order in permutations(range(4)):
             got = in_order(left, right, order, fused).to(kind)
             assert abs(Fraction(got.item()) - truth) + slack <= Fraction(found.bounds.item()), (name, order)
-            assert judge({0: got[None], 1: torch.full((1,), torch.nan)}, found) == {0: True, 1: False}
+            assert judge_rounding({0: got[None], 1: torch.full((1,), torch.nan)}, found) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_healthy_products_are_never_accused(kind: torch.dtype) -> None:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             got = (left @ weight.T).flatten()
-            assert judge({0: got, 1: torch.full_like(got, torch.nan)}, pairs)[0], (inner, scale)
+            assert judge_rounding({0: got, 1: torch.full_like(got, torch.nan)}, pairs)[0], (inner, scale)
             compared += len(got)
     torch.set_num_threads(1)
     assert compared == 4 * 2 * 64 * 48
@@ -111,7 +111,7 @@ def test_what_a_flip_of_a_bit_shows() -> None:
         for bit in range(torch.finfo(kind).bits - 1):
             wrong = (healthy.view(whole) ^ (1 << bit)).view(kind)
             answers = [
-                judge(
+                judge_rounding(
                     {0: healthy[n : n + 1], 1: wrong[n : n + 1]},
                     Exact(exact.values[n : n + 1], exact.bounds[n : n + 1]),
                 )
@@ -126,10 +126,12 @@ def test_what_a_flip_of_a_bit_shows() -> None:
 def test_where_all_are_outside_nobody_is_named() -> None:
     """The elements are not what the referee takes them for; likewise where the type may overflow."""
     exact = product(torch.ones(1, 4), torch.ones(1, 4), torch.float32)
-    assert judge({0: torch.tensor([5.0]), 1: torch.tensor([6.0])}, exact) == {}
-    assert judge({0: torch.tensor([5.0]), 1: torch.tensor([4.0])}, exact) == {0: False, 1: True}
+    assert judge_rounding({0: torch.tensor([5.0]), 1: torch.tensor([6.0])}, exact) == {}
+    assert judge_rounding({0: torch.tensor([5.0]), 1: torch.tensor([4.0])}, exact) == {0: False, 1: True}
     huge = product(torch.full((1, 4), 3e38), torch.ones(1, 4), torch.float32)
-    assert huge.bounds.isinf().all() and judge({0: torch.tensor([torch.inf]), 1: torch.tensor([1.0])}, huge) == {}
+    assert (
+        huge.bounds.isinf().all() and judge_rounding({0: torch.tensor([torch.inf]), 1: torch.tensor([1.0])}, huge) == {}
+    )
 
 
 def test_a_bias_is_a_sum_of_its_own() -> None:
@@ -138,7 +140,7 @@ def test_a_bias_is_a_sum_of_its_own() -> None:
     exact = product(left.bfloat16(), torch.ones(1, 2).bfloat16(), torch.bfloat16, bias.bfloat16())
     assert exact.values.item() == 257 + 2.0**-8
     got = (torch.tensor([1 + 2.0**-8]).bfloat16() + bias.bfloat16()).bfloat16()
-    assert judge({0: got, 1: got * 2}, exact) == {0: True, 1: False}
+    assert judge_rounding({0: got, 1: got * 2}, exact) == {0: True, 1: False}
 
 
 def test_references_must_be_equal() -> None:
@@ -173,21 +175,21 @@ def test_norms_are_within_the_bound(kind: torch.dtype, centre: float) -> None:
     columns = torch.arange(width).repeat(40)
     every = rows.repeat_interleave(width, 0)
     own = rows.flatten()
-    layer = normalized(own, Moments.of(every, eps, centred=True), weight[columns], bias[columns], kind, width)
+    layer = normalized(own, NormMoments.of(every, eps, centred=True), weight[columns], bias[columns], kind, width)
     shape = (width,)
     found = [torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)]
     found += [by_hand(rows.float(), weight.float(), bias.float(), eps, one_pass).to(kind) for one_pass in (False, True)]
     for got in found:
-        assert judge({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, layer).get(
+        assert judge_rounding({0: got.flatten(), 1: torch.full((len(columns),), torch.nan)}, layer).get(
             0, layer.bounds.isinf().any()
         )
-    root = normalized(own, Moments.of(every, eps, centred=False), weight[columns], None, kind, width)
+    root = normalized(own, NormMoments.of(every, eps, centred=False), weight[columns], None, kind, width)
     got = torch.nn.functional.rms_norm(rows, shape, weight, eps)
     assert is_explained(got.flatten(), root)
     if not centre:
         assert layer.bounds.isfinite().all() and (root.bounds < 0.02 * root.values.abs() + 1e-3).all()
         wrong = got.flatten() * 1.05 + 0.1
-        assert judge({0: got.flatten(), 1: wrong}, root) == {0: True, 1: False}
+        assert judge_rounding({0: got.flatten(), 1: wrong}, root) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +204,7 @@ def test_residual_sums_are_within_the_bound(kind: torch.dtype) -> None:
         once = (other.double() + (branch.double() + bias.double()) * kept.double()).to(kind)
         wrong = got.clone()
         wrong[7] = got[7] + 0.5
-        assert judge({0: got, 1: wrong, 2: once}, residual(branch, bias, masked, other, kind)) == {
+        assert judge_rounding({0: got, 1: wrong, 2: once}, residual(branch, bias, masked, other, kind)) == {
             0: True,
             1: False,
             2: True,
@@ -213,7 +215,7 @@ def test_what_is_copied_has_no_bound() -> None:
     """The lowest bit is seen."""
     values = torch.randn(10)
     wrong = (values.view(torch.int32) ^ 1).view(torch.float32)
-    assert judge({0: values, 1: wrong}, chosen(values)) == {0: True, 1: False}
+    assert judge_rounding({0: values, 1: wrong}, chosen(values)) == {0: True, 1: False}
 
 
 def test_sums_in_the_type_of_the_result_have_its_bound() -> None:
@@ -226,7 +228,7 @@ def test_sums_in_the_type_of_the_result_have_its_bound() -> None:
         got = got + here[:, place] * terms[:, place]
     exact = product(here, terms, torch.bfloat16, working=torch.bfloat16)
     assert exact.bounds.isfinite().all()
-    assert judge({0: got, 1: torch.full((50,), torch.nan)}, exact)[0]
+    assert judge_rounding({0: got, 1: torch.full((50,), torch.nan)}, exact)[0]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -247,16 +249,16 @@ def test_gradients_of_norms_are_within_the_bound(kind: torch.dtype, centred: boo
     columns, given = torch.arange(width).repeat(tokens), rows.detach()
     every, slopes = given.repeat_interleave(width, 0), slope.repeat_interleave(width, 0)
     exact = norm_input(
-        slopes, every, columns, Moments.of(every, eps, centred=centred), weight.detach(), kind, centred=centred
+        slopes, every, columns, NormMoments.of(every, eps, centred=centred), weight.detach(), kind, centred=centred
     )
-    of_all = norm_weight(slope.T, given.T, Moments.of(given, eps, centred=centred), kind, width)
+    of_all = norm_weight(slope.T, given.T, NormMoments.of(given, eps, centred=centred), kind, width)
     for found, expected in ((of_rows, exact), (of_weight, of_all)):
         assert is_explained(found, expected)
         if centre == 0.0:
             assert expected.bounds.isfinite().all()
             wrong = found.clone()
             wrong[5] += 0.2 * found.abs().max()
-            assert judge({0: found, 1: wrong}, expected) == {0: True, 1: False}
+            assert judge_rounding({0: found, 1: wrong}, expected) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
@@ -315,7 +317,7 @@ def test_activations_are_within_the_bound(kind: torch.dtype, name: str, gated: b
     assert is_explained(got, exact) and exact.bounds.isfinite().all()
     wrong = got.clone()
     wrong[9] += 0.3 + 0.1 * got[9].abs()
-    assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
+    assert judge_rounding({0: got, 1: wrong}, exact) == {0: True, 1: False}
 
 
 def gate_of_megatron(
@@ -403,7 +405,7 @@ def test_gradients_of_activations_are_within_the_bound(kind: torch.dtype, gated:
     assert is_explained(got, exact) and exact.bounds.isfinite().all()
     wrong = got.clone()
     wrong[9] += 4 * exact.bounds[9].to(kind) + 1e-3
-    assert judge({0: got, 1: wrong}, exact) == {0: True, 1: False}
+    assert judge_rounding({0: got, 1: wrong}, exact) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -437,7 +439,7 @@ def test_rows_of_attention_are_within_the_bound(kind: torch.dtype, turned: bool,
             assert is_explained(found, exact) and exact.bounds.isfinite().all()
             wrong = found.clone()
             wrong[3] += 0.3 * size**3
-            assert judge({0: found, 1: wrong}, exact) == {0: True, 1: False}
+            assert judge_rounding({0: found, 1: wrong}, exact) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -481,7 +483,7 @@ def test_gradients_of_attention_are_within_the_bound(kind: torch.dtype, size: fl
         assert is_explained(healthy, answer) and answer.bounds.isfinite().all()
         wrong = healthy.clone()
         wrong[77] += 4 * answer.bounds[77].to(kind)
-        assert judge({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
+        assert judge_rounding({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -510,7 +512,7 @@ def test_attention_with_dropout_is_within_the_bound(kind: torch.dtype) -> None:
         assert is_explained(healthy, answer) and answer.bounds.isfinite().all()
         wrong = healthy.clone()
         wrong[77] += 4 * answer.bounds[77].to(kind)
-        assert judge({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
+        assert judge_rounding({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -525,14 +527,14 @@ def test_losses_and_their_gradients_are_within_the_bound(kind: torch.dtype, size
     losses = TokenLoss(real, padded, 0, 1, fuse).per_token(logits, labels)
     (gradient,) = torch.autograd.grad(losses, logits, slopes)
     flat, marks = logits.detach()[..., :real].flatten(0, 1), labels.T.flatten()
-    exact = token_losses(flat, marks)
+    exact = token_losses_fp64(flat, marks)
     right = torch.nn.functional.cross_entropy(flat.double(), marks, reduction="none")
     assert torch.allclose(exact.values, right, rtol=1e-12)
     healthy = losses.detach().T.flatten()
     assert is_explained(healthy, exact) and exact.bounds.isfinite().all()
     wrong = healthy.clone()
     wrong[5] += 1e-3 * (1 + size**2)
-    assert judge({0: healthy, 1: wrong}, exact) == {0: True, 1: False}
+    assert judge_rounding({0: healthy, 1: wrong}, exact) == {0: True, 1: False}
     rows, columns = torch.arange(tokens * samples).repeat_interleave(padded), torch.arange(padded).repeat(60)
     found = logit_gradients(flat, marks, slopes.T.flatten(), rows, columns, kind)
     healthy = gradient.flatten()
@@ -540,7 +542,7 @@ def test_losses_and_their_gradients_are_within_the_bound(kind: torch.dtype, size
     for place in (7, padded - 1, int(marks[0])):  # one that is likely or not, padding, the label
         wrong = healthy.clone()
         wrong[place] += 2e-4
-        assert judge({0: healthy, 1: wrong}, found) == {0: True, 1: False}
+        assert judge_rounding({0: healthy, 1: wrong}, found) == {0: True, 1: False}
 
 
 @pytest.mark.parametrize("size", [0.1, 1.0, 20.0])
@@ -551,7 +553,7 @@ def test_losses_by_inaccurate_functions_are_within_the_bound(size: float) -> Non
     """
     torch.manual_seed(16)
     logits, labels, off = torch.randn(400, 5).mul(size), torch.randint(0, 5, (400,)), 2.0**-20
-    exact = token_losses(logits, labels)
+    exact = token_losses_fp64(logits, labels)
     wide, largest = logits.double(), logits.double().amax(-1)
     own = wide.gather(-1, labels[:, None])[:, 0]
     for sign in (-1, 1):

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megasdc.config.sections.model import ModelSection
-from megasdc.sdc.cost import Reads, Work, predicted_share, reads_of_step, total
+from megasdc.sdc.cost import RankWork, Reads, predicted_share, reads_of_step, total
 
 MODEL = ModelSection(num_layers=2, hidden_size=1024, num_attention_heads=16)
-WORK = Work(MODEL, vocab=8192, sequence=512, micro_batch=1, accumulation=4)
+WORK = RankWork(MODEL, vocab=8192, sequence=512, micro_batch=1, accumulation=4)
 
 
 def test_share_is_time_over_time() -> None:
@@ -35,7 +35,7 @@ def test_wider_models_pay_less() -> None:
     """Arithmetic grows with the square of the width, what is read for a token with the width."""
     shares = []
     for h in (1024, 4096, 12288):
-        work = Work(ModelSection(num_layers=2, hidden_size=h, num_attention_heads=h // 64), 8192, 512, 1, 64)
+        work = RankWork(ModelSection(num_layers=2, hidden_size=h, num_attention_heads=h // 64), 8192, 512, 1, 64)
         shares.append(predicted_share(work, "gemm", bytes_per_s=1e9, flop_per_s=1e11, call_s=0))
     assert shares[0] > shares[1] > shares[2]
 

@@ -17,7 +17,7 @@ from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.common.errors import TraceError
 from megasdc.sdc import trace_file
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import TraceWriter, read_folder, read_trace, set_aside, trace_path
+from megasdc.sdc.trace_file import TraceWriter, read_folder, read_trace, set_traces_aside, trace_path
 
 
 def header(**changes: Any) -> dict[str, Any]:
@@ -189,12 +189,12 @@ def test_what_a_run_begun_anew_replaces_is_set_aside(tmp_path: Path) -> None:
     for rank, first in ((0, 1), (0, 5), (0, 9), (1, 1), (2, 1), (3, 1)):
         write(trace_path(tmp_path, rank, first), [first])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert len(set_aside(tmp_path, 0, 2, 5)) == 3
-    assert len(set_aside(tmp_path, 1, 2, 5)) == 1
+    assert len(set_traces_aside(tmp_path, 0, 2, 5)) == 3
+    assert len(set_traces_aside(tmp_path, 1, 2, 5)) == 1
     left = {path.name for path in tmp_path.iterdir()}
     assert left & set(before) == {trace_path(tmp_path, 0, 1).name, trace_path(tmp_path, 1, 1).name}
     assert sorted(path.read_bytes() for path in tmp_path.iterdir()) == sorted(before.values())
-    assert set_aside(tmp_path, 0, 2, 5) == []
+    assert set_traces_aside(tmp_path, 0, 2, 5) == []
 
 
 def test_a_missing_rank_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megasdc.common.addresses import PHASES, Address
 from megasdc.config.sections.megasdc import TraceSection
-from megasdc.model.kinds import BLOCK_PARTS, KINDS, kind_of
+from megasdc.model.kinds import BLOCK_PARTS, KINDS, submodule_kind
 from megasdc.model.submodules import Submodule
 from megasdc.sdc.tracer import GRANULARITIES, Tracer, choose_submodules
 from megasdc.tensors.checksum import ALGORITHMS, algorithm, checksum
@@ -35,17 +35,17 @@ def test_granularities_contain_each_other() -> None:
 
 
 def _submodule(fqn: str) -> Submodule:
-    return Submodule(fqn, kind_of(fqn), None, {})
+    return Submodule(fqn, submodule_kind(fqn), None, {})
 
 
 def test_names_have_kinds() -> None:
     """The kind of every part of the catalogue is known by its name; other names are refused."""
-    found = [kind_of(name) for name in ("0.word_embeddings", "1.positions", "9.norm", "12.output", "loss")]
+    found = [submodule_kind(name) for name in ("0.word_embeddings", "1.positions", "9.norm", "12.output", "loss")]
     assert found == ["embedding", "positions", "final_norm", "head", "loss"]
-    assert {kind_of(f"7.layer.{name}") for name in BLOCK_PARTS} == set(BLOCK_PARTS.values())
+    assert {submodule_kind(f"7.layer.{name}") for name in BLOCK_PARTS} == set(BLOCK_PARTS.values())
     for name in ("7.layer", "layer.mlp_bda.x", "7.unheard_of", ""):
         with pytest.raises(ValueError, match="name of no submodule"):
-            kind_of(name)
+            submodule_kind(name)
 
 
 def test_layers_and_granularity_choose() -> None:

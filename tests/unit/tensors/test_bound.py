@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megasdc.tensors import bound_host
 from megasdc.tensors.bound import CHUNK, bound_, bound_formula_
 from megasdc.tensors.bound_host import bound_on_host_
-from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, Limits
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, ElementLimits
 
 INF, NAN = math.inf, math.nan
 SIZES = (0, 1, 31, 4097)
@@ -27,14 +27,14 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTEGERS = {4: torch.int32, 2: torch.int16}
 IMPLEMENTATIONS = {"formula": bound_formula_, "host": bound_on_host_}
 RULES = {
-    "none": Limits(),
-    "absolute": Limits(absolute=0.02),
-    "spike": Limits(spike=4.0),
-    "both": Limits(absolute=0.03, spike=4.0),
-    "corrected": Limits(spike=3.0, v_factor=1 / (1 - 0.95**3)),
-    "floor": Limits(spike=2.0, floor=1e-4),
-    "least floor": Limits(spike=4.0, floor=1e-8**2),
-    "scaled": Limits(absolute=0.03, spike=5.0, floor=1e-9, scale=512.0),
+    "none": ElementLimits(),
+    "absolute": ElementLimits(absolute=0.02),
+    "spike": ElementLimits(spike=4.0),
+    "both": ElementLimits(absolute=0.03, spike=4.0),
+    "corrected": ElementLimits(spike=3.0, v_factor=1 / (1 - 0.95**3)),
+    "floor": ElementLimits(spike=2.0, floor=1e-4),
+    "least floor": ElementLimits(spike=4.0, floor=1e-8**2),
+    "scaled": ElementLimits(absolute=0.03, spike=5.0, floor=1e-9, scale=512.0),
 }
 NEAR = 1e-6
 """Relative distance from its limit within which fp32 may decide otherwise than the oracle."""
@@ -168,7 +168,7 @@ def test_the_host_follows_the_formula(
     dtype, count, seed, wild, with_moment, offset, absolute, spike, floor, v_factor, scale, non_finite
 ):
     """The fused pass gives the formula's gradients and counts bit by bit and its sums to 1e-6, at any address."""
-    limits = Limits(absolute, spike if with_moment else INF, floor, v_factor, scale, non_finite)
+    limits = ElementLimits(absolute, spike if with_moment else INF, floor, v_factor, scale, non_finite)
     gradient, moment = (any_bits if wild else heavy_tailed)(count + offset, dtype, seed)
     gradient, moment = gradient[offset:], moment[offset:] if with_moment else None
     expected, wanted = run(bound_formula_, gradient, moment, limits)
@@ -197,7 +197,7 @@ def test_other_processors_give_the_same_bits(monkeypatch, tmp_path, instructions
     monkeypatch.setattr(bound_host, "OPTIONS", options)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bound_host, "fused_library", bound_host.fused_library.__wrapped__)
-    limits = [*RULES.values(), *(Limits(0.03, 4.0, scale=3.7, non_finite=name) for name in NON_FINITE)]
+    limits = [*RULES.values(), *(ElementLimits(0.03, 4.0, scale=3.7, non_finite=name) for name in NON_FINITE)]
     for dtype, make, one in itertools.product(DTYPES, (heavy_tailed, any_bits), limits):
         gradient, moment = make(4097, dtype)
         (expected, wanted), (after, sums) = (
@@ -209,7 +209,7 @@ def test_other_processors_give_the_same_bits(monkeypatch, tmp_path, instructions
 
 def test_stated_cases(implementation):
     """Ties and signs stay, V of 0, Inf and NaN bounds nothing, subnormal V and gradients of 1e38 are decided right."""
-    limits = Limits(absolute=8.0, spike=4.0)
+    limits = ElementLimits(absolute=8.0, spike=4.0)
     tiny = 2.0**-149  # V; its limit is 2^-73.5
     rows = [  # gradient, V, what it becomes
         (2.0, 1.0, 2.0),
@@ -240,11 +240,11 @@ def test_stated_cases(implementation):
 @pytest.mark.parametrize(
     ("size", "moment", "limits", "wanted"),
     [
-        (1e-36, None, Limits(absolute=1e-38), 1e-38),
-        (1e-36, 2.0**-143, Limits(spike=1e-30), math.sqrt(1e-30 * 2.0**-143)),
-        (1e-36, 0.0, Limits(spike=1.0, floor=1e-76), 1e-38),
-        (1e-36, 1e-20, Limits(spike=1.0), 1e-36),
-        (1e-42, None, Limits(absolute=1e-43), 1e-43),
+        (1e-36, None, ElementLimits(absolute=1e-38), 1e-38),
+        (1e-36, 2.0**-143, ElementLimits(spike=1e-30), math.sqrt(1e-30 * 2.0**-143)),
+        (1e-36, 0.0, ElementLimits(spike=1.0, floor=1e-76), 1e-38),
+        (1e-36, 1e-20, ElementLimits(spike=1.0), 1e-36),
+        (1e-42, None, ElementLimits(absolute=1e-43), 1e-43),
     ],
 )
 def test_tiny_elements_are_decided_right(implementation, size, moment, limits, wanted):
@@ -266,7 +266,7 @@ def test_a_neutral_pass_changes_no_bit(implementation, dtype):
     """Without limits every bit stays, payloads of NaN and subnormal numbers included."""
     gradient, moment = any_bits(5000, dtype)
     for given_moment in (moment, None):
-        after, sums = run(implementation, gradient, given_moment, Limits())
+        after, sums = run(implementation, gradient, given_moment, ElementLimits())
         assert torch.equal(bits(after), bits(gradient)) and sums["removed"] == 0
         assert (sums["by_absolute"], sums["by_spike"]) == (0, 0)
 
@@ -281,12 +281,12 @@ def test_what_becomes_of_non_finite_elements(implementation, dtype):
         ("zero", [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
         ("bound", [0.0, 2.0, -4.0, 0.0, 1.0, 0.0]),
     ):
-        after, sums = run(implementation, gradient, moment, Limits(spike=4.0, non_finite=non_finite))
+        after, sums = run(implementation, gradient, moment, ElementLimits(spike=4.0, non_finite=non_finite))
         assert str(after.tolist()) == str(wanted)  # 0.0 and -0.0 differ as text
         assert (sums["nan"], sums["inf"], sums["mass"], sums["removed"], sums["by_spike"]) == (1, 4, 1, 0, 0)
         assert sums["squares"] == (21 if non_finite == "bound" else 1)
         assert sums["largest_ratio"] == 1
-    after, _ = run(implementation, gradient, moment, Limits(absolute=3.0, spike=4.0, non_finite="bound"))
+    after, _ = run(implementation, gradient, moment, ElementLimits(absolute=3.0, spike=4.0, non_finite="bound"))
     assert after.tolist() == [0, 2, -3, -3, 1, 3]
 
 
@@ -301,18 +301,18 @@ def test_sixteen_bit_limits_are_rounded_towards_zero(implementation):
         (torch.float16, 70000.0, 65504.0),
     ):
         gradient = torch.tensor([INF if limit > 65504 else 2 * max(limit, 1e-7), -INF], dtype=dtype)
-        after, _ = run(implementation, gradient, None, Limits(absolute=limit, non_finite="bound"))
+        after, _ = run(implementation, gradient, None, ElementLimits(absolute=limit, non_finite="bound"))
         assert after.tolist() == [wanted, -wanted]
 
 
 def test_sums_are_added_to(implementation):
     """A second fragment adds to the sums of the first, and the largest ratio is that of both, in either order."""
     parts = [heavy_tailed(3000, torch.float32, seed) for seed in range(2)]
-    singles = [run(implementation, *part, Limits(spike=9.0))[1] for part in parts]
+    singles = [run(implementation, *part, ElementLimits(spike=9.0))[1] for part in parts]
     for order in (parts, parts[::-1]):
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         for gradient, moment in order:
-            implementation(gradient.clone(), moment, Limits(spike=9.0), sums)
+            implementation(gradient.clone(), moment, ElementLimits(spike=9.0), sums)
         for name, value in zip(SUMS, sums.tolist(), strict=True):
             both = [one[name] for one in singles]
             assert value == pytest.approx(max(both) if name == "largest_ratio" else sum(both), rel=1e-12), name
@@ -328,14 +328,14 @@ def test_a_repeated_pass_has_the_same_sums(implementation, dtype):
         for before in (0.0, 1.0, 50.0, 1e9):
             sums = torch.zeros(len(SUMS), dtype=torch.float64)
             sums[7] = before
-            implementation(gradient.clone(), moment, Limits(spike=spike), sums)
+            implementation(gradient.clone(), moment, ElementLimits(spike=spike), sums)
             results.add(tuple(sums[:7].tolist()))
         assert len(results) == 1 and (results.pop()[4] > 0) == (spike < INF)
 
 
 def test_the_largest_ratio_is_found_anywhere(implementation):
     """One element in any place of a large fragment that is barely above all others, with nothing bounded."""
-    moment, limits = torch.full((40_000,), 1e-4), Limits(spike=1e6, scale=8.0)
+    moment, limits = torch.full((40_000,), 1e-4), ElementLimits(spike=1e6, scale=8.0)
     for place in (0, 1, 1023, 1024, 20_000, 39_999):
         gradient = torch.full((40_000,), 0.08)
         gradient[place] = 0.08 * (1 + 1e-5)
@@ -356,7 +356,7 @@ def test_the_formula_needs_little_memory():
     """What it allocates beside a fragment of any size is bound by the chunk."""
     gradient, moment = torch.zeros(8 * CHUNK, dtype=torch.bfloat16), torch.zeros(8 * CHUNK)
     with torch.profiler.profile(profile_memory=True) as profile:
-        run(bound_formula_, gradient, moment, Limits(spike=2.0))
+        run(bound_formula_, gradient, moment, ElementLimits(spike=2.0))
     held = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -380,22 +380,22 @@ def test_the_formula_needs_little_memory():
 def test_bad_limits_are_refused(wrong, message):
     """The message names the setting, what it needs and what it got."""
     with pytest.raises(ValueError, match=message):
-        Limits(**wrong)
+        ElementLimits(**wrong)
 
 
 def test_bad_tensors_are_refused():
     """Types, shapes and strides that no implementation reads rightly, and a spike limit without a second moment."""
     good, sums = torch.zeros(4), torch.zeros(8, dtype=torch.float64)
     for gradient, moment, limits, total, message in (
-        (good.double(), None, Limits(), sums, "gradient must be .*float64"),
-        (torch.zeros(8)[::2], None, Limits(), sums, "gradient must be"),
-        (torch.zeros(2, 2), None, Limits(), sums, r"gradient must be .*\[2, 2\]"),
-        (good, None, Limits(spike=2.0), sums, "spike limit 2.0 needs a second moment"),
-        (good, torch.zeros(5), Limits(), sums, r"second_moment must be .*\[5\]"),
-        (good, good.half(), Limits(), sums, "second_moment must be .*float16"),
-        (good, torch.zeros(8)[::2], Limits(), sums, "second_moment must be"),
-        (good, good, Limits(), sums.float(), r"sums must be \[8\] in fp64"),
-        (good, good, Limits(), sums[:7], r"sums must be \[8\] .*\[7\]"),
+        (good.double(), None, ElementLimits(), sums, "gradient must be .*float64"),
+        (torch.zeros(8)[::2], None, ElementLimits(), sums, "gradient must be"),
+        (torch.zeros(2, 2), None, ElementLimits(), sums, r"gradient must be .*\[2, 2\]"),
+        (good, None, ElementLimits(spike=2.0), sums, "spike limit 2.0 needs a second moment"),
+        (good, torch.zeros(5), ElementLimits(), sums, r"second_moment must be .*\[5\]"),
+        (good, good.half(), ElementLimits(), sums, "second_moment must be .*float16"),
+        (good, torch.zeros(8)[::2], ElementLimits(), sums, "second_moment must be"),
+        (good, good, ElementLimits(), sums.float(), r"sums must be \[8\] in fp64"),
+        (good, good, ElementLimits(), sums[:7], r"sums must be \[8\] .*\[7\]"),
     ):
         with pytest.raises(ValueError, match=message):
             bound_(gradient, moment, limits, total)
@@ -405,10 +405,10 @@ USE = """
 import logging, sys, torch
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 from megasdc.tensors.bound import bound_
-from megasdc.tensors.bound_limits import Limits
+from megasdc.tensors.bound_limits import ElementLimits
 for _ in range(2):
     gradient, sums = torch.tensor([1.0, -5.0]), torch.zeros(8, dtype=torch.float64)
-    bound_(gradient, None, Limits(absolute=2.0), sums)
+    bound_(gradient, None, ElementLimits(absolute=2.0), sums)
 print(gradient.tolist(), sums.tolist()[:4])
 """
 BOUNDED = "[1.0, -2.0] [5.0, 6.0, 3.0, 1.0]"
@@ -448,9 +448,9 @@ import math, sys, torch
 sys.path.insert(0, "FOLDER")
 from test_bound import RULES, any_bits, bits, heavy_tailed, run
 from megasdc.tensors.bound import bound_formula_
-from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, Limits
+from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, ElementLimits
 from megasdc.tensors.bound_kernel import bound_on_gpu_
-cases = list(RULES.values()) + [Limits(0.03, 4.0, non_finite=name) for name in NON_FINITE]
+cases = list(RULES.values()) + [ElementLimits(0.03, 4.0, non_finite=name) for name in NON_FINITE]
 for dtype in DTYPES:
     for make in (heavy_tailed, any_bits):
         for count in (0, 1, 31, 4097):

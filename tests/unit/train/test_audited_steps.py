@@ -15,7 +15,7 @@ from megasdc.engine.run import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.coverage import CheckPlan, share_text
 from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.step_checker import CheckSettings, StepChecker
@@ -25,7 +25,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> StepChecker:
     """What decides it, for a stage without layers."""
     stage = SimpleNamespace(forward_funcs=[], _local_start=0, loss_fn=None, named_parameters=lambda: ())
     engine: Any = SimpleNamespace(module=stage, most_micro_batches=1, device=torch.device("cpu"))
-    budget = Budget(CheckPlan(Cadence(1), ()), engine)
+    budget = CheckBudget(CheckPlan(Cadence(1), ()), engine)
     nothing: Any = None
     run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, 100, None)
     settings = CheckSettings(

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import Budget
-from megasdc.train.detection.chain import LARGEST_NORM, Chain, Links, is_norm_of
+from megasdc.train.detection.budget import CheckBudget
+from megasdc.train.detection.chain import LARGEST_NORM, Chain, ChainFindings, is_norm_of
 from megasdc.train.detection.coverage import CheckPlan
 
 ROUNDING = 20 * 2.0**-24
@@ -92,7 +92,7 @@ def chain(tmp_path: Path) -> Iterator[Any]:
         step_control=SimpleNamespace(record=lambda: None),
     )
     run: Any = SimpleNamespace(engine=engine, dims=engine.dims, host_group=None)
-    budget = Budget(CheckPlan(Cadence(1), ()), engine)
+    budget = CheckBudget(CheckPlan(Cadence(1), ()), engine)
     made = Chain(run, default_algorithm(engine.device), lambda *_: False, budget)
     made.on_start(run)  # step 1 looks at the second group
     yield SimpleNamespace(chain=made, engine=engine, masters=masters, parameters=parameters)
@@ -136,7 +136,7 @@ def test_a_changed_master_is_found_behind_a_wrong_copy(chain: Any) -> None:
 @pytest.mark.parametrize("part", [-4.0, math.nan, math.inf])
 def test_a_part_that_is_no_sum_of_squares_names_its_rank(chain: Any, part: float) -> None:
     """Whatever its sign: a root of it is none."""
-    links = Links(5, math.inf, parts=(part, 1.0), sum=5.0, own=5.0, norm_is_wrong=True)
+    links = ChainFindings(5, math.inf, parts=(part, 1.0), sum=5.0, own=5.0, norm_is_wrong=True)
     (ruling,) = chain.chain._of_norm(links, ()).rulings
     assert (ruling.rank, ruling.basis) == (0, "parts of the norm")
 
@@ -153,7 +153,7 @@ def test_a_replica_that_adds_in_another_order_is_not_wrong(
     of = chain.chain
     of._dims, of._compares_bits = ParallelDims(3, 1, 3), not replica_alone
     norms = [1.0] * 3 + [1.0 + 2.0**-24] * 3 + [1.0] * 3
-    every = [Links(5, norm, parts=(1 / 3,), sum=3.0, own=1 / 3) for norm in norms]
+    every = [ChainFindings(5, norm, parts=(1 / 3,), sum=3.0, own=1 / 3) for norm in norms]
     if wrong is not None:
         every[wrong] = replace(every[wrong], norm=1.5, norm_is_wrong=True)
     rulings = of._without_blocks(every, 5, ())

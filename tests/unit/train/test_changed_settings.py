@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-from megasdc.config.changes import Change
+from megasdc.config.changes import ChangedField
 from megasdc.config.load import parse_config
 from megasdc.train.changed_settings import ChangedSettings, rescale
 
@@ -61,7 +61,7 @@ def test_a_threshold_that_was_chosen_under_other_settings_is_chosen_anew(path: s
     engine: Any = SimpleNamespace(dims=SimpleNamespace(data=1), optimizer=optimizer)
     sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
     changed = ChangedSettings(engine, parse_config({"megasdc": sections}), None)
-    changed.changes = [Change(path, 1, 2, "applied")]
+    changed.changes = [ChangedField(path, 1, 2, "applied")]
     states = {"DropCompute": CHOSEN, "Reporter": {"a": 1}}
     unmeasured = {"tau_s": None, "tuned_at": None, "chosen": None, "aims": [], "owed": 0, "totals": [3, 8]}
     assert changed.hook_states(states) == {**states, "DropCompute": unmeasured if anew else CHOSEN}

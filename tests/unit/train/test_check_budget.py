@@ -17,11 +17,11 @@ from megasdc.events import EventLog, read_events
 from megasdc.optim.state_blocks import BLOCK
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.budget import Cadence, Shares
+from megasdc.sdc.budget import Cadence, TimeShares
 from megasdc.sdc.check_cost import Rates
 from megasdc.train.detection import budget
-from megasdc.train.detection.budget import Budget, Stopwatch
-from megasdc.train.detection.coverage import CheckPlan, Speed, plan_checks
+from megasdc.train.detection.budget import CheckBudget, Stopwatch
+from megasdc.train.detection.coverage import CheckPlan, RankSpeed, plan_checks
 from megasdc.train.detection.settings import SETTINGS
 from megasdc.train.detection.slices import hook
 from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
@@ -55,15 +55,15 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def made(
-    expected: Shares | None, limit: float | None = 0.01, device: str = "cpu", cadence: Cadence | None = None
-) -> Budget:
+    expected: TimeShares | None, limit: float | None = 0.01, device: str = "cpu", cadence: Cadence | None = None
+) -> CheckBudget:
     """A budget of a run of two micro-batches."""
     engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device(device))
-    return Budget(CheckPlan(cadence or Cadence(1), (), limit, expected), engine)
+    return CheckBudget(CheckPlan(cadence or Cadence(1), (), limit, expected), engine)
 
 
 def steps(
-    one: Budget,
+    one: CheckBudget,
     run: Any,
     clock: Clock,
     number: int,
@@ -96,7 +96,7 @@ def steps(
 
 def test_looks_follow_what_they_take(run: Any, clock: Clock, tmp_path: Path) -> None:
     """Ten times as slow as expected: within ten steps they become rarer, and stay so; faster again: they come back."""
-    one = made(Shares(0.001, 0.0, 0.004, 0.0))
+    one = made(TimeShares(0.001, 0.0, 0.004, 0.0))
     steps(one, run, clock, 10, look_s=0.04)
     assert one.cadence == Cadence(1, 5)
     looked = steps(one, run, clock, 100, look_s=0.04)
@@ -120,7 +120,7 @@ def test_what_cannot_be_kept_is_told_once(run: Any, clock: Clock, caplog: pytest
 
 def test_a_step_with_a_finding_does_not_count(run: Any, clock: Clock) -> None:
     """Repeats of a micro-batch are no cost of looking."""
-    one = made(Shares(0.001, 0.0, 0.004, 0.0))
+    one = made(TimeShares(0.001, 0.0, 0.004, 0.0))
     steps(one, run, clock, 8, look_s=0.004)
     one.ignore_step()
     steps(one, run, clock, 1, look_s=0.9)
@@ -133,7 +133,7 @@ def test_a_step_in_which_slices_find_something_does_not_count(
     run: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, found: str | None
 ) -> None:
     """Whatever they find; with ``None`` they find nothing, take as long, and are looked at more rarely."""
-    one = made(Shares(0.001, 0.0, 0.004, 0.001))
+    one = made(TimeShares(0.001, 0.0, 0.004, 0.001))
     used: Any = SimpleNamespace(take=lambda: 7)
     told: list[int] = []
 
@@ -168,7 +168,7 @@ def test_a_step_in_which_slices_find_something_does_not_count(
 
 def test_a_device_costs_at_least_what_was_expected(run: Any, clock: Clock) -> None:
     """The host's clock does not see what a device computes beside it."""
-    one = made(Shares(0.0, 0.0, 0.04, 0.0), device="meta", cadence=Cadence(1, 4))
+    one = made(TimeShares(0.0, 0.0, 0.04, 0.0), device="meta", cadence=Cadence(1, 4))
     steps(one, run, clock, 40, look_s=0.0001, fixed_s=0.0)
     assert one.cadence == Cadence(1, 4)
 
@@ -185,7 +185,7 @@ def test_without_a_budget_nothing_is_exchanged(run: Any, clock: Clock) -> None:
 def test_micro_batches_that_are_added_are_looked_at(whole: bool, looked: int) -> None:
     """DropCompute may plan more than there were at the start: in turn, or all in each step."""
     engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device("cpu"))
-    one = Budget(CheckPlan(Cadence(2 if whole else 1), (), whole=whole), engine)
+    one = CheckBudget(CheckPlan(Cadence(2 if whole else 1), (), whole=whole), engine)
     engine.most_micro_batches = 3
     steps = [set(one.looked_at(step)) for step in range(1, 4)]
     assert set().union(*steps) == {0, 1, 2} and {len(step) for step in steps} == {looked}
@@ -222,7 +222,7 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
         device="cpu",
         optimizer=SimpleNamespace(bit16_groups=[]),
     )
-    speed, slow = (Speed(Rates(1e9, 1e9, 1e-6, 1e-6, 1e-4, sent), 1e12) for sent in (1e9, 1e8))
+    speed, slow = (RankSpeed(Rates(1e9, 1e9, 1e-6, 1e-6, 1e-4, sent), 1e12) for sent in (1e9, 1e8))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         looks = {}

@@ -11,7 +11,7 @@ import pytest
 
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.events import EventLog, read_events
-from megasdc.train.saving.resume import tell_other_versions
+from megasdc.train.saving.resume import log_other_versions
 
 OTHER = {"deepspeed": "0.1.0", "torch": "2.1.0"}
 
@@ -22,10 +22,10 @@ def test_other_versions_are_named_and_the_same_are_not(tmp_path: Path, caplog: p
     here = installed_versions()
     logging.getLogger("megasdc").propagate = True
     with caplog.at_level(logging.WARNING):
-        tell_other_versions(run, here)
+        log_other_versions(run, here)
     assert not caplog.messages and not list(read_events(tmp_path, kind="resume"))
     with caplog.at_level(logging.WARNING):
-        tell_other_versions(run, {**here, **OTHER})
+        log_other_versions(run, {**here, **OTHER})
     (event,) = read_events(tmp_path, kind="resume", name="other_versions")
     assert event.fields == {"versions": {name: [then, here[name]] for name, then in OTHER.items()}}
     (message,) = caplog.messages

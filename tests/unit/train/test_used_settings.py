@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
-from megasdc.train.detection.settings import Own, UsedSettings, judge
+from megasdc.train.detection.settings import Own, UsedSettings, judge_settings
 
 RESET = MomentumReset(interval=3, warmup_steps=2, warmup_start=0.1, restart_bias_correction=True)
 """Before steps 4 and 7; the learning rate is lower in steps 4, 5, 7 and 8."""
@@ -55,7 +55,7 @@ def test_of_two_replicas_the_wrong_one_is_named_also_when_moments_were_reset(
 ) -> None:
     """The other has what schedule and warm-up say, and counts from the reset on, even one in a skipped step."""
     for right, wrong in zip(_steps({}, skipped), _steps({step: setting}, skipped), strict=True):
-        found = judge(step, {0: right, 1: wrong})
+        found = judge_settings(step, {0: right, 1: wrong})
         if found:
             break
     assert [one.rank for one in found] == [1]

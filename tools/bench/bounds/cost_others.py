@@ -18,10 +18,10 @@ from megasdc.common.errors import LaunchError
 from megasdc.parallel.local_ranks import base_environment, default_extensions_dir
 from megasdc.tensors.bound import bound_formula_
 from megasdc.tensors.bound_host import load_library
-from megasdc.tensors.bound_limits import SUMS, Limits
+from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 READ_BOTH = Path(__file__).with_name("read_both.c")
-LIMITS = Limits(absolute=1.0, spike=5000.0)
+LIMITS = ElementLimits(absolute=1.0, spike=5000.0)
 """Limits of every pass that is measured."""
 _BUILD_S = 900
 

@@ -22,10 +22,10 @@ from megasdc.checkpoint.formats.content import parts_of
 from megasdc.checkpoint.manifest import FileRecord, read_manifest
 from megasdc.common.errors import MegasdcError
 from megasdc.metrics.writer import read_metrics
-from megasdc.ops.archive.block import decode, digest_of, encode
+from megasdc.ops.archive.block import block_name, decode_block, encode_block
 from megasdc.ops.archive.cut import Cutter, TypedRange, find_ranges
-from megasdc.ops.archive.pull import pull
-from megasdc.ops.archive.push import push
+from megasdc.ops.archive.pull import pull_checkpoint
+from megasdc.ops.archive.push import push_checkpoint
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.checkpoints.options import ArchiveBenchOptions
 from tools.bench.machine import describe_machine
@@ -143,13 +143,13 @@ def _measure(options: ArchiveBenchOptions, precision: str, folder: Path, data: P
     checkpoints = folder / "run" / "checkpoints"
     last = checkpoints / step_folder(options.steps)
     archive = str(folder / "archive")
-    first = push(checkpoints / step_folder(options.steps - options.apart), archive, workers=options.workers)
-    second = push(last, archive, workers=options.workers)
-    pulled = pull(archive, folder / "pulled", workers=options.workers)
-    quantized = push(last, str(folder / "quantized"), quantize_bits=BITS, workers=options.workers)
+    first = push_checkpoint(checkpoints / step_folder(options.steps - options.apart), archive, workers=options.workers)
+    second = push_checkpoint(last, archive, workers=options.workers)
+    pulled = pull_checkpoint(archive, folder / "pulled", workers=options.workers)
+    quantized = push_checkpoint(last, str(folder / "quantized"), quantize_bits=BITS, workers=options.workers)
     kinds, encode_mb_s, decode_mb_s = _encode(last)
     on_progress(precision, 2, len(_PARTS))
-    pull(str(folder / "quantized"), folder / "resumed" / "checkpoints", accept_quantized=True)
+    pull_checkpoint(str(folder / "quantized"), folder / "resumed" / "checkpoints", accept_quantized=True)
     resumed = _train(options, precision, folder, "resumed", data)
     on_progress(precision, 3, len(_PARTS))
     after = sorted(step for step in losses if step > options.steps)
@@ -197,14 +197,14 @@ def _encode(folder: Path) -> tuple[dict[str, KindSize], float, float]:
     total = 0
     for kind, raw, width in _blocks(folder):
         started = time.perf_counter()
-        stored = encode(raw, width)
+        stored = encode_block(raw, width)
         encode_s += time.perf_counter() - started
-        digest = digest_of(raw)
+        digest = block_name(raw)
         started = time.perf_counter()
-        decode(stored, digest, len(raw))
+        decode_block(stored, digest, len(raw))
         decode_s += time.perf_counter() - started
         total += len(raw)
-        kinds[kind] = kinds.get(kind, KindSize()).plus(len(raw), len(encode(raw)), len(stored))
+        kinds[kind] = kinds.get(kind, KindSize()).plus(len(raw), len(encode_block(raw)), len(stored))
     return kinds, total / 1e6 / encode_s, total / 1e6 / decode_s
 
 

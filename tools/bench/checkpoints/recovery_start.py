@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megasdc.common.run_lock import start_ticks
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
-from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
 
 POLL_S = 0.01
@@ -85,7 +85,7 @@ class Start:
         for rank in range(place.ranks):
             host = hosts[place.host_of(rank)]
             environment = {
-                **rank_environment(rank, place.ranks, 1, self._meeting.environment),
+                **local_rank_environment(rank, place.ranks, 1, self._meeting.environment),
                 "LOCAL_RANK": str(rank % place.per_host),
                 "GLOO_SOCKET_IFNAME": "lo",
             }

@@ -32,7 +32,7 @@ SAVED_STEP = 20
 """Steps between checkpoints on the disk."""
 FIND, VERIFY, LOAD = "find", "verify", "load"
 RESUME_PARTS = {
-    "look_in_memory": "find and verify in memory",
+    "find_memory_checkpoint": "find and verify in memory",
     "find_checkpoint": "find and verify on the disk",
     "restore": "put together from memory",
     "load_checkpoint": "load into the engine",
@@ -49,12 +49,12 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     from megasdc.checkpoint.places import CheckpointGroup
     from megasdc.checkpoint.save import SavedState, save_checkpoint
     from megasdc.determinism import capture_rng
-    from megasdc.train.loop import take_step
+    from megasdc.train.loop import train_step
     from tools.bench.small.runs import build_run
 
     dims = join_ranks()
     run, _ = build_run(raw, dims)
-    take_step(run)
+    train_step(run)
     ranks = CheckpointGroup()
     save_checkpoint(run.engine, folder, run.step, SavedState({}, {"rng": capture_rng()}, {}), dims, ranks)
     clock = Clock()

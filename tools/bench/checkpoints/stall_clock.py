@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 from megasdc.checkpoint.snapshots import disk_saver, memory_saver
-from megasdc.checkpoint.snapshots.messages import Answer, Store
+from megasdc.checkpoint.snapshots.messages import StoreTask, TaskResult
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
 
@@ -107,10 +107,10 @@ class SaveClock:
             began = time.perf_counter()
             send(process, task)
             self.open += 1
-            size = sum(one.layout.size_bytes for one in task.files) if isinstance(task, Store) else 0
+            size = sum(one.layout.size_bytes for one in task.files) if isinstance(task, StoreTask) else 0
             self._sent.setdefault(id(process), []).append((self._saver, began, size))
 
-        def answer_noted(process: WriterProcess) -> Answer | None:
+        def answer_noted(process: WriterProcess) -> TaskResult | None:
             found = answer(process)
             sent = self._sent.get(id(process))
             if found is not None and sent:

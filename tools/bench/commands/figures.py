@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import input_option, write_whole
+from megasdc.cli.app import input_option, write_atomically
 from megasdc.common.errors import DataError
 from tools.bench.commands.app import app
 
@@ -33,14 +33,14 @@ def figures(
     if take is not None:
         DATA.mkdir(exist_ok=True)
         kept = condensed(json.loads(take.read_text(encoding="utf-8")))
-        write_whole(DATA / f"{name}.json", json.dumps(kept, indent=1) + "\n")
+        write_atomically(DATA / f"{name}.json", json.dumps(kept, indent=1) + "\n")
     wrong = False
     for page in PAGES:
         text, renewed = fresh(ROOT / page)
         if text != renewed and check:
             typer.echo(f"{page}: differs from its data; run: python -m tools.bench figures", err=True)
         elif text != renewed:
-            write_whole(ROOT / page, renewed)
+            write_atomically(ROOT / page, renewed)
             typer.echo(f"{page}: figures written")
         wrong |= text != renewed and check
         for one in unsourced(ROOT / page, page):

@@ -22,7 +22,7 @@ from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, load_golden, save_golden
-from megasdc.sdc.golden_compare import DIVERGENT, GoldenComparison, GoldenVerdict, find, judge
+from megasdc.sdc.golden_compare import DIVERGENT, GoldenComparison, GoldenVerdict, find, judge_cell
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.tensors.bits import as_bits
@@ -211,7 +211,7 @@ class Campaign:
     def _judge(self, trace: Trace) -> dict[int, GoldenVerdict]:
         finding = find(self._golden, trace, self.dims)
         everyone: list[GoldenComparison] = gather_objects(finding)
-        return judge({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
+        return judge_cell({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
 
     def _score(
         self,

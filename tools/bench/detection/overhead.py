@@ -11,7 +11,7 @@ from megasdc.config.sections.detection import SdcSection
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.check_cost import Rates, median_rates
-from megasdc.sdc.cost import FP32_BYTES, Work
+from megasdc.sdc.cost import FP32_BYTES, RankWork
 from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
@@ -257,10 +257,10 @@ def _measure(
     return judge(sizes, steps, median_rates(rates), options.interval, bars, kept[0])
 
 
-def work_of(sizes: TrainBenchOptions) -> Work:
+def work_of(sizes: TrainBenchOptions) -> RankWork:
     """Work of a rank of the benchmark in a step, with recomputed activations."""
     model = run_config(sizes, Path("unused")).megasdc.model
-    return Work(
+    return RankWork(
         model,
         padded_vocab_size(sizes.vocab, model.vocab_multiple),
         sizes.sequence,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
 from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
 from megasdc.sdc.check_cost import Asked, Rates
-from megasdc.sdc.cost import Reads, Work, reads_of_step
+from megasdc.sdc.cost import RankWork, Reads, reads_of_step
 
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"
 AUDIT, BETWEEN, AMORTISED = "audited step", "step between audits", "audit"
@@ -18,7 +18,7 @@ _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
 
 
-def asked_by(work: Work, step: str) -> Asked:
+def asked_by(work: RankWork, step: str) -> Asked:
     """Operations of the checks of a kind of step, one of ``STEPS``, each section at its default, with recompute.
 
     ValueError for permuted audits, which compute, sums of rows, of another product each step, slices, which are of one
@@ -48,7 +48,7 @@ def amortised(audited: float, between: float, interval: int) -> float:
     return (audited + (interval - 1) * between) / interval
 
 
-def predict(work: Work, rates: Rates, flop_per_s: float, interval: int) -> dict[str, float]:
+def predict(work: RankWork, rates: Rates, flop_per_s: float, interval: int) -> dict[str, float]:
     """Time of the checks over that of a step without them, by kind of step and for audits every ``interval`` steps.
 
     ``work`` is of the rank, with recompute; ``flop_per_s`` is that of the step, recomputation counted.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megasdc.output.figure import COLOURS, Figure, layout, scatter
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from tools.bench.detection.overhead import BARS, OverheadResult
 from tools.bench.detection.overhead_model import ALWAYS_ON, ALWAYS_ON_ALL, AMORTISED
 
@@ -29,7 +29,7 @@ def overhead_page(result: OverheadResult) -> Page:
         title="Cost of detection",
         verdict="Cost of detection",
         sentences=(result.work, result.assumptions),
-        sections=(Section(figures=figures),),
+        sections=(PageSection(figures=figures),),
     )
 
 

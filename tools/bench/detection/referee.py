@@ -25,11 +25,11 @@ from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.fp64.attention import attended
 from megasdc.sdc.fp64.attention_gradients import elements, given, head_gradients
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses
-from megasdc.sdc.fp64.referee import judge
+from megasdc.sdc.fp64.loss import logit_gradients, token_losses_fp64
+from megasdc.sdc.fp64.referee import judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import (
     Exact,
-    Moments,
+    NormMoments,
     activated,
     activated_input,
     norm_input,
@@ -155,7 +155,7 @@ def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOption
         for number, mode in enumerate(MODES[options.device].values()):
             with mode():
                 results[number] = compute().detach().flatten()
-        named = judge(results, exact)
+        named = judge_rounding(results, exact)
         off = torch.stack([(one.double() - exact.values).abs() / exact.bounds for one in results.values()])
         bounded = exact.bounds.isfinite()
         outside = int((off[:, bounded] > 1).sum())
@@ -182,7 +182,7 @@ def _flips(healthy: Tensor, exact: Exact, count: int) -> Tensor:
         for bit in range(bits):
             mask = torch.tensor(1 << bit if bit < bits - 1 else -(1 << bit), dtype=whole)
             wrong = (right.view(whole) ^ mask).view(healthy.dtype)
-            found[0, bit] += bool(judge({0: right, 1: wrong}, own))
+            found[0, bit] += bool(judge_rounding({0: right, 1: wrong}, own))
             found[1, bit] += 1
     return found
 
@@ -248,7 +248,7 @@ def _norm(centred: bool, width: int, kind: torch.dtype) -> Drawn:
     rows = (_scaled(16, width) + torch.randn(16, 1)).to(kind)
     weight, bias = torch.randn(2, width).to(kind)
     columns, every = torch.arange(width).repeat(16), rows.repeat_interleave(width, 0)
-    moments, added = Moments.of(every, EPS, centred=centred), bias[columns] if centred else None
+    moments, added = NormMoments.of(every, EPS, centred=centred), bias[columns] if centred else None
     exact = normalized(rows.flatten(), moments, weight[columns], added, kind, width)
     return partial(_normalize, centred, rows, weight, bias), exact
 
@@ -269,9 +269,9 @@ def _norm_gradient(centred: bool, of_weight: bool, width: int, kind: torch.dtype
         return found[0]
 
     if of_weight:
-        return compute, norm_weight(slope.T, rows.T, Moments.of(rows, EPS, centred=centred), kind, width)
+        return compute, norm_weight(slope.T, rows.T, NormMoments.of(rows, EPS, centred=centred), kind, width)
     columns, every = torch.arange(width).repeat(16), rows.repeat_interleave(width, 0)
-    moments = Moments.of(every, EPS, centred=centred)
+    moments = NormMoments.of(every, EPS, centred=centred)
     slopes = slope.repeat_interleave(width, 0)
     return compute, norm_input(slopes, every, columns, moments, weight, kind, centred=centred)
 
@@ -305,7 +305,7 @@ def _loss(of_logits: bool, width: int, kind: torch.dtype) -> Drawn:
         return torch.autograd.grad(found, leaf, slopes[None])[0] if of_logits else found
 
     if not of_logits:
-        return compute, token_losses(logits, labels)
+        return compute, token_losses_fp64(logits, labels)
     rows, columns = torch.arange(64).repeat_interleave(width), torch.arange(width).repeat(64)
     return compute, logit_gradients(logits, labels, slopes, rows, columns, kind)
 

@@ -18,7 +18,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.sdc.cost import Accelerator, Work, predicted_share, reads_of_step, total
+from megasdc.sdc.cost import Accelerator, RankWork, predicted_share, reads_of_step, total
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import default_algorithm, read_back
@@ -128,7 +128,7 @@ def bench_trace(
         model = run_config(options, folder).megasdc.model
     vocab = padded_vocab_size(options.vocab, model.vocab_multiple)
     width = 4 if options.precision == "fp32" else 2
-    work = Work(model, vocab, options.sequence, options.micro_batch, options.accumulation, width_bytes=width)
+    work = RankWork(model, vocab, options.sequence, options.micro_batch, options.accumulation, width_bytes=width)
     untraced = [one["wall_s"] for one in steps[OFF]]
     step_s = estimate_median(untraced)
     flop_per_s = work.flops / step_s.median

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megasdc.config.sections.delay import DelaySpec
 from megasdc.dropcompute.compensation import TOLERANCE
 from megasdc.dropcompute.decisions import DECISIONS_FILE, read_decisions
-from megasdc.dropcompute.search import Curve, Rule, search_recorded, search_threshold
+from megasdc.dropcompute.search import Curve, DropRule, search_recorded, search_threshold
 from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
 from megasdc.dropcompute.tuning import RecordedSteps
 from megasdc.events import read_events
@@ -128,7 +128,7 @@ def resampled_curve(steps: RecordedSteps) -> Curve:
     replicas, _, micro_batches = latencies.shape
     dealt = np.random.default_rng(0).permutation(np.tile(latencies.ravel(), RESAMPLED))
     return search_threshold(
-        dealt.reshape(replicas, -1, micro_batches), steps.communication_s, rule=Rule(finish=True)
+        dealt.reshape(replicas, -1, micro_batches), steps.communication_s, rule=DropRule(finish=True)
     ).curve
 
 

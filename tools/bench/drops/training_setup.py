@@ -19,7 +19,7 @@ from megasdc.config.sections.drop_compute import EXTRA_STEPS, LARGER_BATCH
 from megasdc.distributions.kinds import BoundedLogNormal
 from megasdc.dropcompute.compensation import WorkBalance, choose_larger_batch, expected_steps
 from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.lab.planning.environment import Environment
+from megasdc.lab.planning.environment import DelayEnvironment
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 
@@ -59,7 +59,7 @@ def draw(options: DropTrainOptions, setting: Setting, seed: int) -> Drawn:
     planned, steps = options.gpt.micro_batches, options.steps
     if setting.compensation == EXTRA_STEPS:
         steps += 2 * (expected_steps(steps, setting.rate) - steps)  # the replicas that train may be the later ones
-    environment = Environment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), seed)
+    environment = DelayEnvironment(LATENCY_S, (BoundedLogNormal(MEAN_DELAY_S),), seed)
 
     def times(first: int, count: int, micro_batches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Starts and ends of steps, [replica, step, micro-batch]."""

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.audit import build_referee
-from megasdc.attached.batch_replayer import Batch, BatchReplayer, Sent
-from megasdc.attached.record import Recorder, choose_watched
+from megasdc.attached.audit import build_guard_referee
+from megasdc.attached.batch_replayer import Batch, BatchReplayer, SentTensor
+from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard
 from megasdc.sdc.incidents.opinion import Opinion
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import RankVerdict, differences, settle
+from megasdc.sdc.verdict import RankVerdict, find_differences, settle
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.guard.modules import OwnCode
@@ -104,9 +104,9 @@ class Side:
     probe: BatchReplayer = field(init=False)
 
     def __post_init__(self) -> None:
-        recorder = Recorder(self.model, choose_watched(self.model, None), default_algorithm(torch.device("cpu")))
+        recorder = ResultRecorder(self.model, choose_watched(self.model, None), default_algorithm(torch.device("cpu")))
         self.probe = BatchReplayer(self.model, torch.device("cpu"), recorder, 1, lambda: None)
-        self.referee = build_referee(self.model, self.probe, self.rank, None)
+        self.referee = build_guard_referee(self.model, self.probe, self.rank, None)
         recorder.listener = self.referee.listen
 
     def compute(self) -> Trace:
@@ -130,7 +130,7 @@ def draw_batch(precision: str, seed: int) -> Batch:
     tokens[0, :2] = 0
     given: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens.roll(-1, 1)}
     autocast = torch.bfloat16 if precision == "autocast" else None
-    return Batch((), {name: Sent(one, False, True) for name, one in given.items()}, autocast, {})
+    return Batch((), {name: SentTensor(one, False, True) for name, one in given.items()}, autocast, {})
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def judge_pair(sides: tuple[Side, Side]) -> Judged | None:
     """Compare two replicas, and judge where they differ; None: they do not."""
     traces = {side.rank: side.compute() for side in sides}
     ballot = vote(traces, DIMS)
-    found = differences(ballot)
+    found = find_differences(ballot)
     if not found:
         return None
     (address, place, values), *_ = found

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.ops.health.shared_folder_heartbeat import node_name
-from megasdc.parallel.local_ranks import LocalMeeting, rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
@@ -169,7 +169,7 @@ def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> 
     )
     processes = []
     for rank in range(ranks):
-        environment = {**rank_environment(rank, ranks, 1, meeting.environment), "TORCH_FR_BUFFER_SIZE": "2000"}
+        environment = {**local_rank_environment(rank, ranks, 1, meeting.environment), "TORCH_FR_BUFFER_SIZE": "2000"}
         with open(folder / f"rank_{rank}.log", "ab") as log:
             streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
             processes.append(start_module("tools.bench.health.hang_rank", [request], environment, *streams))

@@ -19,15 +19,15 @@ from unittest.mock import patch
 import numpy as np
 
 from megasdc.common.origin import Origin
-from megasdc.ops.devices.readings import COUNTERS, History, Reading
-from megasdc.ops.devices.rules import judge
+from megasdc.ops.devices.readings import COUNTERS, DeviceHistory, DeviceReading
+from megasdc.ops.devices.rules import judge_device
 from megasdc.ops.health import agent as journal
 from megasdc.ops.health.agent import MAX_LINES_BYTES, AgentLog
-from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged
+from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged_counts
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.health.links.watch import LinkWatch
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import BUCKETS, HeartbeatWriter, Identity, RecordReader, record_path
+from megasdc.ops.health.record import BUCKETS, HeartbeatWriter, RecordReader, WatchedIdentity, record_path
 from megasdc.ops.health.slow.report import LARGEST_BYTES, SlowReport, Where
 from megasdc.ops.health.slow.stragglers import LONG, Stragglers
 from tools.bench.result import Progress
@@ -141,13 +141,13 @@ def telemetry_growth(_folder: Path, readings: int) -> Growth:
     drawn = random.Random(1)
 
     def make() -> Step:
-        history, counters = History(_reading(0, dict.fromkeys(COUNTERS, 0))), dict.fromkeys(COUNTERS, 0)
+        history, counters = DeviceHistory(_reading(0, dict.fromkeys(COUNTERS, 0))), dict.fromkeys(COUNTERS, 0)
 
         def read(number: int) -> dict[str, Any]:
             for name in counters:
                 counters[name] = 0 if number % 500 == 0 else counters[name] + drawn.randrange(2)
             history.add(_reading(number, counters))
-            judge(history)
+            judge_device(history)
             return history.as_dict()
 
         return read
@@ -155,10 +155,10 @@ def telemetry_growth(_folder: Path, readings: int) -> Growth:
     return measure_growth("telemetry of a device, readings", readings, make)
 
 
-def _reading(number: int, counters: dict[str, int]) -> Reading:
+def _reading(number: int, counters: dict[str, int]) -> DeviceReading:
     xids, lines = [number % 150], [f"[Hardware Error]: Corrected error, no action required, {number}"]
     values = {**counters, "temperature_c": 40 + number % 50, "clock_reasons": number % 256}
-    return Reading("GPU-0", "GPU 0", number * READING_S, values, {"power_w": "not supported"}, xids, lines)
+    return DeviceReading("GPU-0", "GPU 0", number * READING_S, values, {"power_w": "not supported"}, xids, lines)
 
 
 def straggler_growth(folder: Path, steps: int) -> Growth:
@@ -213,7 +213,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
     records = folder / "durations"
     records.mkdir()
     kept_file = records / "durations.json"
-    identity = Identity("run", 0, 0, 1, 0, 0, 0, "host", 0, 1, 0.0)
+    identity = WatchedIdentity("run", 0, 0, 1, 0, 0, 0, "host", 0, 1, 0.0)
 
     def make() -> Step:
         writer = HeartbeatWriter(records, identity)
@@ -224,7 +224,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
             for one in range(10):
                 writer.enter(phases[(number + one) % len(phases)], number, one)
             writer.count()
-            found = merged([kept, reader.durations()])
+            found = merged_counts([kept, reader.durations()])
             if number % 1000 == 0:
                 keep_durations(kept_file, found)
             return found

@@ -35,7 +35,7 @@ from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.loop import take_step
+from megasdc.train.loop import train_step
 from megasdc.train.process.startup import StartClock
 from megasdc.train.report import Evaluator
 from megasdc.train.stop import SkipWatch
@@ -134,7 +134,7 @@ def train_in_turn(runs: Sequence[Run], after_step: Callable[[], None] = lambda: 
                 if run.is_last_step:
                     continue
                 began = time.perf_counter()
-                take_step(run)
+                train_step(run)
                 walls.append(time.perf_counter() - began)
                 after_step()
     finally:

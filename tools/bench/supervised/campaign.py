@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.events import read_events
-from megasdc.ops.supervise.history import History
+from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.ops.supervise.launch_backend import union
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
@@ -148,7 +148,7 @@ class _Runs:
         drill, run = self._run(name, training, kinds, seed)
         if drill.problems or drill.truthful:
             return drill, run
-        skipped = union(History.of(read_journal(run / FOLDER)).skip)
+        skipped = union(JournalHistory.of(read_journal(run / FOLDER)).skip)
         training = replace(training, skip=tuple((first, end) for first, end in skipped))
         if training not in self._ends:
             plain, plain_run = self._run(f"plain_{len(self._ends)}", training, (), 0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megasdc.events import read_events
 from megasdc.ops.supervise.goodput import PARTS, AttemptTime, goodput_of
-from megasdc.ops.supervise.history import HOSTS, TESTED, History
-from megasdc.ops.supervise.journal import FOLDER, Entry, read_journal, without_steps
+from megasdc.ops.supervise.history import HOSTS, TESTED, JournalHistory
+from megasdc.ops.supervise.journal import FOLDER, JournalEntry, read_journal, without_steps
 from tools.bench.drills import Layout
 from tools.bench.supervised.faults import KINDS
 
@@ -153,7 +153,7 @@ class Recovery:
 def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequence[Strike], seconds: float) -> Drill:
     """Read from the folder of a run how it went, with the problems that its journal shows."""
     entries = read_journal(run / FOLDER)
-    history, goodput = History.of(entries), goodput_of(run, time.time())
+    history, goodput = JournalHistory.of(entries), goodput_of(run, time.time())
     attempts = [] if goodput is None else [_tried(run, one) for one in goodput.attempts]
     problems = []
     if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
@@ -190,7 +190,7 @@ def _tried(run: Path, attempt: AttemptTime) -> Tried:
     )
 
 
-def excluded(entries: Sequence[Entry]) -> tuple[Excluded, ...]:
+def excluded(entries: Sequence[JournalEntry]) -> tuple[Excluded, ...]:
     """Hosts that were replaced, for how long each, to the last entry at most."""
     away, found, kind = dict[str, tuple[str, float]](), list[Excluded](), ""
     for entry in (entries := without_steps(entries)):
@@ -210,7 +210,7 @@ def excluded(entries: Sequence[Entry]) -> tuple[Excluded, ...]:
     return (*found, *left)
 
 
-def blamed_wrongly(entries: Sequence[Entry], struck: Collection[str]) -> list[str]:
+def blamed_wrongly(entries: Sequence[JournalEntry], struck: Collection[str]) -> list[str]:
     """Hosts that attempts' ends were put down to, or that were not used, and that no fault has struck."""
     found: list[str] = []
     for entry in entries:
@@ -233,7 +233,7 @@ def used_up(kinds: Sequence[str], attempts: Sequence[Tried]) -> list[str]:
     return [f"attempt {one.number} ended as {one.ended}, for a fault that is waited out" for one in ended]
 
 
-def used_again(entries: Sequence[Entry]) -> list[str]:
+def used_again(entries: Sequence[JournalEntry]) -> list[str]:
     """Hosts that computed wrong results and were used later, or were in an allocation that was to be without them."""
     wrong, away, ended = set[str](), set[str](), ""
     found: list[str] = []

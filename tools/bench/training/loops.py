@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megasdc.config.checks import Layout
+from megasdc.config.checks import BatchLayout
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.config.sections.model import ffn_width
@@ -68,7 +68,7 @@ class MegasdcLoop:
     def __init__(
         self,
         config: RunConfig,
-        layout: Layout,
+        layout: BatchLayout,
         dims: ParallelDims,
         options: TrainBenchOptions,
         stream: MemoryStream,
@@ -178,7 +178,12 @@ class PlainLoop:
     """
 
     def __init__(
-        self, config: RunConfig, layout: Layout, dims: ParallelDims, options: TrainBenchOptions, batches: Iterator[Any]
+        self,
+        config: RunConfig,
+        layout: BatchLayout,
+        dims: ParallelDims,
+        options: TrainBenchOptions,
+        batches: Iterator[Any],
     ) -> None:
         import deepspeed
 
@@ -213,7 +218,7 @@ class HuggingFaceLoop:
     def __init__(
         self,
         config: RunConfig,
-        layout: Layout,
+        layout: BatchLayout,
         options: TrainBenchOptions,
         batches: Iterator[Any],
         compiled: bool = False,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megasdc.config.checks import Layout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
@@ -142,7 +142,7 @@ class MemoryResult(Result):
 
 
 def compare_memory(
-    name: str, config: RunConfig, layout: Layout, vocab: int, peaks: Mapping[int, float], on_gpu: bool
+    name: str, config: RunConfig, layout: BatchLayout, vocab: int, peaks: Mapping[int, float], on_gpu: bool
 ) -> list[StagePeak]:
     """Measured peaks, the largest bytes by stage, beside predicted ones."""
     because = unpredicted_because(config)

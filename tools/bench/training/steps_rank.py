@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megasdc.config.checks import Layout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.parallel import groups
@@ -89,7 +89,7 @@ class Setting:
     options: TrainBenchOptions
     folder: Path
     config: RunConfig
-    layout: Layout
+    layout: BatchLayout
     dims: ParallelDims
     stream: MemoryStream
 

@@ -27,7 +27,7 @@ from megasdc.common.program import run as run_command
 from megasdc.common.progress import bytes_bar
 from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.lab.checkpoints.digest import Digest, count_bytes, digest_path, is_digest, read_digest
-from megasdc.lab.checkpoints.digest_report import WHATS, Difference, DigestReport
+from megasdc.lab.checkpoints.digest_report import WHATS, DigestReport, FileDifference
 from megasdc.lab.checkpoints.digests import compare_digests
 from megasdc.lab.checkpoints.drift import measure_drift
 from megasdc.lab.checkpoints.drift_report import DriftReport, StepDrift, divergent
@@ -37,8 +37,8 @@ from megasdc.lab.checkpoints.pages.checkpoint_page import comparison_page
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.output.figure import COLOURS, DASHES, Figure, Version, layout, scatter
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, few, number
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, few, number_cell
 from megasdc.output.terminal import print_pages
 from megasdc.tensors.distance import Distance
 
@@ -54,7 +54,7 @@ Lines = Mapping[str, Sequence[float | None]]
 
 def drift_page(report: DriftReport) -> Page:
     """The page of a measurement."""
-    verdicts = [verdict(report, run) for run in report.runs]
+    verdicts = [drift_verdict(report, run) for run in report.runs]
     unsure = report.same and bool(report.problems)
     definition = (
         f"Reference: {report.reference}. A run's parameter difference at a step is ||theta - theta_ref|| / "
@@ -67,10 +67,10 @@ def drift_page(report: DriftReport) -> Page:
         sentences=[definition, *(verdicts if len(verdicts) > 1 else [])],
         notes=told(report),
         sections=[
-            *([Section("Not compared", items=report.problems)] if report.problems else []),
-            Section("Over the steps", figures=[_curves(report)]),
+            *([PageSection("Not compared", items=report.problems)] if report.problems else []),
+            PageSection("Over the steps", figures=[_curves(report)]),
             *(
-                Section(run, tables=[_table(report, run, place)])
+                PageSection(run, tables=[_table(report, run, place)])
                 for place, run in enumerate(report.runs)
                 if report.of(run)
             ),
@@ -83,7 +83,7 @@ def _table(report: DriftReport, run: str, place: int) -> Table:
     rows = []
     for one in report.of(run):
         found = [one.whole, *(one.groups.get(name) for name in groups)]
-        share = number(
+        share = number_cell(
             one.whole.num_different, ",d", more=f" of {one.whole.numel:,}{', copies differ' * bool(one.torn)}"
         )
         torn = (f"copies differ: {', '.join(one.torn)}",) if one.torn else ()
@@ -99,7 +99,7 @@ def told(report: DriftReport) -> list[str]:
     ]
 
 
-def verdict(report: DriftReport, run: str) -> str:
+def drift_verdict(report: DriftReport, run: str) -> str:
     """The verdict on one run, in a sentence or two."""
     steps, first = report.of(run), report.first_divergent(run)
     if not steps:
@@ -129,7 +129,7 @@ def _words(one: StepDrift) -> str:
 def _cell(one: Distance | None) -> Cell:
     if one is None:
         return Cell("-")
-    return Cell("equal", 0.0) if one.equal else number(one.relative, ".3g")
+    return Cell("equal", 0.0) if one.equal else number_cell(one.relative, ".3g")
 
 
 def _curves(report: DriftReport) -> Figure:
@@ -201,7 +201,7 @@ def _headline(report: DriftReport) -> str:
     return f"{len(apart)} of {len(report.runs)} runs part from {report.reference}, {run} first, by step {apart[run]}."
 
 
-def compare_runs(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
+def print_drift(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
     """Measures, prints, and writes the page where ``html`` is given.
 
     None, after an error message, where nothing could be compared or the page not be written.
@@ -253,12 +253,12 @@ def digest_page(report: DigestReport, limit: int) -> Page:
         sentences=[*_digests(report), f"{report.num_files:,} files compared by digest"],
         notes=report.notes,
         sections=[
-            Section(
+            PageSection(
                 facts={name: "same" if same else "different" for name, same in report.checkpoints.items() if name},
                 tables=[Table("differences", headings, [_row(one) for one in report.differences], listed=limit)],
             ),
-            Section(facts={what: WHATS[what] for what in kinds}),
-            Section(sentences=odd or ([] if report.same else ["nothing tells which side is wrong"])),
+            PageSection(facts={what: WHATS[what] for what in kinds}),
+            PageSection(sentences=odd or ([] if report.same else ["nothing tells which side is wrong"])),
         ],
     )
 
@@ -272,7 +272,7 @@ def _digests(report: DigestReport) -> list[str]:
     return said
 
 
-def _row(one: Difference) -> tuple[str | int | None, ...]:
+def _row(one: FileDifference) -> tuple[str | int | None, ...]:
     holds = list(dict.fromkeys(name for part in one.ranges for name in part.parameters))
     since = {True: "as it was saved", False: "changed since it was saved", None: ""}[one.unchanged]
     return (
@@ -406,7 +406,7 @@ def compare(
     if drift:
         if ulp or rtol or extract is not None:
             raise typer.BadParameter("--drift measures differences: remove --ulp, --rtol and --extract")
-        found = compare_runs(checkpoints, options, html, as_json)
+        found = print_drift(checkpoints, options, html, as_json)
         sys.stdout.flush()
         raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
     try:

@@ -12,9 +12,9 @@ import torch
 from megasdc.checkpoint.views.view import Slot
 from megasdc.lab.checkpoints.damage import MEANINGS, PieceDamage
 from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
-from megasdc.output.figure import Figure, Version, bars, layer_map, layout, look, map_axes
-from megasdc.output.page import Page, Section
-from megasdc.output.table import Cell, Table, number
+from megasdc.output.figure import Figure, Version, bars, layer_map, layout, line_look, map_axes
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import Cell, Table, number_cell
 from megasdc.tensors.bits import bit_layout
 
 MAX_FINDINGS, MAX_ROWS = 500, 200
@@ -39,23 +39,23 @@ def comparison_page(report: Report, keys: Sequence[tuple[str, Slot]], options: O
         compared += f", {report.num_tolerated:,} differ within what is allowed"
     return Page(
         title="Comparison of checkpoints",
-        verdict=verdict(report),
+        verdict=comparison_verdict(report),
         state="different" if report.findings else "unsure" if report.problems else "same",
         sentences=[compared],
         notes=report.notes,
         sections=[
-            Section(facts=views),
-            *([Section("Not compared", items=report.problems)] if report.problems else []),
-            Section("What differs", tables=[_findings(report, letters, limit)]),
-            Section("Patterns", facts={f"{name} ({count:,})": MEANINGS[name] for name, count in counts.items()}),
-            Section("Files", items=_where(report)),
-            Section("Where", figures=_maps(report.findings, keys)),
-            Section("Which bits", figures=_bits(report.findings)),
+            PageSection(facts=views),
+            *([PageSection("Not compared", items=report.problems)] if report.problems else []),
+            PageSection("What differs", tables=[_findings(report, letters, limit)]),
+            PageSection("Patterns", facts={f"{name} ({count:,})": MEANINGS[name] for name, count in counts.items()}),
+            PageSection("Files", items=_where(report)),
+            PageSection("Where", figures=_maps(report.findings, keys)),
+            PageSection("Which bits", figures=_bits(report.findings)),
         ],
     )
 
 
-def verdict(report: Report) -> str:
+def comparison_verdict(report: Report) -> str:
     """The verdict in a sentence or two."""
     unread = len(report.problems)
     rest = f" {unread} file{'s' if unread > 1 else ''} could not be compared." if unread else ""
@@ -141,8 +141,8 @@ def _row(finding: CheckpointMismatch, letters: dict[str, str]) -> tuple[Cell | s
     if found is None:
         return (*what, why, owner, None, None, None, None)
     ends = str(found.first) if found.first == found.last else f"{found.first} to {found.last}"
-    count = number(found.num_different, ",d", more=f" of {found.numel:,}")
-    return (*what, why, owner, count, ends, number(found.max_ulp, ",d"), number(found.max_relative, ".3g"))
+    count = number_cell(found.num_different, ",d", more=f" of {found.numel:,}")
+    return (*what, why, owner, count, ends, number_cell(found.max_ulp, ",d"), number_cell(found.max_relative, ".3g"))
 
 
 def _since(finding: CheckpointMismatch, damage: PieceDamage) -> str:
@@ -271,7 +271,7 @@ def _bits_of(dtype: str, counts: dict[str, Counter[int] | None]) -> Figure:
     for slot, own in counts.items():
         of_part = {part: [bit for bit, name in enumerate(parts) if name == part] for part in reversed(parts)}
         traces = [
-            bars(part, bits, [own[bit] for bit in bits], look(place)[0], hover)
+            bars(part, bits, [own[bit] for bit in bits], line_look(place)[0], hover)
             for place, (part, bits) in enumerate(of_part.items())
             if own is not None
         ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from megasdc.checkpoint.verification_marks import Standing
 from megasdc.ops.run_folder.status import ago
-from megasdc.output.page import Page, Section
+from megasdc.output.page import Page, PageSection
 from megasdc.sdc.incidents.heat_map import ranges
 
 
@@ -40,9 +40,9 @@ def inspection_page(found: dict[str, Any]) -> Page:
     }
     for one in list(found["slots"].values())[:1]:
         facts["parameters"] = _listed({kind: f"{part['num_parameters']:,}" for kind, part in one["by_kind"].items()})
-    unread = [Section(items=[f"  NOT READ  {problem}" for problem in found["unread"]])] if found["unread"] else []
+    unread = [PageSection(items=[f"  NOT READ  {problem}" for problem in found["unread"]])] if found["unread"] else []
     shown = {name: value for name, value in facts.items() if value}
-    return Page("Contents of a checkpoint", found["path"], sections=[Section(facts=shown), *unread])
+    return Page("Contents of a checkpoint", found["path"], sections=[PageSection(facts=shown), *unread])
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.common.errors import StorageError
-from megasdc.common.program import echo, safe_console, write_whole
+from megasdc.common.program import echo, safe_console, write_atomically
 from megasdc.common.progress import bytes_bar
 from megasdc.lab.checkpoints.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
 
@@ -44,7 +44,7 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
         name = path.resolve().name
         target = Path(f"{name}.{digest.host}{DIGEST_SUFFIX}" if out is None else out)
         try:
-            write_whole(target, text)
+            write_atomically(target, text)
         except OSError as error:
             raise StorageError(f"{target} cannot be written: {error.strerror}; choose another --out") from error
         _say(digest, str(target), len(text), duration_s, as_json)

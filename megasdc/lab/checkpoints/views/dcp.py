@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.formats.allowlist import MEMBER, check_regular, load_part, refuse_classes
-from megasdc.checkpoint.formats.blocks import Block, BlockArrangement
+from megasdc.checkpoint.formats.blocks import BlockArrangement, TensorBlock
 from megasdc.checkpoint.formats.open_copy import Places
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
-from megasdc.checkpoint.views.zero_shards import text_of
+from megasdc.checkpoint.views.zero_shards import value_text
 from megasdc.common.errors import CheckpointError
 
 METADATA_FILE = ".metadata"
@@ -217,7 +217,7 @@ class Blocks(Copy):
     def arrangement(self) -> Places:
         """Maps elements to blocks."""
         pairs = zip(self.offsets, self.sizes, strict=True)
-        return BlockArrangement(tuple(Block(offsets, sizes, self.shape) for offsets, sizes in pairs))
+        return BlockArrangement(tuple(TensorBlock(offsets, sizes, self.shape) for offsets, sizes in pairs))
 
 
 def open_dcp(path: Path) -> View:
@@ -266,9 +266,9 @@ def place_of(path: tuple[str, ...]) -> _Place:
     return ".".join(path), "weight"
 
 
-def _owner(chunk: Chunk) -> Owner:
+def _owner(chunk: Chunk) -> WriterRank:
     found = _FILE.fullmatch(chunk.file)
-    return Owner() if found is None else Owner(int(found[1]))
+    return WriterRank() if found is None else WriterRank(int(found[1]))
 
 
 def _values(path: Path, item: Item, name: str) -> dict[str, Scalar]:
@@ -279,7 +279,7 @@ def _values(path: Path, item: Item, name: str) -> dict[str, Scalar]:
         value = load_part(file, chunk.start, chunk.num_bytes)
     except FileNotFoundError:
         return {name: Scalar(None, file, _owner(chunk))}
-    return {key: Scalar(text_of(leaf), file, _owner(chunk)) for key, leaf in flatten(name, value)}
+    return {key: Scalar(value_text(leaf), file, _owner(chunk)) for key, leaf in flatten(name, value)}
 
 
 def _copy(path: Path, item: Item) -> Copy:

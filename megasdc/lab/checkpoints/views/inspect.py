@@ -18,13 +18,13 @@ from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
 from megasdc.checkpoint.verification_marks import find_standing
 from megasdc.checkpoint.verify import find_folders, is_called_universal
-from megasdc.checkpoint.views.hf_shards import read_json, section_of
+from megasdc.checkpoint.views.hf_shards import read_model_json, section_of
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.sections.model import ModelSection
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.model.hf.fields import model_fields
-from megasdc.model.kinds import kind_of
+from megasdc.model.kinds import submodule_kind
 from megasdc.tensors.bits import dtype_name
 
 OTHER = "other"
@@ -163,7 +163,7 @@ def _model(folder: Path) -> dict[str, Any]:
     """Sizes of the model; empty if the format does not store them."""
     try:
         if (folder / "config.json").is_file():
-            model: ModelSection = section_of(model_fields(read_json(folder / "config.json")))
+            model: ModelSection = section_of(model_fields(read_model_json(folder / "config.json")))
         else:
             model = model_of(read_shared_state(folder), folder)
     except (CheckpointError, ConfigError, OSError, ValueError):
@@ -223,6 +223,6 @@ def _kind(fqn: str) -> str:
     """Kind of the submodule of a parameter; ``other`` for unknown names."""
     name = fqn.replace("tied_modules.embedding.", "0.")
     try:
-        return kind_of(name.rpartition(".")[0])
+        return submodule_kind(name.rpartition(".")[0])
     except ValueError:
         return OTHER

@@ -28,7 +28,7 @@ from megasdc.checkpoint.formats.deepspeed_names import (
     stage_file,
 )
 from megasdc.checkpoint.formats.extents import Extent, read_whole
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.formats.shared_state import model_of
 from megasdc.checkpoint.formats.state_files import StateFiles
 from megasdc.checkpoint.formats.tensor_files import locate_tensors
@@ -36,14 +36,14 @@ from megasdc.checkpoint.kinds import CHECKPOINT, DCP, MODEL, ONE_CHECKPOINT, UNI
 from megasdc.checkpoint.manifest import Layout
 from megasdc.checkpoint.universal import read_universal_manifest
 from megasdc.checkpoint.views.deepspeed import open_deepspeed, shared_scalars
-from megasdc.checkpoint.views.hf_shards import HfShards, read_json, section_of
+from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
-from megasdc.checkpoint.views.zero_shards import locate_shards, read_stage, text_of
+from megasdc.checkpoint.views.zero_shards import locate_shards, read_stage, value_text
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.sections.model import ModelSection
 from megasdc.lab.checkpoints.views.dcp import open_dcp
 from megasdc.model.hf.fields import model_fields, vocabulary
-from megasdc.model.hf.tensors import Form, Rule, hf_shapes, num_pipeline_layers, rules, shape_of_ours, to_ours
+from megasdc.model.hf.tensors import Form, TensorMapping, hf_shapes, num_pipeline_layers, rules, shape_of_ours, to_ours
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
 _UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -78,7 +78,7 @@ def open_universal_view(path: Path) -> View:
     except FileNotFoundError:
         groups = []
     for number, group in enumerate(groups):
-        scalars[f"optimizer/group {number}/lr"] = Scalar(repr(group["lr"]), file, Owner())
+        scalars[f"optimizer/group {number}/lr"] = Scalar(repr(group["lr"]), file, WriterRank())
     return View(
         path=path,
         kind="DeepSpeed universal",
@@ -97,7 +97,7 @@ def open_hf_view(path: Path) -> View:
     CheckpointError if a file is missing or damaged, or the model is not supported.
     """
     try:
-        config = read_json(path / "config.json")
+        config = read_model_json(path / "config.json")
         model = section_of(model_fields(config))
         shards = HfShards(path)
         shards.check(model, hf_shapes(model, vocabulary(config)))
@@ -111,23 +111,23 @@ def open_hf_view(path: Path) -> View:
         shape = shape_of_ours(model, rule, [one.shape for one in theirs])
         if rule.form in (Form.SAME, Form.GATE_UP):  # their tensors concatenated
             pieces = tuple(
-                Piece(one.file, Owner(), one.numel(), partial(_same, one), dtype=one.dtype) for one in theirs
+                Piece(one.file, WriterRank(), one.numel(), partial(_same, one), dtype=one.dtype) for one in theirs
             )
         else:
             whole = partial(_converted, model, rule, theirs)
-            pieces = (Piece(theirs[0].file, Owner(), prod(shape), whole, dtype=theirs[0].dtype),)
+            pieces = (Piece(theirs[0].file, WriterRank(), prod(shape), whole, dtype=theirs[0].dtype),)
         entries[name, "weight"] = Entry((Copy(shape, (pieces,)),), shape[0] if split is Split.VOCABULARY else None)
     for rule in (rule for index in range(num_pipeline_layers(model)) for rule in rules(model, index) if not rule.ours):
         _check_zero(rule, shards.extents[shards.name_in_file(rule.theirs[0])])
     return View(path, "Hugging Face", None, ("weight",), entries)
 
 
-def _converted(model: ModelSection, rule: Rule, theirs: list[Extent]) -> Tensor:
+def _converted(model: ModelSection, rule: TensorMapping, theirs: list[Extent]) -> Tensor:
     """A tensor in megasdc's order of elements, converted from theirs in memory."""
     return to_ours(model, rule, [read_whole(one) for one in theirs])
 
 
-def _check_zero(rule: Rule, theirs: Extent) -> None:
+def _check_zero(rule: TensorMapping, theirs: Extent) -> None:
     if read_whole(theirs).any():
         raise CheckpointError(
             f"{theirs.file}: {rule.theirs[0]} is not zero; supported are biases everywhere or on q, k, v alone"
@@ -153,12 +153,12 @@ def open_file_view(path: Path) -> View:
             stored = partial(files.place, path, value)
             entries[name, "weight"] = _entry(path, tuple(value.shape), stored, value.dtype, None)
         else:
-            scalars[name] = Scalar(repr(value), path, Owner())
+            scalars[name] = Scalar(repr(value), path, WriterRank())
     return View(path, "torch.save file", None, ("weight", "scalar"), entries, scalars)
 
 
 def _entry(file: Path, shape: tuple[int, ...], stored: Any, dtype: torch.dtype | None, rows: int | None) -> Entry:
-    piece = Piece(file, Owner(), torch.Size(shape).numel(), stored, shape=shape, dtype=dtype)
+    piece = Piece(file, WriterRank(), torch.Size(shape).numel(), stored, shape=shape, dtype=dtype)
     return Entry.of_piece(piece, shape, rows)
 
 
@@ -192,18 +192,20 @@ def open_zero1(path: Path) -> View:
     of another stage of ZeRO, or the layout of parameters is not supported.
     """
     files, first = StateFiles(), path / stage_file()
-    writer = Owner(0, 0, 0, 0)
+    writer = WriterRank(0, 0, 0, 0)
     state, scalars = read_stage(files, first, writer, 0, 0)
     replicas = _replicas(path, state)
     entries = _weights(files, first, writer, state)
     for key in (key for key in state if key not in _OF_DEEPSPEED):
         scalars |= {
-            name: Scalar(text_of(files.read(first, value)), first, writer)
+            name: Scalar(value_text(files.read(first, value)), first, writer)
             for name, value in flatten(f"client/{key}", state[key])
         }
     prefix = _prefix(files, path)
     for group, shapes in enumerate(state["param_shapes"]):
-        shards = [(path / shard_file(dp_rank, 0, prefix), Owner(dp_rank, dp_rank, 0, 0)) for dp_rank in range(replicas)]
+        shards = [
+            (path / shard_file(dp_rank, 0, prefix), WriterRank(dp_rank, dp_rank, 0, 0)) for dp_rank in range(replicas)
+        ]
         found, values = locate_shards(files, shards, group, shapes)
         scalars |= values
         for (name, slot), pieces in found.items():
@@ -256,7 +258,7 @@ def _prefix(files: StateFiles, path: Path) -> str:
     return find_prefix(file.name for file in found)
 
 
-def _weights(files: StateFiles, file: Path, writer: Owner, state: dict[str, Any]) -> dict[tuple[str, Slot], Entry]:
+def _weights(files: StateFiles, file: Path, writer: WriterRank, state: dict[str, Any]) -> dict[tuple[str, Slot], Entry]:
     """Entries for parameters and buffers of the model; parameters of the optimizer even if the file lacks them."""
     shapes = {name: tuple(shape) for group in state["param_shapes"] for name, shape in group.items()}
     for name, value in state["module"].items():

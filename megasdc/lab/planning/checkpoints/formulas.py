@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from megasdc.lab.planning.checkpoints.job import Job
+from megasdc.lab.planning.checkpoints.job import JobModel
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDS = 60
@@ -76,7 +76,7 @@ def exact(stall_s: float, mtbf_s: float) -> float:
     return (low + high) / 2 * mtbf_s
 
 
-def elapsed_per_training(job: Job, intervals: Intervals) -> float:
+def elapsed_per_training(job: JobModel, intervals: Intervals) -> float:
     """Expected seconds that pass for each second of training that counts; infinite: there is no progress."""
     costs, outage = job.costs, job.outage
     memory = intervals.memory or intervals.disk
@@ -101,13 +101,13 @@ def elapsed_per_training(job: Job, intervals: Intervals) -> float:
     return lost_s / share * math.expm1(power) / (segments * training_s) if power < _LARGEST else math.inf
 
 
-def shortest_disk(job: Job, memory: float) -> int:
+def shortest_disk(job: JobModel, memory: float) -> int:
     """Fewest segments of ``memory`` steps after which the save before is whole on the disk."""
     segment_s = memory * job.costs.step_s + (job.costs.memory_stall_s or 0.0)
     return max(1, math.ceil(job.costs.lag_s / segment_s * (1 - 1e-12)))
 
 
-def best_intervals(job: Job) -> Intervals:
+def best_intervals(job: JobModel) -> Intervals:
     """Whole steps between saves that lose least time, the disk's a multiple of the memory's."""
     costs, share = job.costs, job.outage.on_disk
     if job.rate == 0:
@@ -141,7 +141,7 @@ def best_intervals(job: Job) -> Intervals:
     return Intervals(memory, memory * count)
 
 
-def _loss(job: Job, memory: float | None, number: float) -> float:
+def _loss(job: JobModel, memory: float | None, number: float) -> float:
     """Of a number of segments of ``memory`` steps between saves on the disk; infinite: of none there."""
     if memory is None:
         return elapsed_per_training(job, Intervals(None, number))

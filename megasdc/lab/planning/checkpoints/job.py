@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megasdc.lab.planning.checkpoints.rates import Shares
+from megasdc.lab.planning.checkpoints.rates import FailureShares
 
 MEMORY, PARTNER, DISK, VERIFIED = SOURCES = ("memory", "partner", "disk", "verified disk")
 """What a restart reads from, in the order in which one need takes the place of another."""
@@ -120,7 +120,7 @@ class Outage:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobModel:
     """How a job fails, and what its saves and restarts cost.
 
     Args:
@@ -128,7 +128,7 @@ class Job:
     """
 
     mtbf_s: float
-    shares: Shares
+    shares: FailureShares
     costs: Costs
 
     def __post_init__(self) -> None:

@@ -16,8 +16,8 @@ from megasdc.lab.planning.checkpoints.formulas import (
     shortest_disk,
     young,
 )
-from megasdc.lab.planning.checkpoints.job import VERIFIED, Job
-from megasdc.lab.planning.checkpoints.simulate import simulate
+from megasdc.lab.planning.checkpoints.job import VERIFIED, JobModel
+from megasdc.lab.planning.checkpoints.simulate import simulate_saves
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4, 8)
 """Of the best interval of one kind: intervals that are compared with it."""
@@ -91,7 +91,7 @@ class CheckpointPlan:
         published: source of the published figures among them; empty: there are none.
     """
 
-    job: Job
+    job: JobModel
     tiers: tuple[Tier, ...]
     best: Estimate
     lost: Lost
@@ -109,8 +109,8 @@ class CheckpointPlan:
         return found
 
 
-def make_plan(
-    job: Job,
+def plan_intervals(
+    job: JobModel,
     own: tuple[int, int] | None,
     trials: int,
     seed: int,
@@ -134,7 +134,7 @@ def make_plan(
     def estimate(intervals: Intervals) -> Estimate:
         nonlocal done
         expected = 1 / elapsed_per_training(job, intervals)
-        simulated = simulate(job, intervals, trials, seed) if trials else None
+        simulated = simulate_saves(job, intervals, trials, seed) if trials else None
         done += 1
         on_progress("intervals", done, total)
         if simulated is None:
@@ -155,7 +155,7 @@ def make_plan(
     )
 
 
-def _tiers(job: Job, best: Intervals) -> tuple[Tier, ...]:
+def _tiers(job: JobModel, best: Intervals) -> tuple[Tier, ...]:
     costs, on_disk = job.costs, job.outage.on_disk
     memory = [] if costs.memory_stall_s is None else [(MEMORY_TIER, 1 - on_disk, costs.memory_stall_s, best.memory)]
     found = []
@@ -176,7 +176,7 @@ def _tiers(job: Job, best: Intervals) -> tuple[Tier, ...]:
     return tuple(found)
 
 
-def _lost(job: Job, best: Intervals, training: float) -> Lost:
+def _lost(job: JobModel, best: Intervals, training: float) -> Lost:
     memory = best.memory or best.disk
     each_s = 0.0
     if memory is not None:
@@ -188,7 +188,7 @@ def _lost(job: Job, best: Intervals, training: float) -> Lost:
     return Lost(saves=saves, redone=max(0.0, 1 - training - saves - outages), outages=outages)
 
 
-def _around(job: Job, best: Intervals, tier: str) -> Iterator[Intervals]:
+def _around(job: JobModel, best: Intervals, tier: str) -> Iterator[Intervals]:
     """Intervals of which one kind has ``FACTORS`` of the best number of steps, as whole numbers allow."""
     changed = best.memory if tier == MEMORY_TIER else best.disk
     if changed is None:
@@ -208,7 +208,7 @@ def _around(job: Job, best: Intervals, tier: str) -> Iterator[Intervals]:
             yield found
 
 
-def _overlap(job: Job, intervals: Intervals) -> float | None:
+def _overlap(job: JobModel, intervals: Intervals) -> float | None:
     """Fewest steps between checkpoints on the disk, where ``intervals`` has fewer; else None."""
     if intervals.disk is None:
         return None
@@ -217,7 +217,7 @@ def _overlap(job: Job, intervals: Intervals) -> float | None:
     return fewest if intervals.disk < fewest else None
 
 
-def _limit(job: Job, best: Intervals) -> Iterator[str]:
+def _limit(job: JobModel, best: Intervals) -> Iterator[str]:
     """What keeps the interval of the disk from being shorter."""
     memory = best.memory or 1
     fewest = shortest_disk(job, memory)
@@ -228,7 +228,7 @@ def _limit(job: Job, best: Intervals) -> Iterator[str]:
         )
 
 
-def _disagreement(job: Job, best: Estimate) -> Iterator[str]:
+def _disagreement(job: JobModel, best: Estimate) -> Iterator[str]:
     """Where formula and simulation differ by more than chance and more than a small part of what is lost."""
     if best.simulated is None or best.error is None:
         return
@@ -241,7 +241,7 @@ def _disagreement(job: Job, best: Estimate) -> Iterator[str]:
         )
 
 
-def _own(job: Job, best: Intervals, given: tuple[int, int] | None) -> tuple[Intervals | None, list[str]]:
+def _own(job: JobModel, best: Intervals, given: tuple[int, int] | None) -> tuple[Intervals | None, list[str]]:
     """Intervals of a configuration, and what is to be told; snapshots that it lacks are about as often as is best."""
     if given is None or job.rate == 0:
         return None, []

@@ -12,7 +12,7 @@ HOURS_PER_DAY = 24
 
 
 @dataclass(frozen=True)
-class Shares:
+class FailureShares:
     """Shares of failures; those of the rest end ranks while all hosts survive.
 
     Args:
@@ -46,7 +46,7 @@ class Preset:
 
     source: str
     note: str
-    shares: Shares
+    shares: FailureShares
     causes: Mapping[str, float]
     failures: float | None = None
     days: float = 0
@@ -80,7 +80,7 @@ LLAMA3_CAUSES = {
 """Unexpected interruptions of Llama 3 405B by what a restart needs and published cause (its Table 5)."""
 _COUNTS = {kind: sum(causes.values()) for kind, causes in LLAMA3_CAUSES.items()}
 _LLAMA3_TOTAL = sum(_COUNTS.values())
-_LLAMA3 = Shares(host=_COUNTS["host"] / _LLAMA3_TOTAL, older=_COUNTS["older"] / _LLAMA3_TOTAL)
+_LLAMA3 = FailureShares(host=_COUNTS["host"] / _LLAMA3_TOTAL, older=_COUNTS["older"] / _LLAMA3_TOTAL)
 
 CAUSES = HOST, NETWORK, SOFTWARE, HANG, STORAGE, CORRUPTION = (
     "host",
@@ -150,7 +150,7 @@ PRESETS = {
         note="shares only, no rate: 43,264 explicit and 5,948 implicit failures in 778,135 jobs; all implicit ones "
         "(hangs, NaN, slow jobs) are taken to need an older checkpoint, an upper limit, or by cause for hangs; "
         "explicit ones are split as those of llama3 are",
-        shares=Shares(
+        shares=FailureShares(
             host=_EXPLICIT / (_EXPLICIT + _IMPLICIT) * _COUNTS["host"] / (_COUNTS["host"] + _COUNTS["ranks"]),
             older=_IMPLICIT / (_EXPLICIT + _IMPLICIT),
         ),

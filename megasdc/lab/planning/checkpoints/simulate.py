@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.lab.planning.checkpoints.formulas import Intervals
-from megasdc.lab.planning.checkpoints.job import ON_DISK, PARTNER, SOURCES, VERIFIED, Job
+from megasdc.lab.planning.checkpoints.job import ON_DISK, PARTNER, SOURCES, VERIFIED, JobModel
 
 FAILURES = 400
 """Failures of each simulated job."""
@@ -87,7 +87,7 @@ class Schedule:
     cycle_s: float
 
     @classmethod
-    def of(cls, job: Job, intervals: Intervals) -> Schedule:
+    def of(cls, job: JobModel, intervals: Intervals) -> Schedule:
         """That of a job at some intervals, of which at least one is not None."""
         memory = intervals.memory or intervals.disk
         if memory is None:
@@ -126,7 +126,7 @@ class Schedule:
         return np.where(place > start, place, before)
 
 
-def simulate(job: Job, intervals: Intervals, trials: int, seed: int) -> Simulated:
+def simulate_saves(job: JobModel, intervals: Intervals, trials: int, seed: int) -> Simulated:
     """Share of time that is training, simulated.
 
     Args:
@@ -160,7 +160,7 @@ def simulate(job: Job, intervals: Intervals, trials: int, seed: int) -> Simulate
     return Simulated(share, float(spread / math.sqrt(trials)))
 
 
-def stretch(job: Job, schedule: Schedule, jobs: Jobs, ran_s: NDArray[np.float64]) -> Jobs:
+def stretch(job: JobModel, schedule: Schedule, jobs: Jobs, ran_s: NDArray[np.float64]) -> Jobs:
     """The jobs after a restart and so many seconds until the next failure."""
     start = jobs.restart
     before = np.where(jobs.need == _VERIFIED, jobs.verified, jobs.disk)  # newer ones are set aside

@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megasdc.lab.planning.checkpoints.formulas import Intervals, best_intervals, elapsed_per_training
-from megasdc.lab.planning.checkpoints.job import VERIFIED, Costs, Job
-from megasdc.lab.planning.checkpoints.rates import CORRUPTION, Shares
+from megasdc.lab.planning.checkpoints.job import VERIFIED, Costs, JobModel
+from megasdc.lab.planning.checkpoints.rates import CORRUPTION, FailureShares
 
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """A cause of failures.
 
     Args:
@@ -88,7 +88,7 @@ class Audits:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FailureKind:
     """Failures of one cause that are alike.
 
     Args:
@@ -119,7 +119,7 @@ class Fleet:
 
     devices: int
     hosts: int
-    causes: tuple[Cause, ...]
+    causes: tuple[FailureCause, ...]
     costs: Costs
     start_per_host_s: float
     deciding_s: float
@@ -129,11 +129,11 @@ class Fleet:
     fixed: Intervals | None = None
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[FailureKind, ...]:
         """Failures that are found, those of no rate left out."""
         return tuple(kind for cause in self.causes for kind in self._kinds(cause) if kind.per_s > 0)
 
-    def _kinds(self, cause: Cause) -> Iterator[Kind]:
+    def _kinds(self, cause: FailureCause) -> Iterator[FailureKind]:
         per_s = cause.per_device_hour * self.devices / HOUR_S
         found = {False: 1.0}  # by whether only a verified checkpoint is right
         if cause.name == CORRUPTION:
@@ -141,7 +141,7 @@ class Fleet:
         for verified, share in found.items():
             for replaced, part in ((True, cause.replaced), (False, 1 - cause.replaced)):
                 source = VERIFIED if verified else self.costs.source(host_lost=replaced)
-                yield Kind(cause.name, per_s * share * part, cause.detection_s, source, replaced)
+                yield FailureKind(cause.name, per_s * share * part, cause.detection_s, source, replaced)
 
     @property
     def per_s(self) -> float:
@@ -160,7 +160,7 @@ class Fleet:
         return rate * self.devices / HOUR_S * self.audits.missed
 
     @cached_property
-    def job(self) -> Job:
+    def job(self) -> JobModel:
         """The same for formulas, without the time between attempts, in which no failure comes.
 
         Raises:
@@ -180,9 +180,9 @@ class Fleet:
             restart_disk_s=costs.restart_disk_s + longer_s,
         )
         if rate == 0:
-            return Job(math.inf, Shares(0.0, 0.0), costs)
+            return JobModel(math.inf, FailureShares(0.0, 0.0), costs)
         older = min(1.0, older / rate)
-        return Job(1 / rate, Shares(min(host / rate, 1 - older), older), costs)
+        return JobModel(1 / rate, FailureShares(min(host / rate, 1 - older), older), costs)
 
     def check(self) -> None:
         """Refuse a fleet that no plan can be made for.

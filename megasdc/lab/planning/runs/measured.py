@@ -23,7 +23,7 @@ from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.common.errors import DataError
 from megasdc.events import read_events
 from megasdc.ops.supervise.goodput import WELL, AttemptTime, goodput_of
-from megasdc.lab.planning.runs.fleet import HOUR_S, Audits, Cause, Fleet
+from megasdc.lab.planning.runs.fleet import HOUR_S, Audits, FailureCause, Fleet
 from megasdc.lab.planning.runs.simulation import DECIDING, DETECTING, LOST, RECOMPUTED, STARTING, Runs, simulate_runs
 from megasdc.ops.supervise.policy import Action
 
@@ -88,12 +88,12 @@ class Pieces:
     @property
     def start_s(self) -> float:
         """Mean time of a start that reached its first step."""
-        return statistics.mean(parts_of(one)[STARTING] for one in self.starts)
+        return statistics.mean(attempt_parts(one)[STARTING] for one in self.starts)
 
     @property
     def deciding_s(self) -> float | None:
         """Mean time from the end of an attempt that failed to the next plan; None: none failed."""
-        return statistics.mean(parts_of(one)[DECIDING] for one in self.failed) if self.failed else None
+        return statistics.mean(attempt_parts(one)[DECIDING] for one in self.failed) if self.failed else None
 
     @property
     def detection_s(self) -> dict[str, float]:
@@ -101,7 +101,7 @@ class Pieces:
         found: dict[str, list[float]] = {}
         for one in self.failed:
             if one.resumed is not None:
-                found.setdefault(cause_of(one), []).append(parts_of(one)[DETECTING])
+                found.setdefault(cause_of(one), []).append(attempt_parts(one)[DETECTING])
         return {cause: statistics.mean(seconds) for cause, seconds in found.items()}
 
 
@@ -122,7 +122,7 @@ class Measured:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by the names in ``PARTS``."""
-        attempts = [parts_of(one) for one in self.pieces.attempts]
+        attempts = [attempt_parts(one) for one in self.pieces.attempts]
         return {part: sum(one[part] for one in attempts) for part in PARTS}
 
     @property
@@ -184,7 +184,7 @@ def cause_of(attempt: AttemptTime) -> str:
     return CAUSE_OF.get(attempt.ended or "", SOFTWARE)
 
 
-def parts_of(attempt: AttemptTime) -> dict[str, float]:
+def attempt_parts(attempt: AttemptTime) -> dict[str, float]:
     """Seconds of an attempt by the names in ``PARTS``."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, seconds in attempt.parts.items():
@@ -282,7 +282,7 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
     hours = run.exposed_s / HOUR_S
     replaced = Counter(cause_of(one) for one in run.pieces.failed if one.decided == Action.REPLACE.value)
     causes = [
-        Cause(name, count / hours, detection_s.get(name, 0.0), replaced[name] / count)
+        FailureCause(name, count / hours, detection_s.get(name, 0.0), replaced[name] / count)
         for name, count in run.failures.items()
     ]
     costs = Costs(

@@ -18,9 +18,9 @@ from megasdc import __version__
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.common.errors import CheckpointError, DataError, StorageError
 from megasdc.lab.checkpoints.drift import DriftReport, measure_drift
-from megasdc.lab.report.run_pages.compared import LOSS, WORSE, Compared, compare_runs
+from megasdc.lab.report.run_pages.compared import LOSS, WORSE, Compared, compare_with_healthy
 from megasdc.lab.report.run_pages.drop_result_page import drop_result_page
-from megasdc.lab.report.run_pages.facts import checkpoints, differing_settings, places, versions
+from megasdc.lab.report.run_pages.facts import checkpoints, differing_settings, places, run_versions
 from megasdc.lab.report.run_pages.figures.compare import compare_figures, drift_figure
 from megasdc.lab.report.run_pages.run_page import run_page, summary_of
 from megasdc.lab.report.run_pages.study_page import study_page, sweep_page
@@ -31,9 +31,9 @@ from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.output.figure import Figure
 from megasdc.output.files import NoPictures, write_pictures, write_tables
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, Section, State, plain_values
-from megasdc.output.table import Cell, Table, number, percent
-from megasdc.output.terminal import say
+from megasdc.output.page import Page, PageSection, State, plain_values
+from megasdc.output.table import Cell, Table, number_cell, percent
+from megasdc.output.terminal import print_sentence
 
 MAX_DRIFT_BYTES = 2 << 30
 """Maximum of checkpoint bytes read for a page; more would take too long."""
@@ -48,7 +48,7 @@ def compare_page(runs: Sequence[RunRecord], title: str | None = None) -> Page:
     """The page of at least two runs, the first the healthy one."""
     names = names_of(runs)
     healthy, *others = names
-    compared = dict(zip(others, compare_runs(runs[0], runs[1:]), strict=True))
+    compared = dict(zip(others, compare_with_healthy(runs[0], runs[1:]), strict=True))
     drift, told = _drift(names)
     settings = differing_settings(runs)
     figures = compare_figures(names)
@@ -67,10 +67,10 @@ def compare_page(runs: Sequence[RunRecord], title: str | None = None) -> Page:
         tiles=_tiles(compared),
         notes=[*(f"{name}: {note}" for name, run in names.items() for note in run.notes), *told],
         sections=[
-            Section("Runs", tables=[_table(names, compared)]),
-            Section("Over the steps", figures=[*figures, *drift]),
-            Section("Settings that differ", _same_settings(settings), tables=_settings(names, settings)),
-            Section("Where and with what", tables=[_places(names)]),
+            PageSection("Runs", tables=[_table(names, compared)]),
+            PageSection("Over the steps", figures=[*figures, *drift]),
+            PageSection("Settings that differ", _same_settings(settings), tables=_settings(names, settings)),
+            PageSection("Where and with what", tables=[_places(names)]),
         ],
         summary=_summary(names, compared),
     )
@@ -126,12 +126,12 @@ def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared]) -> 
                 Cell("healthy" if one is None else one.verdict, look=look),
                 Cell(status.state, look="bad" if status.state == "failed" else ""),
                 status.step,
-                number(None if loss is None else float(loss.values[-1]), ".4f"),
+                number_cell(None if loss is None else float(loss.values[-1]), ".4f"),
                 percent(None if one is None else one.increase, WORSE),
                 None if one is None else one.at_step,
-                number(None if evaluated is None else float(evaluated.values[-1]), ".4f"),
+                number_cell(None if evaluated is None else float(evaluated.values[-1]), ".4f"),
                 percent(None if one is None else one.eval_increase, WORSE),
-                number(differs, ",d", missing="-" if one is None or one.at_step is None else "never"),
+                number_cell(differs, ",d", missing="-" if one is None or one.at_step is None else "never"),
                 percent(None if one is None or one.largest is None else one.largest[0]),
                 *(counts.get(lane, 0) for lane in _COUNTED),
             )
@@ -181,7 +181,7 @@ def _places(names: Mapping[str, RunRecord]) -> Table:
     rows = []
     for name, run in names.items():
         found = places(run)
-        told = ", ".join(f"{package} {version}" for package, version in versions(run).items())
+        told = ", ".join(f"{package} {version}" for package, version in run_versions(run).items())
         rows.append((name, *(found.get(key, "-") for key in ("layout", "hosts")), told or "-", str(run.path)))
     return Table("places", ("run", "layout", "hosts", "versions", "folder"), rows, searched=False)
 
@@ -217,7 +217,7 @@ def is_study(path: Path) -> bool:
     return any((path / STUDY_FOLDER).glob("rank_*.jsonl"))
 
 
-def kind_of(paths: Sequence[Path]) -> Kind:
+def report_kind(paths: Sequence[Path]) -> Kind:
     """The kind of the report on these paths, at least one.
 
     Raises:
@@ -251,7 +251,7 @@ PAGE = "report.html"
 
 
 @dataclass
-class Written:
+class WrittenReport:
     """A report, its file, the files of ``--figures``, and why pictures are missing; empty: they are not."""
 
     page: Page
@@ -280,7 +280,7 @@ def write_report(
     title: str | None = None,
     healthy: Path | None = None,
     on_progress: OnProgress | None = None,
-) -> Written:
+) -> WrittenReport:
     """Writes a report on a run, on several compared with the first, on a study, on a sweep, or on DropCompute.
 
     Args:
@@ -296,12 +296,12 @@ def write_report(
         StorageError: a file cannot be written.
     """
     paths = _healthy_first(paths, healthy)
-    kind = kind_of(paths)
+    kind = report_kind(paths)
     out = out or (Path(PAGE) if kind in ("runs", "drops") else paths[0] / "reports" / PAGE)
     now = time.time()
     page = _build(kind, paths, out, now, title, on_progress)
     _write_page(page, out, now)
-    written = Written(page, out)
+    written = WrittenReport(page, out)
     if figures is not None:
         written.files += write_tables(figures, page.figures, page.tables)
         try:
@@ -341,11 +341,11 @@ def _write_page(page: Page, out: Path, now: float) -> None:
     write_page(page, out, "--out", f"Made {clock(now)} by megasdc {__version__}.")
 
 
-def render_report(written: Written, console: Console) -> None:
+def render_report(written: WrittenReport, console: Console) -> None:
     """Prints the report's verdict and notes, and the paths written."""
-    say(written.page.verdict, console)
+    print_sentence(written.page.verdict, console)
     for note in written.page.notes:
-        say(f"note: {note}", console)
-    say(f"page: {written.path}", console)
+        print_sentence(f"note: {note}", console)
+    print_sentence(f"page: {written.path}", console)
     if written.files:
-        say(f"figures: {len(written.files)} files in {written.files[0].parent}", console)
+        print_sentence(f"figures: {len(written.files)} files in {written.files[0].parent}", console)

@@ -54,7 +54,7 @@ class Compared:
         return "within 0.5 %"
 
 
-def compare_runs(healthy: RunRecord, others: Sequence[RunRecord]) -> list[Compared]:
+def compare_with_healthy(healthy: RunRecord, others: Sequence[RunRecord]) -> list[Compared]:
     """Compares each run with the healthy one."""
     return [_compare(healthy, other) for other in others]
 

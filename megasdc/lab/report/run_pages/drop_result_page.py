@@ -10,12 +10,12 @@ from megasdc.lab.report.run_pages.drop_results import DropResults, read_drop_res
 from megasdc.lab.report.run_pages.figures.drop_results import (
     loss_figures,
     measured_scaling_figure,
+    rate_figure,
     scaling_figure,
     speedup_figure,
-    threshold_figure,
 )
-from megasdc.output.page import Page, Section
-from megasdc.output.table import number, percent, table_of
+from megasdc.output.page import Page, PageSection
+from megasdc.output.table import number_cell, percent, table_of
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"
 PAPER = (
@@ -50,7 +50,7 @@ def drop_result_page(paths: Sequence[Path], title: str | None = None) -> Page:
             *_measured_scaling(results),
             *(_measured(place, one) for place, one in enumerate(results.speedups)),
             *(_training(place, one) for place, one in enumerate(results.trainings)),
-            Section("Files", facts={str(path): kind for kind, path in results.files}),
+            PageSection("Files", facts={str(path): kind for kind, path in results.files}),
         ],
         summary={"files": [{"kind": kind, "path": str(path)} for kind, path in results.files], "sentences": said},
     )
@@ -87,7 +87,7 @@ def _tiles(results: DropResults) -> dict[str, str]:
     return found
 
 
-def _scaling(results: DropResults) -> list[Section]:
+def _scaling(results: DropResults) -> list[PageSection]:
     if not results.scaling:
         return []
     columns = {
@@ -107,12 +107,12 @@ def _scaling(results: DropResults) -> list[Section]:
     }
     note = f"Throughput over linear scaling, as in the paper's first figure ({SOURCE})."
     return [
-        Section(
+        PageSection(
             "Scaling",
             [note],
             facts,
             [table_of("drop_scaling_table", results.scaling, columns, searched=False)],
-            [scaling_figure(results.scaling), threshold_figure(results.scaling)],
+            [scaling_figure(results.scaling), rate_figure(results.scaling)],
         )
     ]
 
@@ -121,14 +121,14 @@ def _delay(one: Mapping[str, Any]) -> str:
     return ", ".join([one["kind"], *(f"{key} {value}" for key, value in one.items() if key != "kind")])
 
 
-def _measured_scaling(results: DropResults) -> list[Section]:
+def _measured_scaling(results: DropResults) -> list[PageSection]:
     figure = measured_scaling_figure(results.speedups)
-    return [] if figure is None else [Section("Measured with several numbers of replicas", figures=[figure])]
+    return [] if figure is None else [PageSection("Measured with several numbers of replicas", figures=[figure])]
 
 
-def _measured(place: int, result: Mapping[str, Any]) -> Section:
+def _measured(place: int, result: Mapping[str, Any]) -> PageSection:
     columns: dict[str, Any] = {
-        "threshold, s": lambda one: number(one["tau_s"], ".4g", missing="none"),
+        "threshold, s": lambda one: number_cell(one["tau_s"], ".4g", missing="none"),
         "chosen by": lambda one: "the run" if one["own"] else "the measurement",
         "left out: predicted": "predicted_rate:.1%",
         "left out": "rate:.1%",
@@ -137,23 +137,23 @@ def _measured(place: int, result: Mapping[str, Any]) -> Section:
         "difference": lambda one: percent(one["difference"], result["bar"]),
     }
     table = table_of(f"drop_measured_table_{place}", result["thresholds"], columns, searched=False)
-    return Section("Measured", [_made(result)], tables=[table], figures=[speedup_figure(place, result)])
+    return PageSection("Measured", [_made(result)], tables=[table], figures=[speedup_figure(place, result)])
 
 
-def _training(place: int, result: Mapping[str, Any]) -> Section:
+def _training(place: int, result: Mapping[str, Any]) -> PageSection:
     columns: dict[str, Any] = {
         "setting": "name",
-        "final loss": lambda one: number(sum(one["losses"]) / len(one["losses"]), ".4f"),
+        "final loss": lambda one: number_cell(sum(one["losses"]) / len(one["losses"]), ".4f"),
         "increase": "over_none:+.2%",
-        "smallest": lambda one: number(min(one["increases"]), "+.2%"),
-        "largest": lambda one: number(max(one["increases"]), "+.2%"),
+        "smallest": lambda one: number_cell(min(one["increases"]), "+.2%"),
+        "largest": lambda one: number_cell(max(one["increases"]), "+.2%"),
         "beyond chance": _beyond_chance,
         "steps": "steps:,.0f",
         "samples": "samples:.1%",
         "time": "time:.1%",
     }
     table = table_of(f"drop_training_table_{place}", result["scores"], columns, searched=False)
-    return Section("Training", [_made(result), PAPER], tables=[table], figures=loss_figures(place, result))
+    return PageSection("Training", [_made(result), PAPER], tables=[table], figures=loss_figures(place, result))
 
 
 def _beyond_chance(one: Mapping[str, Any]) -> str:

@@ -108,7 +108,7 @@ def places(run: RunRecord) -> dict[str, str]:
     return found
 
 
-def versions(run: RunRecord) -> dict[str, str]:
+def run_versions(run: RunRecord) -> dict[str, str]:
     """Package versions reported at the run's last start, else those in its newest checkpoint; empty: not known."""
     starts = run.of("start", "run")
     told = starts[-1].fields.get("versions") if starts else None

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from megasdc.common.errors import StorageError
 from megasdc.common.process_state import RUNNING
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
-from megasdc.lab.report.run_pages.facts import highlights, places, versions
+from megasdc.lab.report.run_pages.facts import highlights, places, run_versions
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
 from megasdc.lab.report.run_pages.figures.goodput import goodput_figures
 from megasdc.lab.report.run_pages.figures.run import run_figures
@@ -31,24 +31,24 @@ from megasdc.ops.run_folder.marks import (
     NOT_FINITE,
     SAVE,
     SKIP,
-    Mark,
+    EventMark,
     counts_of,
+    event_rows,
     marks_of,
-    rows_of,
 )
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.ops.run_folder.status import Status, clock, status_of
+from megasdc.ops.run_folder.status import RunStatus, clock, status_of
 from megasdc.ops.supervise.diagnosis import KINDS
 from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
-from megasdc.output.page import Fold, Page, Section, State, plain_values
-from megasdc.output.table import Cell, Table, few, number, table_of
+from megasdc.output.page import Fold, Page, PageSection, State, plain_values
+from megasdc.output.table import Cell, Table, few, number_cell, table_of
 from megasdc.sdc.incidents.page import headline
 
 _WELL = ("done", "stopped")
 
 
-def goodput_section(goodput: Goodput) -> Section:
+def goodput_section(goodput: Goodput) -> PageSection:
     """The section of a run that was supervised."""
     count = len(goodput.attempts)
     sentences = [
@@ -59,7 +59,7 @@ def goodput_section(goodput: Goodput) -> Section:
     if goodput.unreported_s:
         sentences.append(f"Of these, {goodput.unreported_s:,.0f} s are since the last line: no step is reported yet.")
     figures = goodput_figures(goodput) if goodput.wall_s else []
-    return Section("Where the time went", sentences, tables=[_attempts(goodput)], figures=figures)
+    return PageSection("Where the time went", sentences, tables=[_attempts(goodput)], figures=figures)
 
 
 def _attempts(goodput: Goodput) -> Table:
@@ -77,8 +77,8 @@ def _row(one: AttemptTime) -> tuple[object, ...]:
         clock(one.planned_at),
         few(one.hosts, 8),
         steps,
-        number(one.seconds, ",.1f"),
-        number(one.parts["productive"], ",.1f"),
+        number_cell(one.seconds, ",.1f"),
+        number_cell(one.parts["productive"], ",.1f"),
         ended,
         one.text,
         one.decided,
@@ -89,11 +89,11 @@ DETAILED = 3
 """Maximum of standstills that are shown with states and stacks; a file holds the others."""
 
 
-def hang_sections(run: RunRecord) -> list[Section]:
+def hang_sections(run: RunRecord) -> list[PageSection]:
     """Sections on the standstills of a run; empty: there was none."""
     if not run.hangs:
         return []
-    return [Section("Hangs", tables=[_hangs(run.hangs)]), *map(_details, run.hangs[: -DETAILED - 1 : -1])]
+    return [PageSection("Hangs", tables=[_hangs(run.hangs)]), *map(_details, run.hangs[: -DETAILED - 1 : -1])]
 
 
 def _hangs(hangs: Sequence[HangIncident]) -> Table:
@@ -105,7 +105,7 @@ def _hangs(hangs: Sequence[HangIncident]) -> Table:
     return Table("hangs", ("time", "step", "kind", "who", "what", "file"), rows, ("kind", "who"), note=note)
 
 
-def _details(hang: HangIncident) -> Section:
+def _details(hang: HangIncident) -> PageSection:
     rows = [
         (
             Cell(str(one.rank), one.rank, look="bad" if one.rank in hang.ranks else ""),
@@ -123,7 +123,7 @@ def _details(hang: HangIncident) -> Section:
     headings = ("rank", "host", "step", "micro-batch", "phase", "seconds in it", "process", "waits", "at")
     table = Table(f"states_{hang.run}", headings, rows, ("host", "phase", "process"))
     when = f"{clock(hang.time)}, by the clock of the host that wrote it"
-    return Section(
+    return PageSection(
         f"Hang in step {hang.step}: {hang.who}",
         sentences=[f"{hang.message[:1].upper()}{hang.message[1:]}.", f"Kind {hang.kind}, {when}. {_of_stacks(hang)}"],
         tables=[table],
@@ -155,21 +155,21 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     goodput = _goodput(run, now, notes)
     figures = run_figures(run, marks)
     sections = [
-        Section("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
+        PageSection("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
         *hang_sections(run),
         _met(run, notes),
         None if goodput is None else goodput_section(goodput),
-        Section("Over the steps", figures=figures) if figures else None,
+        PageSection("Over the steps", figures=figures) if figures else None,
         _drops_section(drops),
-        Section("Configuration", facts=highlights(run)),
-        Section("Where and with what", facts=places(run) | _versions(run)),
-        Section("Events", _few_events(run), tables=[_events(run)]),
+        PageSection("Configuration", facts=highlights(run)),
+        PageSection("Where and with what", facts=places(run) | _versions(run)),
+        PageSection("Events", _few_events(run), tables=[_events(run)]),
     ]
     return Page(
         kind="run",
         title=title or f"Run {run.name}",
         verdict=f"{title or 'Run ' + run.name}: {_with_counts(status.text, counts, INCIDENT, HANG)}",
-        state=state_of(status, counts),
+        state=line_state(status, counts),
         sentences=[f"Run folder {run.path}."],
         tiles=_tiles(run, status, counts, goodput),
         notes=notes,
@@ -191,7 +191,7 @@ def _goodput(run: RunRecord, now: float, notes: list[str]) -> Goodput | None:
         return None
 
 
-def _met(run: RunRecord, notes: list[str]) -> Section | None:
+def _met(run: RunRecord, notes: list[str]) -> PageSection | None:
     """What the run has met in all of its starts; None: nothing, or the journal cannot be used, which is noted."""
     try:
         found = all_met(run.path)
@@ -207,7 +207,9 @@ def _met(run: RunRecord, notes: list[str]) -> Section | None:
         "to do": "to_do",
         "time": "time",
     }
-    return Section("What the run met", tables=[table_of("met", found, columns, filters=("kind",))]) if found else None
+    return (
+        PageSection("What the run met", tables=[table_of("met", found, columns, filters=("kind",))]) if found else None
+    )
 
 
 def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:
@@ -215,18 +217,18 @@ def _with_counts(text: str, counts: dict[str, int], *lanes: str) -> str:
     return " ".join([text if text.endswith(".") or not told else f"{text}.", *told])
 
 
-def state_of(status: Status, counts: dict[str, int]) -> State:
+def line_state(status: RunStatus, counts: dict[str, int]) -> State:
     """Colour of a run's first line."""
     if status.state == "failed" or counts.get(INCIDENT):
         return "different"
     return "same" if status.state == "done" else "unsure"
 
 
-def _says_something(section: Section) -> bool:
+def _says_something(section: PageSection) -> bool:
     return bool(section.facts or section.figures or section.sentences or any(one.rows for one in section.tables))
 
 
-def _tiles(run: RunRecord, status: Status, counts: dict[str, int], goodput: Goodput | None) -> dict[str, str]:
+def _tiles(run: RunRecord, status: RunStatus, counts: dict[str, int], goodput: Goodput | None) -> dict[str, str]:
     found = {"step": f"{status.step:,}" + (f" of {status.planned:,}" if status.planned else "")}
     if goodput is not None:
         found["effective training time"] = f"{goodput.effective_ratio:.1%}"
@@ -237,7 +239,7 @@ def _tiles(run: RunRecord, status: Status, counts: dict[str, int], goodput: Good
         ("tokens used", "train/tokens", ",.0f"),
     ):
         if name in run.series:
-            found[label] = number(float(run.series[name].values[-1]), form).text
+            found[label] = number_cell(float(run.series[name].values[-1]), form).text
     found |= {f"{lane}s": "0" for lane in (INCIDENT, FINDING)}
     found |= {_plural(lane): f"{counts[lane]:,}" for lane in _COUNTED if lane in counts}
     return found
@@ -267,18 +269,18 @@ def _incidents(run: RunRecord, out: Path) -> Table:
     return Table("incidents", headings, rows, ("found by", "verdict"))
 
 
-def _drops_section(drops: Drops | str | None) -> Section | None:
+def _drops_section(drops: Drops | str | None) -> PageSection | None:
     if drops is None:
         return None
     if isinstance(drops, str):
-        return Section("DropCompute", [f"The recorded step times cannot be shown: {drops}."])
+        return PageSection("DropCompute", [f"The recorded step times cannot be shown: {drops}."])
     notes = [f"Note: {note}." for note in drops.notes]
     advice = "`megasdc dropcompute times` says who was late and why, `megasdc dropcompute threshold` has the numbers."
-    return Section("DropCompute", [*notes, advice], figures=drop_figures(drops))
+    return PageSection("DropCompute", [*notes, advice], figures=drop_figures(drops))
 
 
 def _versions(run: RunRecord) -> dict[str, str]:
-    found = versions(run)
+    found = run_versions(run)
     return {"versions": ", ".join(f"{name} {version}" for name, version in found.items())} if found else {}
 
 
@@ -293,9 +295,9 @@ def _few_events(run: RunRecord) -> list[str]:
 
 
 def _events(run: RunRecord) -> Table:
-    rows = sorted(rows_of(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
+    rows = sorted(event_rows(run.events), key=lambda one: (not one.lane, one.time, one.step or 0))
     columns: dict[str, Any] = {
-        "step": lambda one: number(one.step, ",d", missing=""),
+        "step": lambda one: number_cell(one.step, ",d", missing=""),
         "mark": "lane",
         "event": "what",
         "times": "count",
@@ -305,7 +307,7 @@ def _events(run: RunRecord) -> Table:
     return table_of("events", rows, columns, filters=("mark", "event"))
 
 
-def summary_of(run: RunRecord, status: Status, marks: Sequence[Mark]) -> dict[str, object]:
+def summary_of(run: RunRecord, status: RunStatus, marks: Sequence[EventMark]) -> dict[str, object]:
     """A run as plain values."""
     last = {name: float(run.series[name].values[-1]) for name in ("train/loss", "eval/loss") if name in run.series}
     return plain_values(

@@ -13,18 +13,18 @@ from typing import Any
 
 from megasdc.config.replica import replica_folder
 from megasdc.lab.report import study_tables
-from megasdc.lab.report.run_pages.facts import highlights, versions
+from megasdc.lab.report.run_pages.facts import highlights, run_versions
 from megasdc.lab.report.run_pages.figures.nodes import node_figures
 from megasdc.lab.report.run_pages.figures.study import (
     bits_figure,
     burst_figure,
     distance_figure,
-    loss_figures,
     mismatch_map,
     severity_figure,
+    study_loss_figures,
 )
 from megasdc.lab.report.run_pages.figures.sweep import increases, sweep_figures
-from megasdc.lab.studies.tables import StudySummary, describe, mismatch_rows, summarize_study, torn_note
+from megasdc.lab.studies.tables import StudySummary, describe_study, mismatch_rows, summarize_study, torn_note
 from megasdc.lab.sweeps.ma_tables import node_tables
 from megasdc.lab.sweeps.outcome import DONE, STATUSES
 from megasdc.lab.sweeps.papers.tables import PAPER_TABLES, PaperRow
@@ -36,8 +36,8 @@ from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import ago, status_of
 from megasdc.ops.run_folder.study_log import WHOLE, Line, read_study
 from megasdc.output.figure import Figure
-from megasdc.output.page import Page, Section, State, plain_values
-from megasdc.output.table import Cell, Table, number, percent, table_of
+from megasdc.output.page import Page, PageSection, State, plain_values
+from megasdc.output.table import Cell, Table, number_cell, percent, table_of
 
 MODES = {
     "computation_sync": "each submodule's own result is compared element by element and overwritten by the trusted one",
@@ -55,7 +55,7 @@ def study_page(folder: Path, title: str | None = None) -> Page:
     Raises ``DataError`` where a file of the study is damaged.
     """
     summary = summarize_study(folder)
-    told = describe(summary)
+    told = describe_study(summary)
     trusted = load_run(replica_folder(folder, summary.trusted))
     status = status_of(trusted)
     name = title or f"Study {folder.resolve().name}"
@@ -81,8 +81,8 @@ def study_page(folder: Path, title: str | None = None) -> Page:
         notes=[*filter(None, [torn_note(summary)]), *trusted.notes],
         sections=[
             *_tables(summary, list(read_study(folder, "mismatch"))),
-            Section("Figures", figures=_figures(folder, summary)),
-            Section("Settings of the trusted replica", facts={**highlights(trusted), **versions(trusted)}),
+            PageSection("Figures", figures=_figures(folder, summary)),
+            PageSection("Settings of the trusted replica", facts={**highlights(trusted), **run_versions(trusted)}),
         ],
         summary=plain_values(summary.as_dict()),
     )
@@ -102,11 +102,11 @@ def _figures(folder: Path, summary: StudySummary) -> list[Figure]:
         if any(line["ratio"] != 0 for line in lines):
             found.append(distance_figure(quantity, lines))
     if losses := list(read_study(folder, "loss")):
-        found += loss_figures(losses)
+        found += study_loss_figures(losses)
     return [one for one in found if one is not None]
 
 
-def _tables(summary: StudySummary, mismatches: Sequence[Line]) -> list[Section]:
+def _tables(summary: StudySummary, mismatches: Sequence[Line]) -> list[PageSection]:
     whole_first = sorted(summary.distances, key=lambda row: row.fqn != WHOLE)
     found = {
         "Results compared": study_tables.mismatches(summary),
@@ -115,7 +115,7 @@ def _tables(summary: StudySummary, mismatches: Sequence[Line]) -> list[Section]:
         "Evaluation of the end models": study_tables.evaluations(summary),
         "Single wrong elements": _samples(mismatches),
     }
-    return [Section(heading, tables=[table]) for heading, table in found.items() if table.rows]
+    return [PageSection(heading, tables=[table]) for heading, table in found.items() if table.rows]
 
 
 def _samples(mismatches: Sequence[Line]) -> Table:
@@ -162,15 +162,17 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         tiles=_tiles(results),
         notes=_notes(results),
         sections=[
-            *([Section(*_paper_heading(table), tables=_scores(table))] if table.trained_scores else []),
+            *([PageSection(*_paper_heading(table), tables=_scores(table))] if table.trained_scores else []),
             *_studies(table),
-            Section("What simulated faults cannot tell", LIMITS),
-            Section("Runs that are not done", tables=[_lost(lost)])
+            PageSection("What simulated faults cannot tell", LIMITS),
+            PageSection("Runs that are not done", tables=[_lost(lost)])
             if lost
-            else Section("Runs that are not done", ["None."]),
-            Section("Figures", figures=[*node_figures(results, table.nodes), *sweep_figures(results, table)]),
-            Section("Settings", _how(results), _facts(results), tables=[_settings(results), _simulated(results.sweep)]),
-            Section("All runs", tables=[_runs(results)]),
+            else PageSection("Runs that are not done", ["None."]),
+            PageSection("Figures", figures=[*node_figures(results, table.nodes), *sweep_figures(results, table)]),
+            PageSection(
+                "Settings", _how(results), _facts(results), tables=[_settings(results), _simulated(results.sweep)]
+            ),
+            PageSection("All runs", tables=[_runs(results)]),
         ],
         summary=plain_values(table.as_dict()),
     )
@@ -227,10 +229,10 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
     return ("The paper's table beside ours" if table.tables else "Cells"), sentences
 
 
-def _studies(table: SweepTable) -> list[Section]:
+def _studies(table: SweepTable) -> list[PageSection]:
     """Tables of studies of nodes, where the sweep's runs are studies."""
     return [
-        Section(
+        PageSection(
             one.heading,
             [one.note],
             tables=[
@@ -268,16 +270,16 @@ def _scores(table: SweepTable) -> list[Table]:
 
 
 def _healthy(score: CellScore) -> tuple[Cell, ...]:
-    healthy = number(score.healthy, ".4f", missing="not done")
+    healthy = number_cell(score.healthy, ".4f", missing="not done")
     spread = None if score.healthy_spread is None else f"{score.healthy_spread:.4f}"
-    return _with_spread(healthy, spread), number(score.chance, ".3%")
+    return _with_spread(healthy, spread), number_cell(score.chance, ".3%")
 
 
 def _nodes(score: NodesScore, of: CellScore) -> tuple[Cell, ...]:
     spread = None if score.worst_spread is None else f"{score.worst_spread:.3%}"
     failed = (*((f"healthy ({of.healthy_failed})",) if of.healthy_failed else ()), *score.failed)
     return (
-        number(score.worst, ".4f"),
+        number_cell(score.worst, ".4f"),
         _with_spread(percent(score.worst_increase, EPSILON), spread),
         Cell(score.worst_node or "-"),
         Cell(f"{score.worse} of {score.nodes}", float(score.worse), look="bad" if score.worse else ""),
@@ -295,9 +297,9 @@ def _with_spread(cell: Cell, spread: str | None) -> Cell:
 def _theirs(row: PaperRow | None) -> tuple[Cell, ...]:
     if row is None:
         return tuple(Cell("-") for _ in _PAPER)
-    worst = Cell("diverge") if row.worst is None else number(row.worst, "g")
-    increase = Cell("-") if row.increase is None else number(row.increase, "+.2%")
-    return number(row.healthy, "g"), worst, increase, number(row.worse, "d"), number(row.diverged, "d")
+    worst = Cell("diverge") if row.worst is None else number_cell(row.worst, "g")
+    increase = Cell("-") if row.increase is None else number_cell(row.increase, "+.2%")
+    return number_cell(row.healthy, "g"), worst, increase, number_cell(row.worse, "d"), number_cell(row.diverged, "d")
 
 
 def _lost(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -354,7 +356,7 @@ def _settings(results: SweepResults) -> Table:
 
 def _value(value: Any) -> Cell:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return number(float(value), "g")
+        return number_cell(float(value), "g")
     return Cell("-" if value is None else json.dumps(value))
 
 
@@ -370,7 +372,7 @@ def _simulated(sweep: Mapping[str, Any]) -> Table:
                 published.replace("_", " ") or "-",
                 " ".join(profile.get("assumed", [])) or "-",
                 _faults([*profile.get("faults", []), *one["faults"]]),
-                number(one["seed"], "d"),
+                number_cell(one["seed"], "d"),
             )
         )
     headings = ("node", "what it is", "published", "assumed", "faults", "seed")

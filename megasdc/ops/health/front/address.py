@@ -46,7 +46,7 @@ def keep_front(front: FrontAddress) -> None:
     _fronts[front.launch_id] = front
 
 
-def take_front(health: Path, launch_id: str | None) -> FrontAddress | None:
+def claim_front(health: Path, launch_id: str | None) -> FrontAddress | None:
     """The front of this launch, by its file in the run folder, which is then removed, or as kept; None: there is none.
 
     Args:

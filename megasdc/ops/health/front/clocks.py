@@ -32,14 +32,14 @@ CLOCKS_FILE = "clocks.json"
 
 
 @dataclass(frozen=True)
-class Reading:
+class ClockReading:
     """Both clocks of a host, read at once."""
 
     date: float
     monotonic: float
 
     @classmethod
-    def now(cls) -> Reading:
+    def now(cls) -> ClockReading:
         """Of this host."""
         return cls(time.time(), time.monotonic())
 
@@ -50,7 +50,7 @@ class ClockMeasurement:
     def __init__(self) -> None:
         self._samples: deque[HostClock] = deque(maxlen=SAMPLES)
 
-    def take(self, sent: Reading, answer: Mapping[str, Any], received: Reading) -> None:
+    def take(self, sent: ClockReading, answer: Mapping[str, Any], received: ClockReading) -> None:
         """Take one exchange; an answer without the front's clocks, of an earlier version, tells nothing."""
         front = answer.get("clock")
         if not isinstance(front, list) or len(front) != 2 or not all(map(_is_number, front)):
@@ -81,7 +81,7 @@ class HostClocks:
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
-        self._last = Reading.now()
+        self._last = ClockReading.now()
         self._told: dict[str, float] = {}
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ class HostClocks:
 
     def look(self) -> None:
         """See whether this host's own date was set; the others then seem to have been set the other way."""
-        now = Reading.now()
+        now = ClockReading.now()
         step_s = (now.date - self._last.date) - (now.monotonic - self._last.monotonic)
         self._last = now
         if abs(step_s) > TOLD_S:
@@ -127,7 +127,7 @@ class HostClocks:
             self._say(f"clocks: {self._path} cannot be written: {error}")
 
 
-def differing(health: Path) -> list[str]:
+def describe_differing_dates(health: Path) -> list[str]:
     """Hosts of a run's last launch whose dates differ from that of its front, a sentence each; empty: none is known.
 
     Args:

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from megasdc.common.wire import Messages, connect
+from megasdc.common.wire import MessageChannel, connect
 from megasdc.ops.health.front.address import ANSWER_S, FrontAddress, Hello
-from megasdc.ops.health.front.clocks import ClockMeasurement, Reading
+from megasdc.ops.health.front.clocks import ClockMeasurement, ClockReading
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S, OwnState
 
 RETRY_S = 10.0
@@ -24,7 +24,7 @@ class CoordinatorClient:
 
     def __init__(self, address: FrontAddress, hello: Hello) -> None:
         self._address, self._hello = address, hello
-        self._messages: Messages | None = None
+        self._messages: MessageChannel | None = None
         self._try_at, self._heard_at = 0.0, -LOST_S
         self._told: OwnState | None = None
         self._answer: dict[str, Any] = {}
@@ -64,11 +64,13 @@ class CoordinatorClient:
             self._try_at = time.monotonic() + RETRY_S
             raise
 
-    def _connect(self) -> Messages:
+    def _connect(self) -> MessageChannel:
         front = self._address
-        return Messages(connect(front.address, front.port, bytes.fromhex(front.secret), asdict(self._hello), ANSWER_S))
+        return MessageChannel(
+            connect(front.address, front.port, bytes.fromhex(front.secret), asdict(self._hello), ANSWER_S)
+        )
 
-    def _tell(self, messages: Messages) -> None:
+    def _tell(self, messages: MessageChannel) -> None:
         own = self.own
         message: dict[str, Any] = {"ended": own.ended, "stuck": own.report is not None, "problem": own.problem}
         if own.unwatched:
@@ -77,10 +79,10 @@ class CoordinatorClient:
             message["report"] = own.report
         if (clock := self._clocks.clock) is not None:
             message["clock"] = clock
-        sent = Reading.now()
+        sent = ClockReading.now()
         messages.send(message, ANSWER_S)
         self._answer = messages.receive(ANSWER_S)
-        self._clocks.take(sent, self._answer, Reading.now())
+        self._clocks.take(sent, self._answer, ClockReading.now())
         self._told, self._heard_at = own, time.monotonic()
 
     def close(self) -> None:

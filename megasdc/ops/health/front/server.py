@@ -21,10 +21,10 @@ from megasdc.common import room
 from megasdc.common.alert import LIMIT_S, alert
 from megasdc.common.moment import HostClock
 from megasdc.common.process_state import PAUSE_S
-from megasdc.common.wire import SECRET_BYTES, Door, Messages, WireError
+from megasdc.common.wire import SECRET_BYTES, Door, MessageChannel, WireError
 from megasdc.ops.health.front.address import ANSWER_S, FrontAddress, Hello
-from megasdc.ops.health.front.clocks import CLOCKS_FILE, HostClocks, Reading
-from megasdc.ops.health.incident import Conclusion, conclude
+from megasdc.ops.health.front.clocks import CLOCKS_FILE, ClockReading, HostClocks
+from megasdc.ops.health.incident import HangConclusion, conclude
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 
 LOOK_S = 0.5
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class HostState:
+class AgentState:
     """A host as the front knows it, from its agent's last message.
 
     Args:
@@ -70,8 +70,8 @@ class HangMonitor:
         self._publishing: threading.Thread | None = None
         self._lock = threading.Lock()
         self._run, self._num_nodes = "", 0
-        self._hosts: dict[int, HostState] = {}
-        self._conclusion: Conclusion | None = None
+        self._hosts: dict[int, AgentState] = {}
+        self._conclusion: HangConclusion | None = None
         self._clocks = HostClocks(health / CLOCKS_FILE, say)
         self._looked_at = time.monotonic()
 
@@ -91,7 +91,7 @@ class HangMonitor:
         with self._lock:
             if hello.run != self._run:
                 self._run, self._num_nodes, self._hosts, self._conclusion = hello.run, hello.num_nodes, {}, None
-            self._hosts[hello.node] = HostState(hello.host, time.monotonic())
+            self._hosts[hello.node] = AgentState(hello.host, time.monotonic())
 
     def hear(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take a host's message, and return the answer to it."""
@@ -113,12 +113,12 @@ class HangMonitor:
             leave = None if self._conclusion is None else self._conclusion.leave
             return {"judges": len(self._hosts) == self._num_nodes, "leave": leave}
 
-    def _take_problem(self, host: HostState, problem: object) -> None:
+    def _take_problem(self, host: AgentState, problem: object) -> None:
         if isinstance(problem, str) and problem != host.problem:
             host.problem = problem
             self._say(f"health: {host.host}: {problem or 'its agent works again'}")
 
-    def _readable(self, host: HostState, report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def _readable(self, host: AgentState, report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """The report; None: there is none, or it cannot be read, then the host counts as stuck without one."""
         if report is None:
             return None
@@ -159,7 +159,7 @@ class HangMonitor:
             return {host.host: now - host.heard_at for host in self._hosts.values() if self._is_lost(host)}
 
     @staticmethod
-    def _is_lost(host: HostState) -> bool:
+    def _is_lost(host: AgentState) -> bool:
         return not host.ended and not host.unwatched and time.monotonic() - host.heard_at > LOST_S
 
     def _judge(self) -> None:
@@ -179,7 +179,7 @@ class HangMonitor:
         self._publishing = publish
         publish.start()
 
-    def _publish(self, conclusion: Conclusion) -> None:
+    def _publish(self, conclusion: HangConclusion) -> None:
         try:
             room.wait_for_room(conclusion.write, conclusion.path, self._say, at_most_s=room.END_S)
         except OSError as error:
@@ -228,12 +228,12 @@ class Coordinator:
 
     def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         """Answer an agent's messages until it leaves."""
-        agent, messages = Hello.read(hello), Messages(connection)
+        agent, messages = Hello.read(hello), MessageChannel(connection)
         self.standstill.greet(agent)
         with contextlib.suppress(ConnectionError, TimeoutError, WireError):
             while True:
                 answer = self.standstill.hear(agent, messages.receive(LOST_S))
-                now = Reading.now()
+                now = ClockReading.now()
                 messages.send({**answer, "clock": [now.date, now.monotonic]}, ANSWER_S)
 
     def close(self) -> None:

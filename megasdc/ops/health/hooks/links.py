@@ -30,7 +30,7 @@ from megasdc.ops.health.links.judgement import Direction, LinkFigures, Pair, Slo
 from megasdc.ops.health.links.own_connections import SentToHosts, hosts_by_address, own_connections
 from megasdc.ops.health.links.probe import ProbePlan, follow, lead
 from megasdc.ops.health.links.rings import RankPair, in_turns, ring_pairs, rings
-from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.tcp_info import SentBytes
 from megasdc.ops.health.links.watch import LinkWatch
 from megasdc.parallel.collectives import gather_objects
 
@@ -189,7 +189,7 @@ class LinkPings(Hook):
         lost = {pair: LOST for pair, row in rows.items() if not row[0]}
         if run.dims.rank == 0:
             measured = {pair: row for pair, row in rows.items() if pair not in lost}
-            carried: dict[Pair, Sent] = {}
+            carried: dict[Pair, SentBytes] = {}
             for pair, row in measured.items():
                 carried |= self._carried(pair, row)
             self._judge([self._figures(pair, row) for pair, row in measured.items()], carried)
@@ -241,13 +241,13 @@ class LinkPings(Hook):
         there, back = (Direction(row[at], int(row[at + 1]), int(row[at + 2])) for at in (3, 6))
         return LinkFigures(first, second, row[1], row[2], PLAN.payload_bytes, there, back)
 
-    def _carried(self, pair: RankPair, row: Sequence[float]) -> dict[Pair, Sent]:
+    def _carried(self, pair: RankPair, row: Sequence[float]) -> dict[Pair, SentBytes]:
         """What training has sent between the hosts of a pair."""
         first, second = (self._hosts[rank] for rank in pair)
-        there, back = (Sent(int(row[at]), int(row[at + 1])) for at in (_FORWARD, _BACKWARD))
+        there, back = (SentBytes(int(row[at]), int(row[at + 1])) for at in (_FORWARD, _BACKWARD))
         return {(first, second): there, (second, first): back}
 
-    def _judge(self, figures: Sequence[LinkFigures], carried: Mapping[Pair, Sent]) -> None:
+    def _judge(self, figures: Sequence[LinkFigures], carried: Mapping[Pair, SentBytes]) -> None:
         """Emit events of what changed; on rank 0."""
         run = self._run
         if self._writer is not None and figures:

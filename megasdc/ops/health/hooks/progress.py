@@ -22,13 +22,13 @@ from megasdc.engine.hooks import Hook
 from megasdc.engine.run import Run
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
-from megasdc.ops.health.front.address import FrontAddress, keep_front, take_front
+from megasdc.ops.health.front.address import FrontAddress, claim_front, keep_front
 from megasdc.ops.health.front.clocks import TOLD_S
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_watch import RankWatch
-from megasdc.ops.health.record import HeartbeatWriter, Identity
-from megasdc.ops.health.record_folder import record_folder, remove_leftovers
+from megasdc.ops.health.record import HeartbeatWriter, WatchedIdentity
+from megasdc.ops.health.record_folder import record_folder, remove_old_records
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -146,13 +146,13 @@ def _leave(leave: LeaveRank | None, code: int, message: str) -> None:
     os._exit(code)
 
 
-def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions, FrontAddress | None]:
+def _meet_host(section: HealthSection, run: Run) -> tuple[WatchedIdentity, AgentOptions, FrontAddress | None]:
     """Agree on a name for this start, on who is on which host, and on the front, which rank 0 has been told.
 
     Collective: all ranks of the run.
     """
     dims, host = run.dims, socket.gethostname()
-    front = take_front(run.folder / "health", os.environ.get(LAUNCH_ID_VARIABLE)) if dims.rank == 0 else None
+    front = claim_front(run.folder / "health", os.environ.get(LAUNCH_ID_VARIABLE)) if dims.rank == 0 else None
     origin = run.events.origin
     # Copies of a folder share a run's id; and other users, who could make the folder of records first, cannot guess it.
     own = (host, f"{origin.run}.{origin.attempt}.{secrets.token_hex(16)}", front)
@@ -163,7 +163,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
     folder = record_folder(name, nodes.index(host))
-    identity = Identity(
+    identity = WatchedIdentity(
         run=name,
         rank=dims.rank,
         local_rank=here.index(dims.rank),
@@ -182,7 +182,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[Identity, AgentOptions
     return identity, options, front
 
 
-def _open_record(run: Run, identity: Identity, folder: Path) -> HeartbeatWriter:
+def _open_record(run: Run, identity: WatchedIdentity, folder: Path) -> HeartbeatWriter:
     """The record of this rank, once all ranks have theirs.
 
     Raises:
@@ -193,7 +193,7 @@ def _open_record(run: Run, identity: Identity, folder: Path) -> HeartbeatWriter:
     record, problem = None, ""
     try:
         if identity.local_rank == 0:
-            remove_leftovers()
+            remove_old_records()
         make_own_folder(folder)
         record = HeartbeatWriter(folder, identity)
     except (OSError, StorageError) as error:

@@ -15,7 +15,7 @@ from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.limits import FIRST_STEPS
 from megasdc.ops.health.slow.report import SlowReport, Where, metrics
-from megasdc.ops.health.slow.stragglers import LONG, Change, Place, Stragglers
+from megasdc.ops.health.slow.stragglers import LONG, Place, StragglerChange, Stragglers
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import Field
@@ -100,7 +100,7 @@ class StragglerWatch(Hook):
             run.events.emit("health", name, step=run.step, **fields)
         self._write(run, change)
 
-    def _write(self, run: Run, change: Change) -> None:
+    def _write(self, run: Run, change: StragglerChange) -> None:
         """Files and metrics of rank 0; a disk that takes no file does not end the run."""
         assert self._report is not None
         try:

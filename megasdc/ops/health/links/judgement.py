@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.tcp_info import SentBytes
 
 RATIO = 4.0
 FLOOR_S = 1e-3
@@ -161,7 +161,7 @@ def combined(figures: Sequence[LinkFigures]) -> LinkFigures:
 def judge_links(
     figures: Sequence[LinkFigures],
     past: Mapping[Pair, LinkFigures] | None = None,
-    lossy: Mapping[Pair, Sent] | None = None,
+    lossy: Mapping[Pair, SentBytes] | None = None,
 ) -> list[SlowLink]:
     """The slow ones among pairs of hosts, each pair once.
 
@@ -202,7 +202,7 @@ def _judge(
     past: Mapping[Pair, LinkFigures],
     usual_rtt: float | None,
     clocks: Mapping[str, tuple[int, float]],
-    lost: Mapping[Pair, Sent],
+    lost: Mapping[Pair, SentBytes],
 ) -> SlowLink | None:
     """A pair's finding; ``usual_rtt``: None where its round trip is not slow."""
     texts, ways, kinds = [], set(), []

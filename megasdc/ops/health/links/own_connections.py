@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megasdc.ops.health.links.tcp_info import Sent, sent
+from megasdc.ops.health.links.tcp_info import SentBytes, sent
 
 MOST = 128
 """Connections at most that are looked at, a few microseconds each; those that have sent most."""
@@ -39,7 +39,7 @@ class OwnConnection:
     cookie: bytes
     local: str
     remote: str
-    sent: Sent
+    sent: SentBytes
 
 
 def own_connections() -> list[OwnConnection]:
@@ -81,9 +81,9 @@ class SentToHosts:
     def __len__(self) -> int:
         return len(self._known)
 
-    def look(self) -> dict[str, Sent]:
+    def look(self) -> dict[str, SentBytes]:
         """What was sent to each host since the look before; connections that are closed by now do not count."""
-        counts: dict[str, Sent] = {}
+        counts: dict[str, SentBytes] = {}
         for descriptor, (host, cookie, before) in list(self._known.items()):
             try:
                 with _copy(descriptor) as copy:
@@ -93,7 +93,7 @@ class SentToHosts:
             except OSError:
                 del self._known[descriptor]
                 continue
-            counts[host] = counts.get(host, Sent()) + now.since(before)
+            counts[host] = counts.get(host, SentBytes()) + now.since(before)
             self._known[descriptor] = host, cookie, now
         return counts
 

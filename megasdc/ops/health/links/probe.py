@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from megasdc.common.wire import Exchange
+from megasdc.common.wire import BoundedExchange
 from megasdc.ops.health.links.judgement import Direction, LinkFigures, lower_quartile
 from megasdc.ops.health.links.tcp_info import sent
 
@@ -45,7 +45,7 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, li
     Raises:
         OSError: the peer has gone, or it was not done in time.
     """
-    exchange, payload = Exchange(connection, limit_s), bytes(plan.payload_bytes)
+    exchange, payload = BoundedExchange(connection, limit_s), bytes(plan.payload_bytes)
     scratch = memoryview(bytearray(plan.payload_bytes))
     before = sent(connection)
     exchange.send(b"?")
@@ -79,7 +79,7 @@ def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
     Raises:
         OSError: the peer has gone, or it was not done in time.
     """
-    exchange, payload = Exchange(connection, limit_s), bytes(plan.payload_bytes)
+    exchange, payload = BoundedExchange(connection, limit_s), bytes(plan.payload_bytes)
     scratch = memoryview(bytearray(plan.payload_bytes))
     before = sent(connection)
     exchange.take(1)
@@ -97,7 +97,7 @@ def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
     exchange.send(_RESULT.pack(lower_quartile(backward[1:]), own.lost, own.segments))
 
 
-def _ping(exchange: Exchange) -> tuple[float, float]:
+def _ping(exchange: BoundedExchange) -> tuple[float, float]:
     """Round trip, and the peer's clock against the middle of it, both in seconds."""
     began = time.monotonic()
     exchange.send(b".")
@@ -106,7 +106,7 @@ def _ping(exchange: Exchange) -> tuple[float, float]:
     return ended - began, there - (began + ended) / 2
 
 
-def _transfer_s(exchange: Exchange, payload: bytes) -> float:
+def _transfer_s(exchange: BoundedExchange, payload: bytes) -> float:
     """Seconds until the peer has a payload and answers."""
     began = time.monotonic()
     exchange.send(payload)

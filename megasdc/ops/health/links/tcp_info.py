@@ -18,7 +18,7 @@ _WRAP = 1 << 32
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """What a connection has sent.
 
     Args:
@@ -41,19 +41,19 @@ class Sent:
         """Share of segments that were lost."""
         return self.lost / self.segments if self.segments else 0.0
 
-    def since(self, before: Sent) -> Sent:
+    def since(self, before: SentBytes) -> SentBytes:
         """What was sent after an earlier look at the same connection."""
-        return Sent(
+        return SentBytes(
             (self.segments - before.segments) % _WRAP,
             (self.resent - before.resent) % _WRAP,
             (self.needless - before.needless) % _WRAP,
         )
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.segments + other.segments, self.resent + other.resent, self.needless + other.needless)
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(self.segments + other.segments, self.resent + other.resent, self.needless + other.needless)
 
 
-def sent(connection: socket.socket) -> Sent:
+def sent(connection: socket.socket) -> SentBytes:
     """What a connection has sent since it began.
 
     Raises:
@@ -64,4 +64,4 @@ def sent(connection: socket.socket) -> Sent:
         raise OSError("this kernel does not count the segments of a TCP connection; Linux 4.6 and later do")
     known = len(info) >= _INFO_BYTES
     offsets = (_SEGMENTS_AT, _RESENT_AT, *([_NEEDLESS_AT] if known else []))
-    return Sent(*(_COUNT.unpack_from(info, at)[0] for at in offsets))
+    return SentBytes(*(_COUNT.unpack_from(info, at)[0] for at in offsets))

@@ -24,7 +24,7 @@ from megasdc.ops.health.links.judgement import (
     judge_links,
     lower_quartile,
 )
-from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.tcp_info import SentBytes
 
 ENOUGH = 2000
 """Segments with which fewer than ``COUNTED`` looks will do."""
@@ -34,11 +34,11 @@ class CarriedWatch:
     """What is known of what directions lose."""
 
     def __init__(self) -> None:
-        self._past: defaultdict[Pair, deque[Sent]] = defaultdict(lambda: deque(maxlen=PAST))
-        self._counted: defaultdict[Pair, deque[Sent]] = defaultdict(lambda: deque(maxlen=COUNTED))
+        self._past: defaultdict[Pair, deque[SentBytes]] = defaultdict(lambda: deque(maxlen=PAST))
+        self._counted: defaultdict[Pair, deque[SentBytes]] = defaultdict(lambda: deque(maxlen=COUNTED))
         self._lossy: set[Pair] = set()
 
-    def take(self, carried: Mapping[Pair, Sent]) -> dict[Pair, Sent]:
+    def take(self, carried: Mapping[Pair, SentBytes]) -> dict[Pair, SentBytes]:
         """Judge a look; returns the directions that lose segments, with the last counts.
 
         Args:
@@ -59,10 +59,10 @@ class CarriedWatch:
             self._past[way].append(carried[way])
         return {way: sums[way] for way in sorted(self._lossy)}
 
-    def _sum(self, way: Pair, now: Sent) -> Sent:
+    def _sum(self, way: Pair, now: SentBytes) -> SentBytes:
         """The last looks until they are enough."""
         self._counted[way].append(now)
-        total = Sent()
+        total = SentBytes()
         for one in reversed(self._counted[way]):
             total += one
             if total.segments >= ENOUGH:
@@ -72,10 +72,10 @@ class CarriedWatch:
     def _usual(self, way: Pair) -> float:
         """Share that a direction lost before; 1 where that is not known."""
         past = self._past[way]
-        return sum(past, Sent()).loss if len(past) >= LEAST_PAST else 1.0
+        return sum(past, SentBytes()).loss if len(past) >= LEAST_PAST else 1.0
 
 
-def _is_lossy(total: Sent, floor: float, usual: float) -> bool:
+def _is_lossy(total: SentBytes, floor: float, usual: float) -> bool:
     return total.lost >= LEAST_RESENT and total.loss > floor and total.loss > RATIO * usual
 
 
@@ -100,7 +100,7 @@ class LinkWatch:
         self._streak: defaultdict[Pair, int] = defaultdict(int)
 
     def take(
-        self, figures: Sequence[LinkFigures], carried: Mapping[Pair, Sent] | None = None
+        self, figures: Sequence[LinkFigures], carried: Mapping[Pair, SentBytes] | None = None
     ) -> tuple[list[SlowLink], list[SlowLink]]:
         """Judge a measurement of all pairs; returns the links that became slow, and those that no longer are.
 

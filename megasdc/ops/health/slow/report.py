@@ -14,7 +14,7 @@ import numpy as np
 from megasdc.common.durable import append_bounded
 from megasdc.common.origin import Origin
 from megasdc.common.room import write_when_room
-from megasdc.ops.health.slow.stragglers import Change, Place, Straggler, Stragglers
+from megasdc.ops.health.slow.stragglers import Place, Straggler, StragglerChange, Stragglers
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
 LARGEST_BYTES = 4_000_000
@@ -52,7 +52,7 @@ class SlowReport:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def events(self, change: Change, stragglers: Stragglers) -> Iterator[Told]:
+    def events(self, change: StragglerChange, stragglers: Stragglers) -> Iterator[Told]:
         """What a judgement found: stragglers that begin and end, garbage collection, imbalance of stages."""
         yield from self._begun(change, stragglers)
         for one in change.ended:
@@ -63,7 +63,7 @@ class SlowReport:
             yield from self._garbage(stragglers)
             yield from self._imbalance(stragglers)
 
-    def _begun(self, change: Change, stragglers: Stragglers) -> Iterator[Told]:
+    def _begun(self, change: StragglerChange, stragglers: Stragglers) -> Iterator[Told]:
         peers = stragglers.num_peers
         for one in change.begun:
             where = self._where[one.place]
@@ -116,7 +116,7 @@ class SlowReport:
         """
         write_when_room(self._folder / SUSPECTS_FILE, json.dumps(self._suspects(stragglers, step), indent=1) + "\n")
 
-    def write(self, change: Change, stragglers: Stragglers, step: int) -> bool:
+    def write(self, change: StragglerChange, stragglers: Stragglers, step: int) -> bool:
         """Write the suspects where they changed, and a line of what was measured where it is due.
 
         Returns:

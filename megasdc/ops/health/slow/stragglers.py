@@ -140,7 +140,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Change:
+class StragglerChange:
     """What a judgement changed: who is named anew, and who no more."""
 
     begun: tuple[Straggler, ...] = ()
@@ -212,14 +212,14 @@ class Stragglers:
         count = min(steps, self._added)
         return self._busy_s[np.arange(self._added - count, self._added) % LONG]
 
-    def judge(self, step: int) -> Change:
+    def judge(self, step: int) -> StragglerChange:
         """Compare over both windows, and say who is slow anew and who no more.
 
         Args:
             step: that was added last.
         """
         if not self.num_peers or self._added < SHORT:
-            return Change()
+            return StragglerChange()
         self.recent = recent = compare_with_peers(self._last(LONG))
         excess = self._slow_ratio - 1
         slow: dict[Place, Straggler] = dict(_slow_in(recent, 1 + excess, step)) if recent.steps >= ENOUGH else {}
@@ -229,7 +229,7 @@ class Stragglers:
         self.named |= {one.place: one for one in begun}
         for one in ended:
             del self.named[one.place]
-        return Change(tuple(begun), tuple(ended))
+        return StragglerChange(tuple(begun), tuple(ended))
 
     def _much_slower(self, ratio: float, step: int) -> Iterator[tuple[Place, Straggler]]:
         """Places that are slow over the short window, which is compared only if a place was once so much slower."""

@@ -30,7 +30,7 @@ def answer(request: dict[str, Any]) -> str:
     """
     folder = path_of(request["name"])
     if request["files"] is None:
-        remove(request["name"])
+        remove_private(request["name"])
         return str(folder)
     _remove_forgotten(folder.parent)
     try:
@@ -58,7 +58,7 @@ def path_of(name: str) -> pathlib.Path:
     return parent / f"{_PREFIX}{name}-{socket.gethostname()}"
 
 
-def take_environment(name: str) -> dict[str, str]:
+def pop_environment(name: str) -> dict[str, str]:
     """Read the variables and remove their file; empty where there is none that this user alone has written."""
     path = path_of(name) / ENVIRONMENT
     if not _is_own(path.parent):
@@ -76,7 +76,7 @@ def take_environment(name: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()}
 
 
-def remove(name: str) -> None:
+def remove_private(name: str) -> None:
     """Remove the folder with its files, where it is this user's."""
     _remove(path_of(name))
 

@@ -25,7 +25,7 @@ def ring_of(engine: TrainingEngine) -> tuple[dist.ProcessGroup | None, int, int]
     return None, 0, 1
 
 
-class Exchange:
+class TensorExchange:
     """Starts to send a tensor to each rank of a group, and to receive one from each.
 
     Args:

@@ -26,7 +26,7 @@ from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.ballot import Ballot, Dispute
 from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
-from megasdc.sdc.fp64.referee import agreed, is_within, judge
+from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.fp64.sums import mean_of
 from megasdc.sdc.incidents.finding import Finding
@@ -35,10 +35,10 @@ from megasdc.sdc.recompute import Unrepeated, judge_recomputed
 from megasdc.sdc.verdict import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import roll
-from megasdc.train.detection.budget import Budget
+from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
-from megasdc.train.detection.slices.exchange import Exchange
-from megasdc.train.detection.slices.layout import MISSES, Part, Slice, Slices, Turn
+from megasdc.train.detection.slices.exchange import TensorExchange
+from megasdc.train.detection.slices.layout import MISSES, GroupShard, Slice, Slices, Turn
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What an update changes, in the order of the rows below; slots are the parameter's name, a dot and these."""
@@ -215,7 +215,7 @@ class UpdateSlices:
         """This rank's slice of a turn."""
         return self._slices.at(turn)[self._engine.dims.dp_rank]
 
-    def _views(self, part: Part) -> tuple[Tensor, ...]:
+    def _views(self, part: GroupShard) -> tuple[Tensor, ...]:
         """Master, first and second moment of a part of a slice; moments are zeros before the first step."""
         flat = self._flats[part.group]
         known = self._inner.state.get(flat) or dict.fromkeys(STATES, torch.zeros_like(flat))
@@ -251,7 +251,7 @@ class UpdateSlices:
         now = self._state_of(kept.due)
         different = (as_bits(now) != as_bits(kept.state)).nonzero()
         if len(different):
-            intact, self.copy_changed = (checksum(one) == kept.checksum for one in (kept.state, now))
+            intact, self.copy_changed = (update_checksum(one) == kept.checksum for one in (kept.state, now))
             if self.copy_changed:
                 return False
             row, element = different[0].tolist()
@@ -294,7 +294,7 @@ class UpdateSlices:
             inputs, after = self._inputs(mine), self._state_of(mine)
             norm = self._engine.step_control.used_norm
             norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=empty.device)
-            own = self._update(mine, inputs, after, norm, taken := checksum(inputs))
+            own = self._update(mine, inputs, after, norm, taken := update_checksum(inputs))
             words = [torch.tensor([taken - (1 << 63)]).view(torch.int32).to(empty.device), norm.view(torch.int32)[None]]
             message = torch.cat([torch.cat([inputs, after]).flatten().view(torch.int32), *words])
         elif mine is not None:  # this rank alone has not stepped, which its settings say
@@ -304,7 +304,7 @@ class UpdateSlices:
         sizes = [0] * dims.data
         sizes[before_me] = 0 if theirs is None else 7 * theirs.numel + 3
         sent = [message if place == after_me else empty for place in range(dims.data)]
-        received = Exchange(sent, sizes, self._group).finish()[before_me]
+        received = TensorExchange(sent, sizes, self._group).finish()[before_me]
         if theirs is None or not self._used.is_known:
             return CheckedUpdates(mine, own)
         rows = received[:-3].view(torch.float32).view(7, theirs.numel)
@@ -330,7 +330,7 @@ class UpdateSlices:
             whole = self._flats[part.group].numel()
             parts.append(PartUpdate(before, count, part.start, whole, settings, type(self._inner)))
             first += part.numel
-        return Update(tuple(parts), after, taken, checksum(inputs))
+        return Update(tuple(parts), after, taken, update_checksum(inputs))
 
     def keep(self, turn: int | None) -> None:
         """Copy the slice that is due at the next step; None: none is. Before the first update moments are zeros."""
@@ -338,14 +338,14 @@ class UpdateSlices:
         due = None if turn is None else self._due(turn)
         if due is not None:
             state = self._state_of(due)
-            self._kept = SliceSnapshot(due, state, checksum(state))
+            self._kept = SliceSnapshot(due, state, update_checksum(state))
 
     def put(self, checked: CheckedUpdates) -> bool:
         """Compute this rank's slice again, and use that; whether it holds afterwards."""
         return checked.due is not None and checked.own is not None and self._set(checked.due, checked.own.again())
 
 
-def checksum(state: Tensor) -> int:
+def update_checksum(state: Tensor) -> int:
     """XXH3-64 of a tensor's bytes; waits for the device."""
     return xxhash.xxh3_64_intdigest(state.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
@@ -386,7 +386,7 @@ class SumCheck:
     def __init__(self, engine: TrainingEngine, slices: Slices) -> None:
         self._engine, self._slices = engine, slices
         self._group = engine.mpu.get_data_parallel_group() if engine.dims.data > 1 else None
-        self._exchange: Exchange | None = None
+        self._exchange: TensorExchange | None = None
         self._due: Slice | None = None
         self._every_due: Sequence[Slice | None] = ()
         self._copies: dict[int, Tensor] = {}
@@ -401,7 +401,7 @@ class SumCheck:
         empty = torch.empty(0, dtype=self._kind, device=self._engine.device)
         sent = [empty if one is None else self._slices.accumulated(one) for one in due]
         sizes = [0 if self._due is None else self._due.numel] * len(due)
-        self._exchange = Exchange(sent, sizes, self._group)
+        self._exchange = TensorExchange(sent, sizes, self._group)
 
     @property
     def _kind(self) -> torch.dtype:
@@ -554,7 +554,7 @@ class SliceChecks(Hook):
     saved_as = "SliceChecks"
 
     def __init__(
-        self, size: int, act: Act, tell: Tell, budget: Budget, used: UsedSettings, checkable: Checkable
+        self, size: int, act: Act, tell: Tell, budget: CheckBudget, used: UsedSettings, checkable: Checkable
     ) -> None:
         self._size, self._act, self._tell, self._budget, self._used = size, act, tell, budget, used
         self._checkable = checkable
@@ -734,7 +734,9 @@ class SliceChecks(Hook):
             if len(elements):
                 dims = self._engine.dims
                 owner = self._slices.ranks[(dims.dp_rank - 1) % dims.data]
-                return UpdateMismatch(owner, row, elements, checksum(got), checksum(expected), same_inputs)
+                return UpdateMismatch(
+                    owner, row, elements, update_checksum(got), update_checksum(expected), same_inputs
+                )
         return None
 
     # --- rulings ------------------------------------------------------------------------------------------------
@@ -895,13 +897,13 @@ def _evidence(update: Update, first: Tensor, claim: UpdateMismatch, *, alone: bo
     """Repeat an update, of which this rank got ``first``, [3, n]; ``alone``: also with elements in other places."""
     pairs = []
     for _ in range(REPEATS):
-        here = checksum(update.again()[claim.row])
-        pairs.append((here, checksum(update.again(moved=True)[claim.row]) if alone else here))
+        here = update_checksum(update.again()[claim.row])
+        pairs.append((here, update_checksum(update.again(moved=True)[claim.row]) if alone else here))
     exact, found = update.exact(claim.row, claim.elements), [first]
     found += [update.again(moved=True)] if alone else []
     proved = all(bool(_is_proved(one[claim.row], claim.elements, exact).all()) for one in found)
-    values, whole = first[claim.row].cpu()[claim.elements], checksum(update.again())
-    clipped = checksum(torch.cat([part.before for part in update.parts], 1))
+    values, whole = first[claim.row].cpu()[claim.elements], update_checksum(update.again())
+    clipped = update_checksum(torch.cat([part.before for part in update.parts], 1))
     return _Shown(tuple(pairs), values, exact, proved, update.seen, clipped, whole)
 
 
@@ -916,7 +918,7 @@ def _opinion(address: Address, claim: UpdateMismatch, shown: Mapping[int, _Shown
     reference = agreed([one.exact for one in shown.values()])
     if reference is None:
         return Opinion(address, {}, "ranks computed the elements differently in fp64 too", count)
-    within = judge({rank: one.values for rank, one in shown.items()}, reference)
+    within = judge_rounding({rank: one.values for rank, one in shown.items()}, reference)
     if not within:
         return Opinion(address, within, "rounding explains all results, or none", count)
     wrong = next(rank for rank, right in within.items() if not right)

@@ -15,7 +15,7 @@ from megasdc.parallel.collectives import gather_objects
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """Consecutive elements of one parameter in the shard of one rank.
 
     Args:
@@ -32,11 +32,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupShard:
     """Consecutive elements of the flat partition of one rank in one group; ``pieces`` follow each other."""
 
     group: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterPiece, ...]
 
     @property
     def start(self) -> int:
@@ -58,14 +58,14 @@ class Part:
 class Slice:
     """Elements of one rank's shard, of as many groups as they reach over: its ``parts`` one after the other."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[GroupShard, ...]
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return sum(part.numel for part in self.parts)
 
-    def at(self, element: int) -> tuple[int, Piece]:
+    def at(self, element: int) -> tuple[int, ParameterPiece]:
         """The group, and the piece in it, of an element of the slice."""
         for part in self.parts:
             if element < part.numel:
@@ -134,7 +134,7 @@ class Slices:
         place = turn % self.period
         return [slices[place] if place < len(slices) else None for slices in self._of_replica]
 
-    def parameter_of(self, group: int, piece: Piece) -> Tensor:
+    def parameter_of(self, group: int, piece: ParameterPiece) -> Tensor:
         """This rank's copy of the parameter that a piece belongs to."""
         parameter: Tensor = grouped_parameters(self._optimizer)[group][piece.parameter]
         return parameter
@@ -181,7 +181,7 @@ class Slices:
 
 def _cut(optimizer: object, most: int) -> Iterator[Slice]:
     """This rank's slices, each of ``most`` elements but for the last: one group's follow those of the one before."""
-    parts: list[Part] = []
+    parts: list[GroupShard] = []
     room = most
     for group, parameters in enumerate(grouped_parameters(optimizer)):
         places = {id(one): place for place, one in enumerate(parameters)}
@@ -192,11 +192,11 @@ def _cut(optimizer: object, most: int) -> Iterator[Slice]:
                     yield Slice(tuple(parts))
                     parts, room = [], most
                 start, count = fragment.start + at, min(room, fragment.numel - at)
-                piece = Piece(places[id(fragment.parameter)], start, fragment.offset + at, count)
+                piece = ParameterPiece(places[id(fragment.parameter)], start, fragment.offset + at, count)
                 if parts and (parts[-1].group, parts[-1].place.stop) == (group, start):
-                    parts[-1] = Part(group, (*parts[-1].pieces, piece))
+                    parts[-1] = GroupShard(group, (*parts[-1].pieces, piece))
                 else:
-                    parts.append(Part(group, (piece,)))
+                    parts.append(GroupShard(group, (piece,)))
                 at, room = at + count, room - count
     if parts:
         yield Slice(tuple(parts))

@@ -19,7 +19,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.optim.state_blocks import BLOCK
 from megasdc.optim.zero1 import counts_here, owned_fragments
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.detection.slices.exchange import Exchange, ring_of
+from megasdc.train.detection.slices.exchange import TensorExchange, ring_of
 
 BLOCKS = "blocks"
 """What a listener of the norm's numbers is told of: the sums of squares of this rank's blocks, [blocks]."""
@@ -91,7 +91,7 @@ class _UnderWay:
     number: int | None
     elements: Tensor
     before: int | None
-    exchange: Exchange
+    exchange: TensorExchange
 
 
 class BlockSums:
@@ -175,7 +175,7 @@ class BlockSums:
         sent[self._after] = message
         if before is not None:
             sizes[self._before] = sum(self._theirs[before]) + WORDS * len(self._theirs[before])
-        return _UnderWay(number, message[:count].view(torch.float32), before, Exchange(sent, sizes, self._group))
+        return _UnderWay(number, message[:count].view(torch.float32), before, TensorExchange(sent, sizes, self._group))
 
     def _compare(self, last: _UnderWay) -> None:
         """Add up the blocks of the rank before again; the first whose sum its owner has otherwise is claimed."""
@@ -204,7 +204,7 @@ class BlockSums:
         sizes, sent = [0] * self._size, [torch.zeros(0, dtype=torch.int32, device=device)] * self._size
         sent[self._before] = torch.tensor(numbers, dtype=torch.int32, device=device)
         sizes[self._after] = len(numbers)
-        number, place = Exchange(sent, sizes, self._group).finish()[self._after].tolist()
+        number, place = TensorExchange(sent, sizes, self._group).finish()[self._after].tolist()
         if number >= 0:
             self._disputed = number, place, elements(self._sets[number].pieces[place]).float().clone()
 

@@ -15,7 +15,7 @@ from megasdc.common.versions.private_names import (
     NODE,
     OWNERS,
     TRAINING,
-    Owner,
+    NameOwner,
     check_private_names,
     missing_names,
 )
@@ -33,10 +33,10 @@ def test_each_name_is_looked_for(owner, monkeypatch):
     for name in owner.names:
         hidden = Hidden(found, name)
         monkeypatch.setattr(private_names, "resolve", lambda where, hidden=hidden: hidden)
-        (problem,) = missing_names([Owner(owner.where, owner.needed_by, (name,))])
+        (problem,) = missing_names([NameOwner(owner.where, owner.needed_by, (name,))])
         assert name in problem and owner.needed_by in problem
     monkeypatch.undo()
-    assert len(missing_names([Owner(owner.where, "x", ("_gone",), ("_left",))])) == 2
+    assert len(missing_names([NameOwner(owner.where, "x", ("_gone",), ("_left",))])) == 2
 
 
 class Hidden:

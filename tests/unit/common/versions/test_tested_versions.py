@@ -17,7 +17,7 @@ from megasdc.common.versions.tested import (
     RUN_HERE,
     RUN_ON_GPU,
     Combination,
-    state_of,
+    versions_state,
 )
 
 ROOT = Path(__file__).parents[4]
@@ -52,7 +52,7 @@ def real_list():
 )
 def test_a_state_is_that_of_the_combination(changed, on_gpu, state):
     """Versions count together; patch releases count for DeepSpeed alone, builds never."""
-    assert state_of(CPU.versions | changed, on_gpu) == state
+    assert versions_state(CPU.versions | changed, on_gpu) == state
 
 
 def test_what_was_run_gives_no_warning():

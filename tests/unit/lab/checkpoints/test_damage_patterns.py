@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.checkpoint.formats.pieces import Copy, Owner, Piece
-from megasdc.checkpoint.views.zero_shards import lay_out
-from megasdc.lab.checkpoints.damage import MEANINGS, Classifying, Damage
+from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
+from megasdc.checkpoint.views.zero_shards import shard_fragments
+from megasdc.lab.checkpoints.damage import MEANINGS, Classifying, DamagePattern
 from megasdc.lab.checkpoints.measure import Measure, Measuring
 from megasdc.lab.checkpoints.report import Options
 from megasdc.model.sharding import Split
@@ -23,7 +23,7 @@ def _whole() -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) + 10
 
 
-def _classify(expected: torch.Tensor, got: torch.Tensor, copy: Copy, size: int = 128) -> Damage:
+def _classify(expected: torch.Tensor, got: torch.Tensor, copy: Copy, size: int = 128) -> DamagePattern:
     """The pattern of a difference, from ranges of so many elements."""
     classifying = Classifying(copy)
     for start in range(0, 128, size):
@@ -45,14 +45,14 @@ def _copy(whole: torch.Tensor) -> Copy:
         flat = whole[:, 4 * tp_rank : 4 * tp_rank + 4].reshape(-1)
         pieces = []
         for dp_rank, (start, numel) in enumerate(((0, 40), (40, 24))):
-            owner = Owner(2 * dp_rank + tp_rank, dp_rank, 0, tp_rank, "host")
+            owner = WriterRank(2 * dp_rank + tp_rank, dp_rank, 0, tp_rank, "host")
             stored = partial(torch.clone, flat)
             pieces.append(Piece(Path(f"tp{tp_rank}_dp{dp_rank}"), owner, numel, stored, start))
         shards.append(tuple(pieces))
     return Copy(SHAPE, tuple(shards), Split.ROW)
 
 
-def _found(change: dict[tuple[int, int], float]) -> Damage:
+def _found(change: dict[tuple[int, int], float]) -> DamagePattern:
     """What is found where elements of the whole tensor were given other values; in ranges of any size the same."""
     expected, got = _whole(), _whole()
     for index, value in change.items():
@@ -161,7 +161,7 @@ def test_measuring_in_ranges_changes_nothing() -> None:
 def test_every_element_lies_in_one_shard(replicas: int) -> None:
     """Shards are of one length, a multiple of 2; all elements lie in order, none twice."""
     shapes = {"a": torch.Size([7, 3]), "b": torch.Size([5]), "c": torch.Size([1, 3])}
-    length, found = lay_out(shapes, replicas)
+    length, found = shard_fragments(shapes, replicas)
     assert length % 2 == 0
     assert len(found) == replicas
     assert 29 <= replicas * length < 29 + 2 * replicas

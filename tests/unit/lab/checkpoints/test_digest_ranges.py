@@ -14,7 +14,7 @@ import xxhash
 from megasdc.checkpoint.formats.extents import Extent, Stamp
 from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Part
 from megasdc.common.errors import CheckpointError
-from megasdc.lab.checkpoints.checkpoints import BATCH_BYTES, Range, RangeDigester
+from megasdc.lab.checkpoints.checkpoints import BATCH_BYTES, ElementRange, RangeDigester
 
 NUMEL = 6000
 
@@ -53,7 +53,7 @@ def test_only_ranges_of_a_file_that_changed_count_as_not_read(tmp_path: Path) ->
     last = OpenCopy((NUMEL,), torch.float32, _ChangesFile(files[0]), [tensors[1]])
     with ThreadPoolExecutor(1) as pool:
         digester = RangeDigester(pool)
-        ranges = [Range(copies[0], 0, NUMEL), Range(copies[1], 10, 5000), Range(last, 0, NUMEL)]
+        ranges = [ElementRange(copies[0], 0, NUMEL), ElementRange(copies[1], 10, 5000), ElementRange(last, 0, NUMEL)]
         pending = [digester.digest("checkpoint", one) for one in ranges]
         assert len({id(one.batch) for one in pending}) == 1
         assert pending[1].result() == xxhash.xxh3_128_digest(tensors[1][10:5000].numpy().data)
@@ -65,7 +65,7 @@ def test_only_ranges_of_a_file_that_changed_count_as_not_read(tmp_path: Path) ->
 def test_a_task_begins_once_it_has_enough_to_read(tmp_path: Path) -> None:
     """Small ranges of a checkpoint are read together up to the size of a task, those of another apart."""
     _file(tmp_path / "one.bin", 1)
-    one = Range(_copy(tmp_path / "one.bin"), 0, NUMEL)
+    one = ElementRange(_copy(tmp_path / "one.bin"), 0, NUMEL)
     count = -(-BATCH_BYTES // one.cost_bytes)
     with ThreadPoolExecutor(2) as pool:
         digester = RangeDigester(pool)

@@ -18,7 +18,7 @@ from megasdc.lab.checkpoints.drift import measure_drift
 from megasdc.lab.checkpoints.drift_report import submodule_of
 from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.report import Options
-from megasdc.model.kinds import kind_of
+from megasdc.model.kinds import submodule_kind
 from megasdc.tensors.distance import distance
 
 QKV, FC1 = "2.layer.self_attention.linear_qkv.weight", "3.layer.mlp.linear_fc1.weight"
@@ -58,7 +58,7 @@ def reference(step: int, slot: str, wanted: Any) -> float:
 
 def kind(name: str) -> str:
     """The coarse kind of a parameter's submodule, by the catalogue."""
-    found = kind_of(submodule_of(name))
+    found = submodule_kind(submodule_of(name))
     return {"qkv": "attention", "projection": "attention", "fc1": "mlp", "fc2": "mlp", "final_norm": "norm"}.get(
         found, found
     )

@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
-from megasdc.dropcompute.search import Rule, search_threshold
+from megasdc.dropcompute.search import DropRule, search_threshold
 from megasdc.lab.planning import simulate as module
-from megasdc.lab.planning.environment import Environment, parse_delay
-from megasdc.lab.planning.simulate import Simulation, simulate
+from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
+from megasdc.lab.planning.simulate import Simulation, simulate_thresholds
 
-NORMAL = Environment(0.0, (parse_delay("normal:mean_s=0.45,std_s=0.09"),), seed=3)
-PAPER = Environment(0.45, (parse_delay("bounded_lognormal:mean_s=0.225"),), seed=3)
+NORMAL = DelayEnvironment(0.0, (parse_delay("normal:mean_s=0.45,std_s=0.09"),), seed=3)
+PAPER = DelayEnvironment(0.45, (parse_delay("bounded_lognormal:mean_s=0.225"),), seed=3)
 
 
 def quiet(*_: object) -> None:
@@ -28,7 +28,9 @@ def quiet(*_: object) -> None:
 
 def test_samples_and_formulas_side_by_side() -> None:
     """Of normal latencies E[T], completed micro-batches and S_eff of all thresholds agree with the closed forms."""
-    result = simulate(Simulation(64, 12, 1, 0.5, steps=1000, rule=Rule(min_micro_batches=0)), NORMAL, quiet)
+    result = simulate_thresholds(
+        Simulation(64, 12, 1, 0.5, steps=1000, rule=DropRule(min_micro_batches=0)), NORMAL, quiet
+    )
     formulas, longest = result.formulas, result.curve.longest_s
     assert abs(longest.mean() - formulas.exact_longest_s) < 4.5 * result.longest_error_s
     assert formulas.longest_s == pytest.approx(formulas.exact_longest_s, rel=5e-3)
@@ -43,12 +45,12 @@ def test_samples_and_formulas_side_by_side() -> None:
     assert len(result.replica_times_s) == 64_000
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(finish=True, min_micro_batches=2)])
+@pytest.mark.parametrize("rule", [DropRule(), DropRule(finish=True, min_micro_batches=2)])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_pieces_are_the_whole(monkeypatch, rule: Rule, stages: int) -> None:
+def test_pieces_are_the_whole(monkeypatch, rule: DropRule, stages: int) -> None:
     """In pieces of few replicas: the curve that the search finds on all latencies at once, and their moments."""
     monkeypatch.setattr(module, "_CHUNK", 7 * 4 * stages)
-    result = simulate(Simulation(150, 4, stages, 0.3, 0.2, steps=5, rule=rule), PAPER, quiet)
+    result = simulate_thresholds(Simulation(150, 4, stages, 0.3, 0.2, steps=5, rule=rule), PAPER, quiet)
     whole = np.stack([PAPER.draw(step, 0, 150, 4, stages) for step in range(1, 6)], axis=1)
     found = search_threshold(whole, 0.3, 0.2, rule)
     assert np.array_equal(found.curve.completed, result.curve.completed)
@@ -66,7 +68,7 @@ def test_pieces_are_the_whole(monkeypatch, rule: Rule, stages: int) -> None:
 def test_the_gain_grows_with_replicas() -> None:
     """The paper's Figure 1: its delay environment, 12 micro-batches, 8 to 2048 replicas, and E[T] grows like it."""
     numbers = [8, 32, 128, 512, 2048]
-    results = [simulate(Simulation(n, 12, communication_s=0.5, steps=60), PAPER, quiet) for n in numbers]
+    results = [simulate_thresholds(Simulation(n, 12, communication_s=0.5, steps=60), PAPER, quiet) for n in numbers]
     gains = [result.at(result.best)["speedup"] for result in results]
     times = [result.curve.longest_s.mean() for result in results]
     assert gains == sorted(gains) and times == sorted(times)
@@ -76,8 +78,8 @@ def test_the_gain_grows_with_replicas() -> None:
 
 def test_a_replica_that_is_always_slow_is_not_what_formulas_know() -> None:
     """One slow replica: its time is that of every step, far from what the formulas take from the moments."""
-    slow = Environment(0.45, (parse_delay("slow_rank:replica=5,delay_s=0.4"),))
-    result = simulate(Simulation(64, 12, steps=10), slow, quiet)
+    slow = DelayEnvironment(0.45, (parse_delay("slow_rank:replica=5,delay_s=0.4"),))
+    result = simulate_thresholds(Simulation(64, 12, steps=10), slow, quiet)
     assert result.curve.longest_s == pytest.approx(12 * 0.85)
     assert result.formulas.exact_longest_s < 0.75 * 12 * 0.85
 

@@ -21,17 +21,17 @@ from megasdc.lab.planning.audits import (
     ROWS,
     SLICES,
     TIERS,
-    Plan,
+    AuditPlan,
     check_shares,
     expected_latency,
     largest_interval,
-    make_plan,
+    plan_audits,
     simulate_latency,
 )
 from megasdc.sdc.budget import Cadence
-from megasdc.sdc.cost import Reads, Work, predicted_share, reads_of_step, total
+from megasdc.sdc.cost import RankWork, Reads, predicted_share, reads_of_step, total
 
-PLAN = Plan(
+PLAN = AuditPlan(
     replicas=4,
     interval=7,
     micro_batches=5,
@@ -64,7 +64,7 @@ def test_latencies_that_need_no_simulation() -> None:
     assert expected_latency(PLAN, AUDIT, 1.0) == 4
     assert expected_latency(PLAN, AUDIT, 0.5) == 11
     assert expected_latency(PLAN, ONE, 0.5) == 4
-    certain = Plan(4, 7, 5, 1.0, 0, 0)
+    certain = AuditPlan(4, 7, 5, 1.0, 0, 0)
     assert expected_latency(PLAN, AUTO, 1.0) == pytest.approx(3 * (4 / 3 - 0.5) + 0.5), "q = 1 - 1/4"
     assert expected_latency(PLAN, ROWS, 0.5) == 3 * 7.5 + 0.5
     assert expected_latency(PLAN, SLICES, 0.5) == 3 * 11.5 + 0.5
@@ -74,18 +74,18 @@ def test_latencies_that_need_no_simulation() -> None:
 def test_audits_see_one_micro_batch_of_one_step() -> None:
     """More micro-batches do not help an audit, and K = 1 finds a rank after 1 / p steps."""
     for micro_batches in (1, 64):
-        every = Plan(4, 1, micro_batches, 0.5, 0, 0)
+        every = AuditPlan(4, 1, micro_batches, 0.5, 0, 0)
         assert expected_latency(every, AUDIT, 0.02) == pytest.approx(50)
 
 
 def test_what_is_never_seen() -> None:
     """One replica has nobody to be audited with; what repeats is not seen by a recomputation; neither is simulated."""
-    alone = Plan(1, 7, 5, 0.0, 0, 0)
-    result = make_plan(alone, [0.1], 10, 1, lambda *_: None)
+    alone = AuditPlan(1, 7, 5, 0.0, 0, 0)
+    result = plan_audits(alone, [0.1], 10, 1, lambda *_: None)
     never = [one for one in result.latencies if one.tier in (AUDIT, ONE, ALL, AUTO)]
     assert [one.expected for one in never] == [math.inf] * 4
     assert {one.simulated for one in never} == {None}
-    elsewhere = make_plan(Plan(1, 7, 5, 0.0, 0, 0, permuted=1.2), [0.1], 2000, 1, lambda *_: None).latencies[0]
+    elsewhere = plan_audits(AuditPlan(1, 7, 5, 0.0, 0, 0, permuted=1.2), [0.1], 2000, 1, lambda *_: None).latencies[0]
     assert elsewhere.expected == pytest.approx(7 * 9.5 + 0.5)
     assert elsewhere.simulated is not None and elsewhere.error is not None
     assert abs(elsewhere.simulated - elsewhere.expected) < 5 * elsewhere.error
@@ -98,7 +98,7 @@ def test_the_largest_interval(rate: float) -> None:
     """The chosen K reaches the wanted latency and K + 1 does not, also where it is reached exactly."""
 
     def of(interval: int) -> float:
-        return expected_latency(Plan(4, interval, 5, 0.5, 0, 0), AUDIT, rate)
+        return expected_latency(AuditPlan(4, interval, 5, 0.5, 0, 0), AUDIT, rate)
 
     for exact in (1, 2, 5, 47, 999):
         assert largest_interval(of(exact), rate) == exact
@@ -118,7 +118,7 @@ def test_costs() -> None:
     assert PLAN.overhead(ROWS) == pytest.approx(0.02 / 15) and PLAN.overhead(SLICES) == pytest.approx(0.01)
     assert PLAN.samples_lost(AUDIT) == pytest.approx(3 / 4 / 35)
     assert PLAN.samples_lost(ONE) == PLAN.samples_lost(ALL) == 0
-    assert Plan(1, 7, 5, 0.5, 0, 0).samples_lost(AUDIT) == 0
+    assert AuditPlan(1, 7, 5, 0.5, 0, 0).samples_lost(AUDIT) == 0
 
 
 def test_the_cadence_is_within_the_budget() -> None:
@@ -138,8 +138,8 @@ def test_the_cadence_is_within_the_budget() -> None:
 def test_shares_are_those_of_the_cost_model() -> None:
     """Of all phases of a micro-batch, and of forward and recompute alone, whatever the number of micro-batches."""
     model = ModelSection(num_layers=2, hidden_size=1024, num_attention_heads=16)
-    work = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=8, recompute=True)
-    one = Work(model, vocab=8192, sequence=512, micro_batch=1, accumulation=1, recompute=True)
+    work = RankWork(model, vocab=8192, sequence=512, micro_batch=1, accumulation=8, recompute=True)
+    one = RankWork(model, vocab=8192, sequence=512, micro_batch=1, accumulation=1, recompute=True)
     shares = check_shares(work, "gemm", "layer", bytes_per_s=1e9, flop_per_s=1e11, call_s=1e-6)
     audit, forward = shares.audit, shares.forward
     parameters = reads_of_step(one, "gemm")["parameter"]

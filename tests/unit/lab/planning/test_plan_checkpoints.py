@@ -20,10 +20,10 @@ from megasdc.lab.planning.checkpoints.formulas import (
     shortest_disk,
     young,
 )
-from megasdc.lab.planning.checkpoints.job import SOURCES, Costs, Job
-from megasdc.lab.planning.checkpoints.plan import make_plan
-from megasdc.lab.planning.checkpoints.rates import LLAMA3_CAUSES, PRESETS, Shares
-from megasdc.lab.planning.checkpoints.simulate import simulate
+from megasdc.lab.planning.checkpoints.job import SOURCES, Costs, JobModel
+from megasdc.lab.planning.checkpoints.plan import plan_intervals
+from megasdc.lab.planning.checkpoints.rates import LLAMA3_CAUSES, PRESETS, FailureShares
+from megasdc.lab.planning.checkpoints.simulate import simulate_saves
 
 COSTS = Costs(
     step_s=10,
@@ -45,8 +45,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def job(mtbf_s: float = 3600, host: float = 0.5, older: float = 0.2, **costs: Any) -> Job:
-    return Job(mtbf_s, Shares(host, older), replace(COSTS, **costs))
+def job(mtbf_s: float = 3600, host: float = 0.5, older: float = 0.2, **costs: Any) -> JobModel:
+    return JobModel(mtbf_s, FailureShares(host, older), replace(COSTS, **costs))
 
 
 def silent(*_: object) -> None:
@@ -74,7 +74,7 @@ def test_exact_interval_is_the_lambert_function(ratio: float) -> None:
         assert young(ratio * mtbf_s, mtbf_s) == pytest.approx(wanted, rel=2 * math.sqrt(ratio))
 
 
-def chain_s(job: Job, memory: int, disk: int) -> float:
+def chain_s(job: JobModel, memory: int, disk: int) -> float:
     """Expected seconds of a cycle by the equations of a Markov chain over segments and restarts, solved as a system."""
     segments, needs, costs = disk // memory, np.array(list(job.needs.values())), job.costs
     outages = list(itertools.product(range(len(SOURCES)), range(segments)))
@@ -132,10 +132,10 @@ def test_simulation_agrees_with_the_expectation(kind: str) -> None:
     best = best_intervals(one)
     longer = Intervals(best.memory and 3 * best.memory, best.disk and 6 * best.disk)
     for intervals in (best, longer):
-        found, expected = simulate(one, intervals, 500, seed=2), 1 / elapsed_per_training(one, intervals)
+        found, expected = simulate_saves(one, intervals, 500, seed=2), 1 / elapsed_per_training(one, intervals)
         assert abs(found.share - expected) <= 4.5 * found.error
         assert found.error < 0.02 * (1 - expected)
-    assert simulate(one, best, 500, seed=2) == simulate(one, best, 500, seed=2)
+    assert simulate_saves(one, best, 500, seed=2) == simulate_saves(one, best, 500, seed=2)
 
 
 @pytest.mark.parametrize("partners", [False, True])
@@ -148,7 +148,7 @@ def test_saves_that_are_read_later(partners: bool) -> None:
     )
     intervals, before, smaller = best_intervals(verified), 1.0, 1.0
     for one in (at_once, written, verified):
-        expected, found = 1 / elapsed_per_training(one, intervals), simulate(one, intervals, 500, seed=3)
+        expected, found = 1 / elapsed_per_training(one, intervals), simulate_saves(one, intervals, 500, seed=3)
         assert abs(found.share - expected) < 0.03 * (1 - expected)
         assert expected < before - 1e-4 and found.share < smaller - 1e-4
         before, smaller = expected, found.share
@@ -157,8 +157,8 @@ def test_saves_that_are_read_later(partners: bool) -> None:
 def test_what_is_never_verified_is_never_read() -> None:
     """Where every failure needs a verified checkpoint and none ever is, every job begins at step 0 again and again."""
     never = job(host=0, older=1, verification_s=1e9)
-    assert simulate(never, Intervals(10, 20), 20, seed=1).share == 0
-    plan = make_plan(job(host=0, older=1, verification_s=9000), None, 50, 1, silent)
+    assert simulate_saves(never, Intervals(10, 20), 20, seed=1).share == 0
+    plan = plan_intervals(job(host=0, older=1, verification_s=9000), None, 50, 1, silent)
     assert "trust the simulation" in plan.notes[0]
 
 
@@ -178,7 +178,7 @@ def test_limits() -> None:
 def test_saves_do_not_overlap() -> None:
     """A save on the disk is whole before the next one begins, whatever that loses; the plan says so."""
     slow = job(10_000, disk_stall_s=1, disk_duration_s=2001)
-    plan = make_plan(slow, own=(0, 30), trials=0, seed=1, on_progress=silent)
+    plan = plan_intervals(slow, own=(0, 30), trials=0, seed=1, on_progress=silent)
     best = plan.best.intervals
     assert best.disk is not None and best.disk * 10 + 0.5 * best.disk / (best.memory or 1) >= 2000
     assert "needs faster saves" in " ".join(plan.notes) and plan.own is None and "30" in plan.notes[0]
@@ -186,14 +186,14 @@ def test_saves_do_not_overlap() -> None:
 
 def test_plan_compares_intervals() -> None:
     """The best is the best of all that are compared; shares of time add up; the configured interval is kept."""
-    plan = make_plan(job(20_000), own=(0, 500), trials=0, seed=1, on_progress=silent)
+    plan = plan_intervals(job(20_000), own=(0, 500), trials=0, seed=1, on_progress=silent)
     others = [one.expected for estimates in plan.around.values() for one in estimates]
     assert len(others) > 8 and max(others) < plan.best.expected
     lost = plan.lost
     assert lost.saves + lost.redone + lost.outages + plan.best.expected == pytest.approx(1)
     assert min(lost.saves, lost.redone, lost.outages) > 0
     assert plan.own is not None and plan.own.intervals.disk == 500 and plan.own.expected < plan.best.expected
-    assert make_plan(job(20_000), own=(0, 0), trials=0, seed=1, on_progress=silent).own is None
+    assert plan_intervals(job(20_000), own=(0, 0), trials=0, seed=1, on_progress=silent).own is None
 
 
 def test_what_restarts_read() -> None:
@@ -208,7 +208,7 @@ def test_what_restarts_read() -> None:
 def test_time_of_outages() -> None:
     """A restart of R seconds that every failure begins anew: it fills 1 - e^(-R/M) of the time."""
     for mtbf_s in (400, 10_000):
-        plan = make_plan(job(mtbf_s, memory_stall_s=None), None, 0, 1, silent)
+        plan = plan_intervals(job(mtbf_s, memory_stall_s=None), None, 0, 1, silent)
         assert plan.lost.outages == pytest.approx(1 - math.exp(-360 / mtbf_s))
 
 

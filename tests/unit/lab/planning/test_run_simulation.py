@@ -13,7 +13,7 @@ import pytest
 
 from megasdc.lab.planning.checkpoints.formulas import Intervals
 from megasdc.lab.planning.checkpoints.job import SOURCES, Costs
-from megasdc.lab.planning.runs.fleet import Audits, Cause, Fleet, spares_needed
+from megasdc.lab.planning.runs.fleet import Audits, FailureCause, Fleet, spares_needed
 from megasdc.lab.planning.runs.run_plan import investments, make_run_plan
 from megasdc.lab.planning.runs.simulation import DECIDING, DETECTING, LOST, RECOMPUTED, STARTING, WAITING, simulate_runs
 
@@ -30,9 +30,9 @@ COSTS = Costs(
     restart_disk_s=300,
 )
 HOST, SOFTWARE, CORRUPTION = (
-    Cause("host", 0.02, 20.0, 1.0),
-    Cause("software", 0.03, 5.0, 0.25),
-    Cause("corruption", 0.01, 2.0, 1.0),
+    FailureCause("host", 0.02, 20.0, 1.0),
+    FailureCause("software", 0.03, 5.0, 0.25),
+    FailureCause("corruption", 0.01, 2.0, 1.0),
 )
 FLEET = Fleet(
     devices=16,
@@ -65,7 +65,7 @@ def disk_alone(mtbf_s: float, costs: Costs, detection_s: float, steps: int) -> F
         FLEET,
         devices=1,
         hosts=1,
-        causes=(Cause("software", 3600 / mtbf_s, detection_s, 0.0),),
+        causes=(FailureCause("software", 3600 / mtbf_s, detection_s, 0.0),),
         costs=costs,
         start_per_host_s=0.0,
         audits=Audits(0, 0.0, 0.0, 0.0),

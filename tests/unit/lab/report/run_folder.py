@@ -16,7 +16,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.incident import conclude
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import RankState
-from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incidents.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
@@ -88,7 +88,7 @@ def add_incident(folder: Path, step: int) -> Path:
             flagged=(flagged,),
             disputed=(),
             ranks=(place,),
-            evidence=Evidence(4, {}),
+            evidence=IncidentEvidence(4, {}),
             environment=Environment({}, {}, "fp32"),
         )
     )

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import DataError
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.lab.planning.environment import Environment
-from megasdc.lab.planning.simulate import Simulation, SimulationResults, simulate
+from megasdc.lab.planning.environment import DelayEnvironment
+from megasdc.lab.planning.simulate import Simulation, SimulationResults, simulate_thresholds
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions
 from tools.bench.drops.speedup import DropSpeedupResult
 from tools.bench.drops.speedup_scores import Comparison, LargerBatchRun
@@ -38,9 +38,9 @@ def told(*arguments: object) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, Any]:
     """Two numbers of replicas in the paper's environment."""
-    environment = Environment(0.45, (BoundedLogNormal(0.225),), 1)
+    environment = DelayEnvironment(0.45, (BoundedLogNormal(0.225),), 1)
     sizes = [Simulation(one, MICRO_BATCHES, communication_s=REST_S, steps=40, thresholds=20) for one in REPLICAS]
-    results = tuple(simulate(one, environment, lambda *_: None) for one in sizes)
+    results = tuple(simulate_thresholds(one, environment, lambda *_: None) for one in sizes)
     return SimulationResults(environment, results).as_dict()
 
 

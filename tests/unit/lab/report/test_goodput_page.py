@@ -16,7 +16,7 @@ from megasdc.cli import app
 from megasdc.lab.report.run_pages.command import write_report
 from megasdc.lab.report.run_pages.figures import goodput as figures
 from megasdc.lab.report.run_pages.run_page import goodput_section
-from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.run_folder.summary import render, summarize_run
 from megasdc.ops.supervise.goodput import PARTS, goodput_of
 from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.ops.top.view import RunWatcher
@@ -111,7 +111,7 @@ def test_only_the_last_attempts_are_drawn(tmp_path: Path, monkeypatch: pytest.Mo
 def test_summary_and_live_view_say_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a line, as JSON, and as a number on the terminal; not of a run that was not supervised."""
     folder = supervised(tmp_path / "run", monkeypatch)
-    assert "goodput           58.0% of 200 s in 2 attempts: productive 116.0 s, " in render(summarize(folder))
+    assert "goodput           58.0% of 200 s in 2 attempts: productive 116.0 s, " in render(summarize_run(folder))
     told = json.loads(CliRunner().invoke(app, ["summary", str(folder), "--json"]).stdout)["goodput"]
     assert (told["effective_ratio"], told["wall_s"]) == (pytest.approx(0.58), pytest.approx(200.0))
     assert told["parts"] == pytest.approx(WANTED)
@@ -121,7 +121,7 @@ def test_summary_and_live_view_say_it_too(tmp_path: Path, monkeypatch: pytest.Mo
     plain = write_run(tmp_path / "plain", losses(20))
     page = write_report([plain]).page
     assert page.summary["goodput"] is None and "Where the time went" not in [one.heading for one in page.sections]
-    assert RunWatcher(plain).look().effective_ratio is None and summarize(plain).goodput is None
+    assert RunWatcher(plain).look().effective_ratio is None and summarize_run(plain).goodput is None
 
 
 def test_a_damaged_journal_leaves_the_rest_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

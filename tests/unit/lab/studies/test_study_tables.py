@@ -15,7 +15,7 @@ from megasdc.common.errors import DataError
 from megasdc.lab.report.study_tables import summary_page
 from megasdc.lab.studies.tables import (
     burst_rows,
-    describe,
+    describe_study,
     distance_rows,
     loss_rows,
     loss_spikes,
@@ -156,7 +156,7 @@ def test_the_summary_is_shown(tmp_path: Path) -> None:
     print_page(summary_page(summary), console)
     text = console.export_text()
     assert "replica 0 is trusted" in text and "1.5" in text and "0.25" in text
-    (sentence,) = describe(summary)
+    (sentence,) = describe_study(summary)
     assert "parameters at most 1.5 apart (step 3)" in sentence and "25.000% of tokens" in sentence
 
 

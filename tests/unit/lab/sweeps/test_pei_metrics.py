@@ -8,7 +8,7 @@ import pytest
 
 from megasdc.lab.sweeps.outcome import Yardstick, diverged_why, final_mean
 from megasdc.lab.sweeps.papers.tables import PAPER_TABLES
-from megasdc.lab.sweeps.pei_metrics import Ending, relative_increase, score_cell
+from megasdc.lab.sweeps.pei_metrics import RunEnding, relative_increase, score_cell
 
 BY = Yardstick(final_steps=2, diverged_rise=0.1, entropy=6.0)
 
@@ -27,8 +27,12 @@ def test_a_row_of_the_papers_kind() -> None:
     losses = {
         f"n{k}": healthy * (1 + rise) for k, rise in enumerate([0.0051, 0.006, 0.02, 0.03, 0.009, 0.0049, 0, -0.01])
     }
-    endings = [Ending("healthy", 1, "done", healthy), Ending("d", 1, "diverged", 7.1), Ending("x", 1, "nan", None)]
-    endings += [Ending(node, 1, "done", loss) for node, loss in losses.items()] + [Ending("f", 1, "failed", None)]
+    endings = [
+        RunEnding("healthy", 1, "done", healthy),
+        RunEnding("d", 1, "diverged", 7.1),
+        RunEnding("x", 1, "nan", None),
+    ]
+    endings += [RunEnding(node, 1, "done", loss) for node, loss in losses.items()] + [RunEnding("f", 1, "failed", None)]
     score = score_cell(endings)
     nodes = score.published
     assert (nodes.worse, nodes.diverged, nodes.nan, nodes.failed) == (5, ("d",), ("x",), ("f",))
@@ -40,8 +44,8 @@ def test_a_row_of_the_papers_kind() -> None:
 
 def test_made_up_nodes_are_scored_apart() -> None:
     """A made-up node far above all others is neither the worst case nor a worse case of the published ones."""
-    endings = [Ending("healthy", 1, "done", 2.0), Ending("a", 1, "done", 2.002)]
-    endings += [Ending("b", 1, "done", 3.0, made_up=True), Ending("c", 1, "diverged", 9.0, made_up=True)]
+    endings = [RunEnding("healthy", 1, "done", 2.0), RunEnding("a", 1, "done", 2.002)]
+    endings += [RunEnding("b", 1, "done", 3.0, made_up=True), RunEnding("c", 1, "diverged", 9.0, made_up=True)]
     score = score_cell(endings)
     assert (score.published.worst_node, score.published.worse, score.published.harmed) == ("a", 0, False)
     assert (score.made_up.worst_node, score.made_up.worse, score.made_up.diverged) == ("b", 1, ("c",))
@@ -50,10 +54,10 @@ def test_made_up_nodes_are_scored_apart() -> None:
 
 def test_over_seeds_each_node_is_compared_with_the_healthy_run_of_its_seed() -> None:
     """Means and standard deviations over seeds; a node that diverged with one seed counts as diverged."""
-    endings = [Ending("healthy", seed, "done", loss) for seed, loss in ((1, 2.0), (2, 4.0))]
-    endings += [Ending("a", 1, "done", 2.02), Ending("a", 2, "done", 4.12)]  # +1 % and +3 %
-    endings += [Ending("b", 1, "done", 2.1), Ending("b", 2, "diverged", 9.0)]
-    endings += [Ending("c", 1, "done", 1.9, control=True), Ending("c", 2, "done", 4.1, control=True)]
+    endings = [RunEnding("healthy", seed, "done", loss) for seed, loss in ((1, 2.0), (2, 4.0))]
+    endings += [RunEnding("a", 1, "done", 2.02), RunEnding("a", 2, "done", 4.12)]  # +1 % and +3 %
+    endings += [RunEnding("b", 1, "done", 2.1), RunEnding("b", 2, "diverged", 9.0)]
+    endings += [RunEnding("c", 1, "done", 1.9, control=True), RunEnding("c", 2, "done", 4.1, control=True)]
     score = score_cell(endings)
     nodes = score.published
     assert score.chance == pytest.approx(0.05) and nodes.nodes == 2  # -5 %, +2.5 %
@@ -65,7 +69,7 @@ def test_over_seeds_each_node_is_compared_with_the_healthy_run_of_its_seed() -> 
 
 def test_without_a_healthy_run_nothing_is_compared() -> None:
     """A healthy run that diverged leaves no worst case, and is counted."""
-    score = score_cell([Ending("healthy", 1, "diverged", 7.0), Ending("a", 1, "done", 2.0)])
+    score = score_cell([RunEnding("healthy", 1, "diverged", 7.0), RunEnding("a", 1, "done", 2.0)])
     nodes = score.published
     assert (score.healthy, nodes.worst, nodes.worse, score.healthy_failed) == (None, None, 0, 1)
 

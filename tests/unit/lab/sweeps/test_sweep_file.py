@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
 from megasdc.config.fault_profiles import load_profile
-from megasdc.lab.sweeps.plan import Plan, Start, build_plan, measured_folder, runs_of
+from megasdc.lab.sweeps.plan import StartCheckpoint, SweepPlan, build_plan, measured_folder, runs_of
 from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore
 from megasdc.lab.sweeps.sweep import _check_folder
 from megasdc.lab.sweeps.sweep_file import HEALTHY, load_sweep
@@ -120,7 +120,7 @@ def test_a_node_is_what_its_file_said_when_the_sweep_was_planned(tmp_path: Path)
     """A changed profile makes other runs; each run's own file holds the faults, and the results what was published."""
     profile = tmp_path / "node.json"
 
-    def plan_with(probability: float) -> Plan:
+    def plan_with(probability: float) -> SweepPlan:
         content = load_profile("node_11").model_dump(mode="json")
         content["faults"][0]["element_probability"] = probability
         profile.write_text(json.dumps(content))
@@ -173,8 +173,8 @@ def test_cells_that_go_on_from_weights_of_the_healthy_run_or_of_each_nodes_own(t
     first, second = runs["before", HEALTHY], runs["before", "n"]
     assert list(plan.runs)[:2] == [first.run_id, second.run_id] and first.donor and second.donor
     assert [runs[cell, "n"].start for cell in ("on the node", "healed")] == [
-        Start(first.run_id, 200, weights=True),
-        Start(second.run_id, 200, weights=True),
+        StartCheckpoint(first.run_id, 200, weights=True),
+        StartCheckpoint(second.run_id, 200, weights=True),
     ]
     assert [runs[cell, "n"].condition for cell in ("on the node", "healed")] == [runs["healed", HEALTHY].run_id, None]
     assert [runs[cell, "n"].healthy for cell in ("on the node", "healed")] == [False, True]

@@ -10,7 +10,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.lab.sweeps import sweep
-from megasdc.lab.sweeps.plan import Plan, build_plan
+from megasdc.lab.sweeps.plan import SweepPlan, build_plan
 from megasdc.lab.sweeps.sweep import choose_workers
 from megasdc.lab.sweeps.sweep_file import load_sweep
 
@@ -18,7 +18,7 @@ SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def plan(tmp_path: Path) -> SweepPlan:
     """One run of two ranks with one thread each."""
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps({"name": "one", "base": str(SMOKE), "ranks": 2}))
@@ -35,7 +35,7 @@ def _host(monkeypatch: pytest.MonkeyPatch, cores: int, devices: int) -> None:
     [(1, 0, None, 1), (9, 0, None, 4), (2, 0, 3, 3), (96, 8, None, 4), (4, 8, None, 2), (96, 8, 3, 3), (96, 8, 4, 4)],
 )
 def test_each_rank_has_its_core_and_its_device(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, cores: int, devices: int, asked: int | None, workers: int
+    plan: SweepPlan, monkeypatch: pytest.MonkeyPatch, cores: int, devices: int, asked: int | None, workers: int
 ) -> None:
     """Without devices the user's word counts; with some it counts as far as they suffice."""
     _host(monkeypatch, cores, devices)
@@ -50,7 +50,7 @@ def test_each_rank_has_its_core_and_its_device(
     ],
 )
 def test_a_rank_without_a_device_is_refused(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, devices: int, asked: int | None, problem: str
+    plan: SweepPlan, monkeypatch: pytest.MonkeyPatch, devices: int, asked: int | None, problem: str
 ) -> None:
     """It would compute on the processor, beside others that do not."""
     _host(monkeypatch, 96, devices)

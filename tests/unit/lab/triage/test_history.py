@@ -10,7 +10,7 @@ import pytest
 from megasdc.common.errors import DataError
 from megasdc.config.load import load_config
 from megasdc.events import EventLog
-from megasdc.lab.triage.history import Start, read_history
+from megasdc.lab.triage.history import RunStart, read_history
 from megasdc.lab.triage.step_settings import settings_of_starts
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
@@ -103,8 +103,8 @@ def test_settings_are_those_of_each_start(tmp_path: Path) -> None:
 def test_steps_whose_micro_batches_are_not_divided_evenly_are_refused() -> None:
     """Which samples they took is not followed; the number of replicas and the batch are said."""
     batch = ["train_batch_size=16", "train_micro_batch_size_per_gpu=1"]
-    (even,) = settings_of_starts(load_config(SMOKE, [*batch, "gradient_accumulation_steps=4"]), [Start(0, 4)])
+    (even,) = settings_of_starts(load_config(SMOKE, [*batch, "gradient_accumulation_steps=4"]), [RunStart(0, 4)])
     assert even.micro_batches == 4
     config = load_config(SMOKE, [*batch, "gradient_accumulation_steps=6"])
     with pytest.raises(DataError, match=r"on 3 replicas took different numbers .*train_batch_size 16"):
-        settings_of_starts(config, [Start(0, 3)])
+        settings_of_starts(config, [RunStart(0, 3)])

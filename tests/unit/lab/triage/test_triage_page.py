@@ -9,7 +9,7 @@ from rich.console import Console
 from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
 from megasdc.lab.triage.triage import DeviceReport, Triage
 from megasdc.lab.triage.triage_page import triage_page
-from megasdc.lab.triage.verdict import Difference, Evidence, FarSample, LargeUpdate, decide
+from megasdc.lab.triage.verdict import FarSample, LargeUpdate, StepComparison, StepEvidence, decide_triage
 from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
 from megasdc.output.terminal import print_page
 
@@ -33,10 +33,10 @@ def test_documents_and_parameters_that_stand_out_come_first() -> None:
         SampleLosses(0, 2, [3.1]),
         SampleLosses(0, 3, [3.2]),
     ]
-    evidence = Evidence(
-        Difference(1000),
+    evidence = StepEvidence(
+        StepComparison(1000),
         True,
-        Difference(6, note="no trace of the run was compared"),
+        StepComparison(6, note="no trace of the run was compared"),
         far=[],
         samples=[FarSample((0, 1, 0), 11.0, 3.1, 20.0)],
         num_samples=4,
@@ -49,7 +49,7 @@ def test_documents_and_parameters_that_stand_out_come_first() -> None:
         since=4,
         folder="run/triage/step_00000007",
         hosts=[["node1"], ["node1"]],
-        conclusion=decide(evidence),
+        conclusion=decide_triage(evidence),
         evidence=evidence,
         step_details=StepDetails(7, 5.0, 1.0, losses, parameters),
         data=StepData("run", 7, 1, 1, 5, None, 4, 8, False, batches),

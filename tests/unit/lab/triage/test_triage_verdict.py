@@ -10,12 +10,12 @@ import pytest
 
 from megasdc.lab.triage.triage import compare_numbers
 from megasdc.lab.triage.verdict import (
-    Difference,
-    Evidence,
     Far,
     FarSample,
     LargeUpdate,
-    decide,
+    StepComparison,
+    StepEvidence,
+    decide_triage,
     deviations,
     find_far,
     find_far_samples,
@@ -23,9 +23,9 @@ from megasdc.lab.triage.verdict import (
 )
 from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
 
-EQUAL = Difference(1000)
-WRONG = Difference(1000, "rank 3 computed something else", 3, "node7")
-CLEAN = Evidence(EQUAL, True, EQUAL, far=[], num_samples=16, updates=[])
+EQUAL = StepComparison(1000)
+WRONG = StepComparison(1000, "rank 3 computed something else", 3, "node7")
+CLEAN = StepEvidence(EQUAL, True, EQUAL, far=[], num_samples=16, updates=[])
 SPIKE = [Far("loss", 9.0, 3.0, 20.0)]
 STRANGE = [FarSample((1, 0, 0), 11.0, 3.0, 25.0)]
 LARGE = [LargeUpdate("2.layer.mlp.weight", "update over weight", 0.5, 9.0)]
@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("other versions", {"replays": replace(WRONG, foreign=["torch"])}, "inconclusive", "may round otherwise: torch"),
     ("the run differs", {"recorded": WRONG, "far": SPIKE, "samples": STRANGE}, "hardware", "rank 3 computed"),
     ("run of other versions", {"recorded": replace(WRONG, foreign=["torch"])}, "inconclusive", "may round otherwise"),
-    ("a check found it", {"found": "rank 1", "replays": Difference(0)}, "hardware", "rank 1"),
+    ("a check found it", {"found": "rank 1", "replays": StepComparison(0)}, "hardware", "rank 1"),
     ("few samples", {"far": SPIKE, "samples": STRANGE, "updates": LARGE}, "data", "1 of 16 samples"),
     ("many samples", {"far": SPIKE, "samples": STRANGE * 5, "updates": LARGE}, "optimizer", "mlp.weight 9 times"),
     ("spread", {"far": SPIKE, "updates": LARGE}, "optimizer", "spread over the samples"),
@@ -45,14 +45,14 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("nothing large", {"far": SPIKE}, "inconclusive", "no update or gradient is large"),
     ("few steps replayed", {"far": SPIKE, "updates": None}, "inconclusive", "too few steps"),
     ("few steps known", {"far": None}, "inconclusive", "Fewer than 8 steps"),
-    ("nothing recorded", {"recorded": Difference(0)}, "nothing", "recorded nothing of these steps"),
+    ("nothing recorded", {"recorded": StepComparison(0)}, "nothing", "recorded nothing of these steps"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "verdict", "why"), [one[1:] for one in CASES], ids=[one[0] for one in CASES])
 def test_verdicts(changes: dict[str, Any], verdict: str, why: str) -> None:
     """Bits come first, then few documents, then updates; what is not known is inconclusive."""
-    found = decide(replace(CLEAN, **changes))
+    found = decide_triage(replace(CLEAN, **changes))
     assert found.verdict == verdict
     assert why in " ".join(found.because)
 
@@ -111,8 +111,8 @@ def test_logged_numbers_are_compared_bit_by_bit() -> None:
         {"step": 5, "eval/loss": 0.0},
         {"step": 9, "train/loss": 0.0, "train/grad_norm": 0.0},
     ]
-    assert compare_numbers(rows, replayed, 2, 7) == Difference(3)
+    assert compare_numbers(rows, replayed, 2, 7) == StepComparison(3)
     rows[2]["train/grad_norm"] = math.nextafter(1.0, 2.0)
     found = compare_numbers(rows, replayed, 2, 7)
     assert found.first == "train/grad_norm of step 5 is 1.0, recorded was 1.0000000000000002"
-    assert compare_numbers(rows, replayed, 5, 7) == Difference(0)
+    assert compare_numbers(rows, replayed, 5, 7) == StepComparison(0)

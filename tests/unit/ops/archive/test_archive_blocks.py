@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megasdc.common.errors import CheckpointError
 from megasdc.ops.archive import block, cut
-from megasdc.ops.archive.block import BLOCK_BYTES, decode, digest_of, encode
+from megasdc.ops.archive.block import BLOCK_BYTES, block_name, decode_block, encode_block
 from megasdc.ops.archive.cut import Cutter, TypedRange, count_blocks
 from megasdc.ops.archive.moments import dequantize, quantize
 
@@ -25,38 +25,38 @@ def test_blocks_come_back_and_floats_become_small() -> None:
     raw = NORMAL.tobytes()
     sizes = {}
     for width in (1, 2, 4, 8):
-        stored = encode(raw, width)
-        assert decode(stored, digest_of(raw), len(raw)) == raw
+        stored = encode_block(raw, width)
+        assert decode_block(stored, block_name(raw), len(raw)) == raw
         sizes[width] = len(stored)
     assert sizes[4] < 0.92 * sizes[1]
     quantized = dequantize(quantize(raw, "exp_avg"), NORMAL.size, "exp_avg")
-    stored = encode(quantized, 4, "exp_avg")
-    assert decode(stored, digest_of(quantized), len(quantized)) == quantized
+    stored = encode_block(quantized, 4, "exp_avg")
+    assert decode_block(stored, block_name(quantized), len(quantized)) == quantized
     assert len(stored) < 0.26 * len(raw)
 
 
 def test_what_quantizing_would_change_is_stored_as_it_is() -> None:
     """A block that is not made of codes keeps every bit, though it is said to be a moment."""
     raw = NORMAL.tobytes()
-    assert decode(encode(raw, 4, "exp_avg"), digest_of(raw), len(raw)) == raw
+    assert decode_block(encode_block(raw, 4, "exp_avg"), block_name(raw), len(raw)) == raw
 
 
 def test_every_flipped_bit_and_every_cut_is_found() -> None:
     """Of a small block: each bit, each length."""
     raw = NORMAL[:40].tobytes()
-    stored, digest = encode(raw, 4), digest_of(raw)
+    stored, digest = encode_block(raw, 4), block_name(raw)
     for place in range(len(stored) * 8):
         changed = bytearray(stored)
         changed[place // 8] ^= 1 << place % 8
         with pytest.raises(CheckpointError):
-            decode(bytes(changed), digest, len(raw))
+            decode_block(bytes(changed), digest, len(raw))
     for length in range(len(stored)):
         with pytest.raises(CheckpointError):
-            decode(stored[:length], digest, len(raw))
+            decode_block(stored[:length], digest, len(raw))
     with pytest.raises(CheckpointError, match="has the content of block"):
-        decode(stored, "0" * 32, len(raw))
+        decode_block(stored, "0" * 32, len(raw))
     with pytest.raises(CheckpointError, match="needed are 1 bytes"):
-        decode(stored, digest, 1)
+        decode_block(stored, digest, 1)
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -68,7 +68,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(declared: bool) -> None:
     header = block._HEADER.pack(block._MAGIC, 0, 1, 0, BLOCK_BYTES)
     stored = header + xxhash.xxh3_128_digest(header + payload) + payload
     with pytest.raises(CheckpointError, match=r"unpacks to|cannot be decompressed"):
-        decode(stored, digest_of(bytes(BLOCK_BYTES)), BLOCK_BYTES)
+        decode_block(stored, block_name(bytes(BLOCK_BYTES)), BLOCK_BYTES)
 
 
 @given(data=st.data(), size=st.integers(0, 400))

@@ -14,10 +14,10 @@ import xxhash
 from run_to_archive import RUN
 
 from megasdc.common.errors import CheckpointError
-from megasdc.ops.archive.block import encode
+from megasdc.ops.archive.block import encode_block
 from megasdc.ops.archive.entries import read_part
-from megasdc.ops.archive.pull import pull
-from megasdc.ops.archive.push import push
+from megasdc.ops.archive.pull import pull_checkpoint
+from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import block_file, open_archive, part_file, receipt_file
 from megasdc.ops.archive.verify import verify
 
@@ -57,7 +57,7 @@ def test_every_damage_is_found_and_none_gives_a_checkpoint(checkpoints: Path, tm
     """100 times: a flipped bit, a cut, a removal, two files swapped; in blocks, records and receipts."""
     address, out = tmp_path / "archive", tmp_path / "out"
     for step in (2, 4):
-        push(checkpoints / f"step_{step:08d}", str(address))
+        push_checkpoint(checkpoints / f"step_{step:08d}", str(address))
     healthy = {path: path.read_bytes() for path in sorted(address.rglob("*")) if path.is_file()}
     kinds = {
         "blocks": [path for path in healthy if "blocks" in path.parts],
@@ -74,7 +74,7 @@ def test_every_damage_is_found_and_none_gives_a_checkpoint(checkpoints: Path, tm
         refused = 0
         for step in (2, 4):
             try:
-                found = Path(pull(str(address), out, step=step).path)
+                found = Path(pull_checkpoint(str(address), out, step=step).path)
             except CheckpointError:
                 refused += 1
                 assert not (out / f"step_{step:08d}").exists()
@@ -93,30 +93,30 @@ def test_every_damage_is_found_and_none_gives_a_checkpoint(checkpoints: Path, tm
 def test_a_lost_mark_of_the_archive_is_found(checkpoints: Path, tmp_path: Path) -> None:
     """``archive.json`` is missing or damaged: nothing is pulled, and the next push mends only a missing one."""
     address = tmp_path / "archive"
-    push(checkpoints, str(address))
+    push_checkpoint(checkpoints, str(address))
     _flip(address / "archive.json", random.Random(1))
-    for use in (lambda: verify(str(address)), lambda: pull(str(address), tmp_path / "out")):
+    for use in (lambda: verify(str(address)), lambda: pull_checkpoint(str(address), tmp_path / "out")):
         with pytest.raises(CheckpointError, match=r"archive\.json"):
             use()
     (address / "archive.json").unlink()
     with pytest.raises(CheckpointError, match="is no archive"):
         verify(str(address))
-    assert push(checkpoints, str(address)).already and verify(str(address)).ok
+    assert push_checkpoint(checkpoints, str(address)).already and verify(str(address)).ok
 
 
 def test_deleted_damages_are_mended_by_a_push(checkpoints: Path, tmp_path: Path) -> None:
     """A push trusts a block by its name; ``delete_damaged`` makes it store it again."""
     address = tmp_path / "archive"
-    push(checkpoints, str(address))
+    push_checkpoint(checkpoints, str(address))
     blocks = sorted(path for path in address.glob("blocks/*/*"))
     for path in blocks[:3]:
         _flip(path, random.Random(3))
-    assert push(checkpoints, str(address)).already, "it does not read what is there"
+    assert push_checkpoint(checkpoints, str(address)).already, "it does not read what is there"
     report = verify(str(address), delete_damaged=True)
     assert report.deleted == 3 and len(report.damages) == 3
     assert len(verify(str(address)).damages) == 3, "now they are missing"
-    assert push(checkpoints, str(address)).new_blocks == 3
-    assert verify(str(address)).ok and pull(str(address), tmp_path / "out").step == 4
+    assert push_checkpoint(checkpoints, str(address)).new_blocks == 3
+    assert verify(str(address)).ok and pull_checkpoint(str(address), tmp_path / "out").step == 4
 
 
 def _forge(address: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -152,19 +152,19 @@ def _forge(address: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_hostile_records_are_refused(checkpoints: Path, tmp_path: Path, field: str, value: Any) -> None:
     """Names outside the folder, sizes that no blocks have: refused when the record is read, nothing is written."""
     address, out = tmp_path / "archive", tmp_path / "out"
-    push(checkpoints, str(address))
+    push_checkpoint(checkpoints, str(address))
     _forge(address, lambda content: content["files"][0].update({field: value}))
     with pytest.raises(CheckpointError):
-        pull(str(address), out)
+        pull_checkpoint(str(address), out)
     assert not out.exists() and not (tmp_path / "escaped").exists() and not verify(str(address)).ok
 
 
 def test_a_save_id_that_is_a_path_is_refused(checkpoints: Path, tmp_path: Path) -> None:
     """It is part of the temporary name of a pull."""
-    push(checkpoints, str(tmp_path / "archive"))
+    push_checkpoint(checkpoints, str(tmp_path / "archive"))
     _forge(tmp_path / "archive", lambda content: content.update(save_id="../../escaped"))
     with pytest.raises(CheckpointError, match="save_id"):
-        pull(str(tmp_path / "archive"), tmp_path / "out")
+        pull_checkpoint(str(tmp_path / "archive"), tmp_path / "out")
 
 
 def test_pickles_are_checked_before_a_checkpoint_gets_its_name(
@@ -194,13 +194,13 @@ def test_pickles_are_checked_before_a_checkpoint_gets_its_name(
     files = [one.model_copy(update={"content": None}) if one.name == "rank_00000_state.pt" else one for one in files]
     write_manifest(step, manifest.model_copy(update={"files": files}))
     with pytest.raises(CheckpointError, match=r"posix\.system"):
-        push(checkpoints, str(tmp_path / "archive"))
+        push_checkpoint(checkpoints, str(tmp_path / "archive"))
     with monkeypatch.context() as attacker:
         attacker.setattr(importlib.import_module("megasdc.ops.archive.push"), "check_file", lambda *_, **__: [])
-        push(checkpoints, str(tmp_path / "archive"))
+        push_checkpoint(checkpoints, str(tmp_path / "archive"))
     assert verify(str(tmp_path / "archive")).ok, "the archive itself is whole"
     with pytest.raises(CheckpointError, match=r"posix\.system"):
-        pull(str(tmp_path / "archive"), tmp_path / "out")
+        pull_checkpoint(str(tmp_path / "archive"), tmp_path / "out")
     assert not (tmp_path / "ran").exists() and list((tmp_path / "out").iterdir()) == []
 
 
@@ -213,11 +213,11 @@ def _digest(step: Path, record: Any) -> str:
 def test_a_block_of_another_size_is_refused(checkpoints: Path, tmp_path: Path) -> None:
     """The size comes from the record, and nothing larger is unpacked."""
     address = tmp_path / "archive"
-    push(checkpoints, str(address))
+    push_checkpoint(checkpoints, str(address))
     part = read_part(open_archive(str(address)), (RUN, 4, "all"))
     digest, size = next(iter(part.blocks().items()))
-    (address / block_file(digest)).write_bytes(encode(bytes(size + 1)))
+    (address / block_file(digest)).write_bytes(encode_block(bytes(size + 1)))
     report = verify(str(address))
     assert [damage.name for damage in report.damages] == [block_file(digest)]
     with pytest.raises(CheckpointError, match=rf"needed are {size} bytes"):
-        pull(str(address), tmp_path / "out")
+        pull_checkpoint(str(address), tmp_path / "out")

@@ -28,9 +28,9 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.ops.archive import cut, lease, store
 from megasdc.ops.archive.entries import read_entries
-from megasdc.ops.archive.prune import prune
-from megasdc.ops.archive.pull import pull
-from megasdc.ops.archive.push import push
+from megasdc.ops.archive.prune import prune_archive
+from megasdc.ops.archive.pull import pull_checkpoint
+from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import LEASES, open_archive
 from megasdc.ops.archive.verify import verify
 
@@ -39,35 +39,35 @@ from megasdc.ops.archive.verify import verify
 def test_a_pull_gives_every_bit_back(checkpoints: Path, tmp_path: Path, memory: bool) -> None:
     """Both steps; what did not change is stored once; a second push stores nothing."""
     address = f"memory://{tmp_path.name}" if memory else str(tmp_path / "archive")
-    first = push(checkpoints / "step_00000002", address)
-    again = push(checkpoints / "step_00000002", address)
+    first = push_checkpoint(checkpoints / "step_00000002", address)
+    again = push_checkpoint(checkpoints / "step_00000002", address)
     assert again.already and not again.new_blocks and again.known_bytes == first.new_bytes
-    second = push(checkpoints, address)
+    second = push_checkpoint(checkpoints, address)
     assert second.step == 4 and second.known_blocks > 0, "the random generators did not change"
     for step in (2, 4):
-        report = pull(address, tmp_path / "out", step=step)
+        report = pull_checkpoint(address, tmp_path / "out", step=step)
         assert contents(Path(report.path)) == contents(checkpoints / f"step_{step:08d}")
         assert verify_checkpoint(report.path).ok
     assert (tmp_path / "out" / "latest").read_text() == "step_00000004\n"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "step_00000002", "step_00000004"]
-    assert pull(address, tmp_path / "out", step=4).kept_bytes == second.size_bytes
+    assert pull_checkpoint(address, tmp_path / "out", step=4).kept_bytes == second.size_bytes
     assert verify(address).ok
 
 
 def test_a_checkpoint_of_another_run_is_not_put_into_a_run(checkpoints: Path, tmp_path: Path) -> None:
     """The run would go on from it; named by its id it is. Into the folder of its own run it comes without."""
-    push(checkpoints, str(tmp_path / "archive"))
+    push_checkpoint(checkpoints, str(tmp_path / "archive"))
     (tmp_path / "other").mkdir()
     identity = (checkpoints.parent / "run.json").read_text()
     (tmp_path / "other" / "run.json").write_text(identity.replace(RUN, "20261125-100000-000000"))
     with pytest.raises(
         CheckpointError, match=f"of run 20261125-100000-000000, and the archive has {RUN}: pull it into"
     ):
-        pull(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints")
+        pull_checkpoint(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints")
     assert not (tmp_path / "other" / "checkpoints").exists()
-    assert pull(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints", run=RUN).step == 4
+    assert pull_checkpoint(str(tmp_path / "archive"), tmp_path / "other" / "checkpoints", run=RUN).step == 4
     shutil.rmtree(checkpoints / "step_00000004")
-    assert pull(str(tmp_path / "archive"), checkpoints).step == 4
+    assert pull_checkpoint(str(tmp_path / "archive"), checkpoints).step == 4
 
 
 def test_fp32_weights_and_master_weights_are_stored_once(
@@ -79,7 +79,7 @@ def test_fp32_weights_and_master_weights_are_stored_once(
     monkeypatch.setattr(cut, "LARGE_BYTES", 1 << 10)
     whole = hand_made.make_whole(6)
     hand_made.write_checkpoint(checkpoints, 6, whole={**whole, "weight": whole["master"]})
-    report = push(checkpoints / "step_00000006", str(tmp_path / "archive"))
+    report = push_checkpoint(checkpoints / "step_00000006", str(tmp_path / "archive"))
     weights = sum(tensor.nbytes for tensor in whole["master"].values() if tensor.nbytes >= 1 << 10)
     assert report.known_bytes >= weights
 
@@ -94,23 +94,23 @@ def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monke
     assert killed == -signal.SIGKILL
     assert read_entries(open_archive(str(address))) == [] and len(list(address.glob("leases/*.json"))) == 1
     there = {path.name for path in address.glob(blocks)}
-    report = push(checkpoints, str(address))
+    report = push_checkpoint(checkpoints, str(address))
     assert report.known_blocks >= len(there) >= 5 and report.new_blocks > 0
-    assert pull(str(address), tmp_path / "out").step == 4
+    assert pull_checkpoint(str(address), tmp_path / "out").step == 4
     with pytest.raises(StorageError, match="goes on; prune when it has ended"):
-        prune(str(address))
+        prune_archive(str(address))
     monkeypatch.setattr(lease, "STALE_S", 0.0)
-    prune(str(address))
+    prune_archive(str(address))
     assert not list(address.glob("leases/*")) and not list(address.rglob(".tmp_*")) and verify(str(address)).ok
 
 
 def test_a_pull_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path) -> None:
     """What it wrote is not fetched again; until the end there is no checkpoint."""
     address, out = tmp_path / "archive", tmp_path / "out"
-    push(checkpoints, str(address))
+    push_checkpoint(checkpoints, str(address))
     killed = killed_command(["pull", address, out, "--workers", 1], lambda: len(list(out.rglob("*.pt"))) >= 4)
     assert killed == -signal.SIGKILL and not (out / "step_00000004").exists()
-    report = pull(str(address), out)
+    report = pull_checkpoint(str(address), out)
     assert report.kept_bytes > 0
     assert contents(out / "step_00000004") == contents(checkpoints / "step_00000004")
     assert sorted(path.name for path in out.iterdir()) == ["latest", "step_00000004"]
@@ -122,8 +122,8 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(
     """After each deletion that it does; the step that is kept is whole at any moment."""
     for number in range(1, 8, 2):
         address = str(tmp_path / f"archive{number}")
-        push(checkpoints / "step_00000002", address)
-        push(checkpoints / "step_00000004", address)
+        push_checkpoint(checkpoints / "step_00000002", address)
+        push_checkpoint(checkpoints / "step_00000004", address)
         left, delete = [number], os.unlink
 
         def unlink(path: Any, left: list[int] = left, delete: Any = delete, **options: Any) -> None:
@@ -136,9 +136,9 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(
         with monkeypatch.context() as patch:
             patch.setattr(store.os, "unlink", unlink)
             with pytest.raises(KeyboardInterrupt):
-                prune(address, keep_last=1)
-        assert pull(address, tmp_path / f"out{number}", step=4).step == 4
-        prune(address, keep_last=1)
+                prune_archive(address, keep_last=1)
+        assert pull_checkpoint(address, tmp_path / f"out{number}", step=4).step == 4
+        prune_archive(address, keep_last=1)
         report = verify(address)
         assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
@@ -149,14 +149,14 @@ def test_a_real_kill_of_a_prune_loses_nothing(
     """SIGKILL while it deletes: the step that is kept is whole, the lease keeps others away until it is stale."""
     address = tmp_path / "archive"
     for step in (2, 4):
-        push(checkpoints / f"step_{step:08d}", str(address))
+        push_checkpoint(checkpoints / f"step_{step:08d}", str(address))
     record = address / "runs" / RUN / "step_00000002" / "all.json"
     assert killed_command(["prune", address, "--keep-last", 1], lambda: not record.exists()) == -signal.SIGKILL
-    assert pull(str(address), tmp_path / "out").step == 4
+    assert pull_checkpoint(str(address), tmp_path / "out").step == 4
     with pytest.raises(StorageError, match="a prune of all runs"):
-        prune(str(address))
+        prune_archive(str(address))
     monkeypatch.setattr(lease, "STALE_S", 0.0)
-    prune(str(address), keep_last=1)
+    prune_archive(str(address), keep_last=1)
     report = verify(str(address))
     assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
@@ -166,18 +166,18 @@ def test_another_content_of_a_step_is_refused(checkpoints: Path, tmp_path: Path)
     import hand_made
 
     address = str(tmp_path / "archive")
-    push(checkpoints / "step_00000004", address)
+    push_checkpoint(checkpoints / "step_00000004", address)
     hand_made.write_checkpoint(tmp_path / "same", 4, layout=(1, 1, 2), save_id="another")
-    assert push(tmp_path / "same", address, run=RUN).already
+    assert push_checkpoint(tmp_path / "same", address, run=RUN).already
     other = hand_made.write_checkpoint(tmp_path / "other", 4, layout=(1, 1, 2), whole=hand_made.make_whole(5))
     code, text = invoke("push", other, address, "--run", RUN)
     assert code == 72 and "with other content" in text and f"--run {RUN} --step 4" in text
     code, text = invoke("push", checkpoints, address, "--quantize-moments", 8)
     assert code == 72 and "with other content" in text
-    assert contents(Path(pull(address, tmp_path / "out").path)) == contents(checkpoints / "step_00000004")
-    assert push(other, address, run="another-run").new_blocks > 0
-    prune(address, run=RUN, steps=(4,))
-    assert push(other, address, run=RUN).known_blocks > 0
+    assert contents(Path(pull_checkpoint(address, tmp_path / "out").path)) == contents(checkpoints / "step_00000004")
+    assert push_checkpoint(other, address, run="another-run").new_blocks > 0
+    prune_archive(address, run=RUN, steps=(4,))
+    assert push_checkpoint(other, address, run=RUN).known_blocks > 0
     assert invoke("prune", address, "--step", 4)[0] == 70
     assert invoke("pull", address, tmp_path / "two")[0] == 72, "two runs, none is named"
 
@@ -186,30 +186,30 @@ def test_rules_keep_the_newest_and_multiples(checkpoints: Path, tmp_path: Path) 
     """Blocks that another step or run needs stay; --dry-run removes nothing."""
     address = str(tmp_path / "archive")
     for step in (2, 4):
-        push(checkpoints / f"step_{step:08d}", address)
-    push(checkpoints / "step_00000002", address, run="other")
-    dry = prune(address, run=RUN, keep_last=1, dry_run=True)
+        push_checkpoint(checkpoints / f"step_{step:08d}", address)
+    push_checkpoint(checkpoints / "step_00000002", address, run="other")
+    dry = prune_archive(address, run=RUN, keep_last=1, dry_run=True)
     assert dry.removed == {RUN: [2]} and len(read_entries(open_archive(address))) == 3
-    assert prune(address, run=RUN, keep_last=1, keep_every=2).removed == {}
+    assert prune_archive(address, run=RUN, keep_last=1, keep_every=2).removed == {}
     with pytest.raises(CheckpointError, match=f"has no run nobody; it holds {RUN}"):
-        prune(address, run="nobody", keep_last=1)
-    report = prune(address, keep_last=1)
+        prune_archive(address, run="nobody", keep_last=1)
+    report = prune_archive(address, keep_last=1)
     assert report.removed == {RUN: [2]} and report.num_blocks == 0, "the other run needs them"
-    assert pull(address, tmp_path / "out", run="other").step == 2 and verify(address).ok
-    assert prune(address, run="other", steps=(2,)).num_blocks > 0
+    assert pull_checkpoint(address, tmp_path / "out", run="other").step == 2 and verify(address).ok
+    assert prune_archive(address, run="other", steps=(2,)).num_blocks > 0
     assert [entry.step for entry in read_entries(open_archive(address))] == [4] and verify(address).ok
 
 
 def test_quantized_moments_are_marked_and_must_be_accepted(checkpoints: Path, tmp_path: Path) -> None:
     """In the list, in the refusal, in the manifest; weights and masters keep every bit; zip checksums are right."""
     address = str(tmp_path / "archive")
-    exact = push(checkpoints, str(tmp_path / "exact"))
-    report = push(checkpoints, address, quantize_bits=8)
+    exact = push_checkpoint(checkpoints, str(tmp_path / "exact"))
+    report = push_checkpoint(checkpoints, address, quantize_bits=8)
     assert report.stored_bytes < 0.65 * exact.stored_bytes and report.quantized is not None
     assert "quantized to 8 bits" in invoke("list", address)[1]
     code, text = invoke("pull", address, tmp_path / "out")
     assert code == 72 and "--accept-quantized" in text and "quantized to 8 bits" in text
-    found = Path(pull(address, tmp_path / "out", accept_quantized=True).path)
+    found = Path(pull_checkpoint(address, tmp_path / "out", accept_quantized=True).path)
     assert verify_checkpoint(found).ok and verify(address).ok
     assert read_manifest(found).quantized_moments_bits == 8
     code, text = invoke("push", found, tmp_path / "again", "--run", RUN)
@@ -245,13 +245,13 @@ def test_parts_of_nodes_make_a_step(checkpoints: Path, tmp_path: Path) -> None:
         path = hand_made.write_checkpoint(tmp_path / node, 6, layout=(1, 1, 2), **of_node)
         write_marker(path, read_manifest(path))
         folders[node] = path
-    push(folders["n"], address, run=RUN)
+    push_checkpoint(folders["n"], address, run=RUN)
     code, text = invoke("list", address)
     assert code == 72 and "node-m of 2 parts missing" in text
     assert invoke("pull", address, tmp_path / "early", "--node", "n")[0] == 72
-    push(folders["m"], address, run=RUN)
+    push_checkpoint(folders["m"], address, run=RUN)
     assert invoke("list", address)[0] == 0
-    report = pull(address, tmp_path / "out", node="m")
+    report = pull_checkpoint(address, tmp_path / "out", node="m")
     assert contents(Path(report.path)) == contents(folders["m"])
     assert has_marker(Path(report.path), read_manifest(Path(report.path)))
     code, text = invoke("pull", address, tmp_path / "out")
@@ -298,7 +298,7 @@ def test_places_that_cannot_be_used_are_named(
 ) -> None:
     """Full disk, no archive, no run, an unknown scheme, a missing package, a file in the way, another checkpoint."""
     address = str(tmp_path / "archive")
-    push(checkpoints, address)
+    push_checkpoint(checkpoints, address)
     assert invoke("pull", tmp_path / "nothing", tmp_path / "out")[0] == 72
     assert invoke("push", tmp_path / "nothing", address)[0] == 72
     shutil.copytree(checkpoints, tmp_path / "away" / "from" / "it")
@@ -363,14 +363,14 @@ def test_a_push_waits_for_a_prune_and_sees_what_it_deleted(
 ) -> None:
     """A prune that begins while a push goes on gives way; a push gives up when a prune never ends."""
     address = str(tmp_path / "archive")
-    push(checkpoints / "step_00000002", address)
+    push_checkpoint(checkpoints / "step_00000002", address)
     opened = open_archive(address)
     with lease.pushing(opened, "a push of the test", print), pytest.raises(StorageError, match="a push of the test"):
-        prune(address)
+        prune_archive(address)
     monkeypatch.setattr(lease, "WAIT_S", 0.0)
     with lease.pruning(opened, "a prune of the test"), pytest.raises(StorageError, match="a prune of the test"):
-        push(checkpoints, address)
-    assert push(checkpoints, address).new_blocks > 0
+        push_checkpoint(checkpoints, address)
+    assert push_checkpoint(checkpoints, address).new_blocks > 0
 
 
 def test_results_are_json(checkpoints: Path, tmp_path: Path) -> None:
@@ -387,4 +387,4 @@ def test_names_that_leave_the_archive_are_refused(checkpoints: Path, tmp_path: P
     """A run or node with slashes or dots."""
     for name in ("../x", "a/b", "", ".hidden", "x" * 200):
         with pytest.raises((ConfigError, CheckpointError)):
-            push(checkpoints, str(tmp_path / "archive"), run=name or " ")
+            push_checkpoint(checkpoints, str(tmp_path / "archive"), run=name or " ")

@@ -16,8 +16,8 @@ from typing import Any
 
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.nvml import Nvml, Unavailable
-from megasdc.ops.devices.readings import History
-from megasdc.ops.devices.rules import judge
+from megasdc.ops.devices.readings import DeviceHistory
+from megasdc.ops.devices.rules import judge_device
 from megasdc.ops.devices.survey import Survey
 from megasdc.ops.devices.telemetry import Telemetry
 from megasdc.ops.devices.verdict import worst
@@ -41,7 +41,7 @@ def set_state(state: Mapping[str, Any]) -> None:
 def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Read each state in turn, as a reader does."""
     LOG.unlink(missing_ok=True)
-    histories: dict[str, History] = {}
+    histories: dict[str, DeviceHistory] = {}
     waits = 0
     set_state(states[0])
     try:
@@ -58,7 +58,7 @@ def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
             if reading.id in histories:
                 histories[reading.id].add(reading)
             else:
-                histories[reading.id] = History(reading)
+                histories[reading.id] = DeviceHistory(reading)
     nvml.close()
     return {
         "no_events": nvml.no_events,
@@ -66,8 +66,8 @@ def read_case(states: list[dict[str, Any]]) -> dict[str, Any]:
         "devices": {
             key: {
                 **history.as_dict(),
-                "verdict": worst(judge(history)).label,
-                "reasons": [one.as_dict() for one in judge(history)],
+                "verdict": worst(judge_device(history)).label,
+                "reasons": [one.as_dict() for one in judge_device(history)],
             }
             for key, history in histories.items()
         },

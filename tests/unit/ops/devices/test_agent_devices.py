@@ -23,8 +23,8 @@ from pathlib import Path
 from megasdc.ops.health.phases import Phase
 from megasdc.common.process_state import started_at
 from megasdc.ops.health.rank_watch import RankWatch
-from megasdc.ops.health.record import Identity, HeartbeatWriter
-here = Identity("run.1.ab12", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))
+from megasdc.ops.health.record import WatchedIdentity, HeartbeatWriter
+here = WatchedIdentity("run.1.ab12", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))
 record = HeartbeatWriter(Path(sys.argv[1]), here)
 record.enter(Phase.FORWARD, 5, 0)
 watch = RankWatch(record, lambda code, message: os._exit(code))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megasdc.ops.devices.kernel_log import KernelLog
-from megasdc.ops.devices.readings import HOST, History, Reading
-from megasdc.ops.devices.rules import judge
-from megasdc.ops.devices.telemetry import Host, Telemetry, write_latency_s
+from megasdc.ops.devices.readings import HOST, DeviceHistory, DeviceReading
+from megasdc.ops.devices.rules import judge_device
+from megasdc.ops.devices.telemetry import LocalHost, Telemetry, write_latency_s
 from megasdc.ops.devices.verdict import worst
 
 BOOT = "6,0,0,-;Linux version 6.8.0\n6,1,1000000,-;mce: CPU0: Thermal monitoring enabled (TM1)\n"
@@ -43,12 +43,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def open_host(root: Path) -> Host:
+def open_host(root: Path) -> LocalHost:
     """The host below a folder."""
-    return Host(root, KernelLog(root / "dev/kmsg", 0.0), root)
+    return LocalHost(root, KernelLog(root / "dev/kmsg", 0.0), root)
 
 
-def read(host: Host) -> Reading:
+def read(host: LocalHost) -> DeviceReading:
     """Its one reading."""
     (reading,) = host.read()
     return reading
@@ -70,13 +70,13 @@ def test_files_of_the_kernel_are_read_in_their_units(root: Path) -> None:
 def test_rules_on_the_host(root: Path) -> None:
     """Old errors of memory degrade it, new ones make it unfit; lines about hardware errors are kept."""
     host = open_host(root)
-    history = History(read(host))
-    assert [(one.value, one.verdict.label) for one in judge(history)] == [("edac_uncorrected", "degraded")]
+    history = DeviceHistory(read(host))
+    assert [(one.value, one.verdict.label) for one in judge_device(history)] == [("edac_uncorrected", "degraded")]
     (root / "sys/devices/system/edac/mc/mc0/ue_count").write_text("1\n")
     with open(root / "dev/kmsg", "a", encoding="utf-8") as file:
         file.write(MCE)
     history.add(read(host))
-    reasons = judge(history)
+    reasons = judge_device(history)
     assert worst(reasons).label == "unfit" and reasons[0].value == "edac_uncorrected"
     assert history.since_start == {"edac_uncorrected": 1, "mce_lines": 2}
     assert "mce_lines" in {one.value for one in reasons} and "CPU 3" in history.as_dict()["lines"][1]
@@ -88,13 +88,13 @@ def test_what_is_not_there_is_none_with_the_reason(tmp_path: Path) -> None:
     missing = {name for name, value in reading.values.items() if value is None}
     assert missing == set(reading.unavailable) == set(reading.values) - {"disk_free_bytes", "disk_write_s"}
     assert "EDAC" in reading.unavailable["edac_corrected"] and "kmsg" in reading.unavailable["mce_lines"]
-    assert judge(History(reading)) == []
+    assert judge_device(DeviceHistory(reading)) == []
 
 
 def test_a_folder_that_cannot_be_written_has_no_latency(tmp_path: Path) -> None:
     """A file in its place."""
     (tmp_path / "file").write_text("")
-    reading = read(Host(tmp_path / "file", KernelLog(tmp_path / "no", 0.0), tmp_path))
+    reading = read(LocalHost(tmp_path / "file", KernelLog(tmp_path / "no", 0.0), tmp_path))
     assert reading.values["disk_write_s"] is None and "Not a directory" in reading.unavailable["disk_write_s"]
     with pytest.raises(NotADirectoryError):
         write_latency_s(tmp_path / "file")
@@ -127,12 +127,12 @@ def test_an_agent_sees_only_what_is_added_to_the_kernel_log(tmp_path: Path) -> N
 
 def test_recent_is_what_was_added_lately() -> None:
     """A counter's growth leaves the window after its length, and stays in what the run added."""
-    history = History(Reading(HOST, "host", 0.0, {"edac_corrected": 5}), recent_s=100)
-    history.add(Reading(HOST, "host", 10.0, {"edac_corrected": 9}))
-    history.add(Reading(HOST, "host", 60.0, {"edac_corrected": None}, {"edac_corrected": "gone"}))
-    history.add(Reading(HOST, "host", 105.0, {"edac_corrected": 10}))
+    history = DeviceHistory(DeviceReading(HOST, "host", 0.0, {"edac_corrected": 5}), recent_s=100)
+    history.add(DeviceReading(HOST, "host", 10.0, {"edac_corrected": 9}))
+    history.add(DeviceReading(HOST, "host", 60.0, {"edac_corrected": None}, {"edac_corrected": "gone"}))
+    history.add(DeviceReading(HOST, "host", 105.0, {"edac_corrected": 10}))
     assert (history.recent, history.since_start) == ({"edac_corrected": 5}, {"edac_corrected": 5})
-    history.add(Reading(HOST, "host", 120.0, {"edac_corrected": 10}))
+    history.add(DeviceReading(HOST, "host", 120.0, {"edac_corrected": 10}))
     assert (history.recent, history.since_start) == ({"edac_corrected": 1}, {"edac_corrected": 5})
 
 

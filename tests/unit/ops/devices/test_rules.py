@@ -7,7 +7,7 @@ from nvml_states import VALUES
 
 from megasdc.ops.devices.readings import COUNTERS, FROM_ZERO
 from megasdc.ops.devices.rules import DEVICE_RULES, HOST_RULES, XIDS, Over, xid_reasons
-from megasdc.ops.devices.verdict import Verdict
+from megasdc.ops.devices.verdict import DeviceVerdict
 
 HOST_VALUES = {
     *("edac_corrected", "edac_uncorrected", "load_1min", "load_per_cpu", "memory_available_bytes", "mce_lines"),
@@ -28,18 +28,18 @@ def test_rules_and_counters_are_about_values_that_are_read() -> None:
     assert FROM_ZERO <= COUNTERS <= {*VALUES, *HOST_VALUES}
     rules = [*DEVICE_RULES, *HOST_RULES]
     assert {rule.value for rule in rules if rule.over is Over.RECENT} <= COUNTERS
-    assert all(rule.text and rule.remedy and rule.source and rule.verdict > Verdict.FIT for rule in rules)
+    assert all(rule.text and rule.remedy and rule.source and rule.verdict > DeviceVerdict.FIT for rule in rules)
 
 
 @pytest.mark.parametrize("number", RESET)
 def test_what_the_catalog_resets_is_unfit(number: int) -> None:
     """Until the run ends: it counts when it is no longer recent."""
     (reason,) = xid_reasons([number], [])
-    assert reason.verdict is Verdict.UNFIT and f"XID {number}:" in reason.text
+    assert reason.verdict is DeviceVerdict.UNFIT and f"XID {number}:" in reason.text
 
 
 def test_what_the_catalog_ignores_never_makes_unfit() -> None:
     """At most degraded, and only while it is recent; what the program did leaves the device fit."""
-    assert all(XIDS[number].verdict < Verdict.UNFIT for number in IGNORED)
+    assert all(XIDS[number].verdict < DeviceVerdict.UNFIT for number in IGNORED)
     assert xid_reasons(IGNORED, []) == [] and xid_reasons(PROGRAM, PROGRAM) == []
-    assert [one.verdict for one in xid_reasons([63], [63])] == [Verdict.DEGRADED]
+    assert [one.verdict for one in xid_reasons([63], [63])] == [DeviceVerdict.DEGRADED]

@@ -10,7 +10,7 @@ import pytest
 from megasdc.common.errors import ConfigError, HangError, LaunchError, PeerError, TraceError, error_of_rank
 from megasdc.ops.golden import verify
 from megasdc.ops.golden.result import judge_reports
-from megasdc.ops.golden.watched_ranks import RankReport, watch
+from megasdc.ops.golden.watched_ranks import RankReport, watch_ranks
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden.file import Golden, save_golden
 
@@ -63,7 +63,7 @@ class _Rank:
 def test_nobody_is_waited_for_after_a_failure(ended: str) -> None:
     """Once a rank of a cell has failed in any way, the others of it are ended after a moment; other cells go on."""
     ranks = [_Rank(0, ended), _Rank(0, "done", None), _Rank(1, "done", 9)]
-    watch(ranks, grace_s=0.0)  # type: ignore[arg-type]
+    watch_ranks(ranks, grace_s=0.0)  # type: ignore[arg-type]
     assert [rank.report.ended for rank in ranks] == [ended, "stopped", "done"]
 
 
@@ -83,7 +83,7 @@ def test_more_devices_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_progress_is_told_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a cell x repeats x cases, from the first look on; null where time decides."""
     monkeypatch.setattr(verify, "load_header", lambda path: {**HEADER, "cases": [1, 2, 3]})
-    monkeypatch.setattr(verify, "WatchedRank", lambda *_: _Rank(0, "done"))
+    monkeypatch.setattr(verify, "CellRank", lambda *_: _Rank(0, "done"))
     totals: list[int | None] = []
     for minutes in (None, 1.0):
         verify.verify_here(tmp_path, repeats=5, minutes=minutes, on_progress=lambda done, total: totals.append(total))

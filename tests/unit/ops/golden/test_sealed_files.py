@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.errors import TraceError
-from megasdc.sdc.golden.sealed import read_header, read_members, write_sealed
+from megasdc.sdc.golden.sealed import read_members, read_sealed_header, write_sealed
 
 
 def test_a_compressed_member_is_not_read(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_compressed_member_is_not_read(tmp_path: Path) -> None:
             target.writestr(member.filename, source.read(member))
     header = {"sha256": {}}
     with pytest.raises(TraceError, match="is compressed"):
-        read_header(packed, ("test",), "record it")
+        read_sealed_header(packed, ("test",), "record it")
     with pytest.raises(TraceError, match="is compressed"):
         read_members(packed, header, ["trace"])
     with pytest.raises(TraceError, match="is not the trace"):

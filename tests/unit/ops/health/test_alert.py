@@ -17,7 +17,7 @@ from megasdc.common import alert as alert_module
 from megasdc.common.alert import alert
 from megasdc.ops.health import incident as incident_module
 from megasdc.ops.health.front.server import HangMonitor
-from megasdc.ops.health.incident import Conclusion
+from megasdc.ops.health.incident import HangConclusion
 
 
 @pytest.fixture
@@ -105,5 +105,5 @@ def test_the_incident_of_the_front_waits_for_room(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(incident_module, "write_durably", write_durably)
     path = tmp_path / "incidents" / "hang.json"
-    HangMonitor(tmp_path, said.append)._publish(Conclusion({}, path, {"kind": "hang/behind"}))
+    HangMonitor(tmp_path, said.append)._publish(HangConclusion({}, path, {"kind": "hang/behind"}))
     assert "hang/behind" in path.read_text() and not full and not any("could not be written" in line for line in said)

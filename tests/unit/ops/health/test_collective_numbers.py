@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megasdc.ops.health.blame import find_blame
-from megasdc.ops.health.incident import state_of
+from megasdc.ops.health.incident import rank_state
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_watch import groups_of
-from megasdc.ops.health.record import Identity, Progress
+from megasdc.ops.health.record import Progress, WatchedIdentity
 
 
 def entry(number: int, operation: int, name: str, retired: bool = True, **fields: Any) -> dict[str, Any]:
@@ -44,10 +44,10 @@ def test_transfers_between_stages_are_not_counted() -> None:
     """The rank that blocks in its write is named, and not the outer stages too, which have fewer transfers."""
     states = []
     for rank, transfers in enumerate((162, 324, 324, 162)):
-        identity = Identity("r", rank, rank, 4, rank, 0, 0, "vm", 0, 100 + rank, 0)
+        identity = WatchedIdentity("r", rank, rank, 4, rank, 0, 0, "vm", 0, 100 + rank, 0)
         groups = {"0": {**groups_of(dump(transfers, rank != 1))["0"], "ranks": [0, 1, 2, 3]}}
         answer = {"where": "save.py:174 write", "groups": groups}
-        states.append(state_of(identity, Progress(1, 1.0, 41, -1, Phase.SAVE), 8.0, "running", answer, {}))
+        states.append(rank_state(identity, Progress(1, 1.0, 41, -1, Phase.SAVE), 8.0, "running", answer, {}))
     blame = find_blame(states)
     assert (blame.kind, blame.ranks) == ("behind", (1,))
     assert blame.waits[3].startswith("waits for rank 1") and states[0].groups["0"].waits_in == 143

@@ -22,7 +22,7 @@ from megasdc.ops.health import agent_process, shared_folder_heartbeat
 from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front import server as front_server
-from megasdc.ops.health.front.address import FrontAddress, Hello, front_path, take_front
+from megasdc.ops.health.front.address import FrontAddress, Hello, claim_front, front_path
 from megasdc.ops.health.front.link import CoordinatorClient
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.health.phases import Phase
@@ -305,8 +305,8 @@ def test_the_front_is_known_from_a_file_that_is_read_once(tmp_path: Path, server
     ):
         path = front_path(tmp_path, "launch-1")
         path.write_text(text)
-        assert take_front(tmp_path, launch_id) == expected
+        assert claim_front(tmp_path, launch_id) == expected
         assert path.exists() == (expected is None), "that of another launch stays"
     path.unlink()
-    assert take_front(tmp_path, "launch-1") is None
+    assert claim_front(tmp_path, "launch-1") is None
     assert shared_folder_heartbeat.LOST_S == front_server.LOST_S

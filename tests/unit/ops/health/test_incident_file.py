@@ -16,8 +16,8 @@ from megasdc.ops.launch.verdict import lines_of, of_incident, read_met
 from megasdc.sdc.incidents.incident import (
     DisputedRank,
     Environment,
-    Evidence,
     Incident,
+    IncidentEvidence,
     RankPlace,
     incident_from_json,
     incident_to_json,
@@ -97,7 +97,7 @@ def test_a_damaged_report_of_corruption_is_left_out() -> None:
     differs = DisputedRank(**vars(place), first=Address(1, 0, "forward", "x", "output"), got=None)
     whole = Incident(
         *("2026-01-01T00:00:00+00:00", "run", 1, 0, "audit", "persistent", "relative to the majority", "halt"),
-        *("halted", (), (differs,), (place,), Evidence(1, {}), Environment({}, {}, "fp32")),
+        *("halted", (), (differs,), (place,), IncidentEvidence(1, {}), Environment({}, {}, "fp32")),
     )
     text = incident_to_json(whole)
     assert incident_from_json(text) == whole

@@ -19,17 +19,17 @@ from megasdc.ops.health.record import (
     BUCKETS,
     FIRST_BUCKET_S,
     HeartbeatWriter,
-    Identity,
     RecordReader,
+    WatchedIdentity,
     bucket_limit_s,
     bucket_of,
     record_path,
 )
 
 
-def identity(rank: int = 0, host: str = "n0") -> Identity:
+def identity(rank: int = 0, host: str = "n0") -> WatchedIdentity:
     """Of a rank without parallelism, in this process."""
-    return Identity("run", rank, rank, 1, 0, 0, 0, host, 0, os.getpid(), started_at(os.getpid()))
+    return WatchedIdentity("run", rank, rank, 1, 0, 0, 0, host, 0, os.getpid(), started_at(os.getpid()))
 
 
 def write_until_killed(folder: Path) -> None:

@@ -11,19 +11,19 @@ import pytest
 
 from megasdc.common.process_state import started_at
 from megasdc.ops.health import shared_folder_heartbeat, watched
-from megasdc.ops.health.limits import Limits
+from megasdc.ops.health.limits import PhaseLimits
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import HeartbeatWriter, Identity
+from megasdc.ops.health.record import HeartbeatWriter, WatchedIdentity
 from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat
 from megasdc.ops.health.watched import WatchedRanks
 
-SHORT = Limits(0.2, 0.2, 1.0, {})
+SHORT = PhaseLimits(0.2, 0.2, 1.0, {})
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> HeartbeatWriter:
     """Record of a rank, in this process, that is in its forward pass and gives no answers."""
-    own = Identity("run", 0, 0, 1, 0, 0, 0, "n0", 0, os.getpid(), started_at(os.getpid()))
+    own = WatchedIdentity("run", 0, 0, 1, 0, 0, 0, "n0", 0, os.getpid(), started_at(os.getpid()))
     writer = HeartbeatWriter(tmp_path, own)
     writer.enter(Phase.FORWARD, 9, 0)
     return writer

@@ -24,7 +24,7 @@ from megasdc.ops.launch.checks import (
     _host_problems,
     address_from_here,
     code_problems,
-    data_problems,
+    differing_data,
     inspect_hosts,
     left_behind,
     left_locks,
@@ -34,7 +34,7 @@ from megasdc.ops.launch.checks import (
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import files, module, probe
-from megasdc.ops.launch.remote import Transport, Watch, patience_s
+from megasdc.ops.launch.remote import HostWatch, Transport, patience_s
 from megasdc.ops.launch.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
@@ -62,14 +62,14 @@ def test_odd_versions_are_named() -> None:
 def test_data_that_one_host_has_others_of_are_named() -> None:
     """By what most hosts have, or those that are trusted; of two that differ none is named."""
     same, other = {"d": "1", "e": "5"}, {"d": "2", "e": "5"}
-    assert data_problems({"a": same, "b": same}) == [] and data_problems({"a": {"d": None}, "b": {"d": None}}) == []
-    (problem,) = data_problems({"a": same, "b": {"d": None, "e": "5"}})
+    assert differing_data({"a": same, "b": same}) == [] and differing_data({"a": {"d": None}, "b": {"d": None}}) == []
+    (problem,) = differing_data({"a": same, "b": {"d": None, "e": "5"}})
     assert (problem.hosts, problem.code) == (("b",), 71) and "no prepared data in d" in problem.text
-    (problem,) = data_problems({"a": other, "b": same, "c": same})
+    (problem,) = differing_data({"a": other, "b": same, "c": same})
     assert (problem.hosts, problem.code) == (("a",), 71) and problem.text.startswith("a: the data in d are others than")
-    (problem,) = data_problems({"a": same, "b": other})
+    (problem,) = differing_data({"a": same, "b": other})
     assert problem.hosts == () and problem.text.startswith("the data in d differ between a, b")
-    (problem,) = data_problems({"a": same, "b": other, "c": other}, trusted=["a"])
+    (problem,) = differing_data({"a": same, "b": other, "c": other}, trusted=["a"])
     assert problem.hosts == ("b", "c")
 
 
@@ -179,7 +179,7 @@ def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[
     def tell(said: Mapping[str, str]) -> None:
         heard.extend(said.values())
 
-    watch = Watch(lambda: "3 of 4" in heard, tell)
+    watch = HostWatch(lambda: "3 of 4" in heard, tell)
     here, program = Transport(remote=False), Path(module.__file__)
     (answer,) = here.run(["here"], program, request, timeout_s=600, watch=watch)
     assert answer.problem == "here: was not waited for any longer" and have_ended(pids)
@@ -189,7 +189,7 @@ def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        here.run(["here"], program, request, timeout_s=600, watch=Watch(tell=interrupt))
+        here.run(["here"], program, request, timeout_s=600, watch=HostWatch(tell=interrupt))
     assert have_ended(pids)
 
 
@@ -368,7 +368,7 @@ def test_a_left_lock_blames_no_host_and_stops_only_runs_that_compile(tmp_path: P
     )  # fmt: skip
     said: list[str] = []
     placement = Placement({"h": [0]}, remote=False)
-    report = inspect_hosts(placement, Transport(remote=False), needs, watch=Watch(say=said.append))
+    report = inspect_hosts(placement, Transport(remote=False), needs, watch=HostWatch(say=said.append))
     (text,) = report.problems if compiles else said
     assert f"h: {lock} locks a compiled extension since" in text
     assert all(not one.hosts for one in report.found) and len(report.found) == compiles
@@ -515,7 +515,7 @@ def test_a_host_that_is_only_busy_is_waited_for(tmp_path: Path, load: str, answe
     (tmp_path / "slow.py").write_text(SLOW)
     told: list[str] = []
     transport = Transport(remote=False, load_command=("printf", load))
-    (answer,) = transport.run(["here"], tmp_path / "slow.py", 1.5, timeout_s=1.0, watch=Watch(say=told.append))
+    (answer,) = transport.run(["here"], tmp_path / "slow.py", 1.5, timeout_s=1.0, watch=HostWatch(say=told.append))
     assert (answer.value == 1.5, told) == (answers, said)
     assert answers or "gave no answer in 1 s" in str(answer.problem)
 

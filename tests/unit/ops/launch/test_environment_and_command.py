@@ -148,13 +148,13 @@ def test_secrets_lie_in_a_folder_of_the_host_until_they_are_taken(tmp_path: Path
         with pytest.raises(SystemExit, match="list each machine once"):
             on_host.answer({"name": name, "files": files})
         folder.chmod(0o750)
-        assert on_host.take_environment(name) == {}
+        assert on_host.pop_environment(name) == {}
         folder.chmod(0o700)
-        assert on_host.take_environment(name) == json.loads(text)
-        assert on_host.take_environment(name) == {} and not path.exists() and (folder / "secret").read_text() == "s"
+        assert on_host.pop_environment(name) == json.loads(text)
+        assert on_host.pop_environment(name) == {} and not path.exists() and (folder / "secret").read_text() == "s"
         (tmp_path / "other").write_text(text)
         path.symlink_to(tmp_path / "other")
-        assert on_host.take_environment(name) == {}
+        assert on_host.pop_environment(name) == {}
     finally:
         on_host.answer({"name": name, "files": None})
     assert not folder.exists() and (tmp_path / "other").read_text() == text

@@ -18,7 +18,7 @@ from megasdc.ops.launch import host_failed
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect, records_dir, write_done, write_started
-from megasdc.ops.launch.remote import Answer, Transport
+from megasdc.ops.launch.remote import HostAnswer, Transport
 from megasdc.ops.launch.supervision import FailureWatch
 
 
@@ -33,9 +33,9 @@ class OtherDisks(Transport):
     def command(self, host: str, argv: Any) -> list[str]:
         return [sys.executable, "-"] if host != "down" else ["false"]
 
-    def run(self, hosts: Any, program: Path, request: Any, *, timeout_s: float) -> list[Answer]:
+    def run(self, hosts: Any, program: Path, request: Any, *, timeout_s: float) -> list[HostAnswer]:
         if "folder" not in request:  # for processes that are stopped, of which there are none
-            return [Answer(host, []) for host in hosts]
+            return [HostAnswer(host, []) for host in hosts]
         self.asked.extend(hosts)
         folder = request["folder"]
         found = []

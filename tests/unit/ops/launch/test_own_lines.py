@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megasdc.ops.launch.own_lines import FOLDER_VARIABLE, folder_option, last_lines, take_folder_option
+from megasdc.ops.launch.own_lines import FOLDER_VARIABLE, folder_option, last_lines, pop_folder_option
 
 PROGRAM = """
 import subprocess, sys
@@ -65,7 +65,7 @@ def test_the_folder_reaches_other_hosts_past_their_shells() -> None:
     word = folder_option(folder)
     assert word.replace("-", "").replace("_", "").replace("=", "").isalnum()
     argv = ["node.py", "--stop_grace_s=600", word, "--node_rank=0"]
-    assert take_folder_option(argv) == folder
+    assert pop_folder_option(argv) == folder
     assert argv == ["node.py", "--stop_grace_s=600", "--node_rank=0"]
-    assert take_folder_option(["node.py", "--stop_grace_s=600", "script.py"]) is None
+    assert pop_folder_option(["node.py", "--stop_grace_s=600", "script.py"]) is None
     assert FOLDER_VARIABLE.startswith("MEGASDC_")

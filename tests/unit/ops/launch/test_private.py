@@ -24,7 +24,7 @@ from megasdc.ops.launch.remote import Transport
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the front says; variables of the user's have no secret."""
     said: list[str] = []
-    monkeypatch.setattr(front, "say", said.append)
+    monkeypatch.setattr(front, "print_front_message", said.append)
     monkeypatch.setattr(front.environment, "private_environment", lambda _: {})
     return said
 
@@ -73,7 +73,7 @@ def test_variables_that_a_killed_launch_has_left_are_removed(monkeypatch: pytest
     for name in ("old", "taken"):
         for path in (private.path_of(name) / private.ENVIRONMENT, private.path_of(name)):
             os.utime(path, (long_ago, long_ago))
-    assert private.take_environment("taken") == {}
+    assert private.pop_environment("taken") == {}
     private.answer({"name": "next", **variables})
     assert sorted(path.name.split("-")[2] for path in tmp_path.iterdir()) == ["new", "next", "taken"]
 

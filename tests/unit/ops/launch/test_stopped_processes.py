@@ -44,7 +44,7 @@ from megasdc.ops.launch.remote import Transport
 from megasdc.ops.launch.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
 from megasdc.ops.supervise import launch_backend as engine_module
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.history import Process
+from megasdc.ops.supervise.history import LaunchProcess
 from megasdc.ops.supervise.launch_backend import LaunchBackend
 
 PATIENT = "import time; time.sleep(60)"
@@ -128,7 +128,7 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
         ticks = start_ticks(process.pid)
         assert ticks is not None
         while is_stopped(process):
-            assert engine.lives(Process(process.pid, ticks))
+            assert engine.lives(LaunchProcess(process.pid, ticks))
             time.sleep(0.02)
         assert "the front of the launch: process" in capsys.readouterr().err
 
@@ -143,15 +143,15 @@ def test_a_front_that_waits_for_a_disk_has_a_limit(
         engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
         with waits_for_a_disk(tmp_path) as process, monkeypatch.context() as patch:
             ticks = start_ticks(process.pid)
-            assert ticks is not None and engine.lives(Process(process.pid, ticks)), "not before its time"
+            assert ticks is not None and engine.lives(LaunchProcess(process.pid, ticks)), "not before its time"
             if not kills:
                 patch.setattr(process_state, "_send", lambda pid, number: None)
             end = time.monotonic() + 20
-            while engine.lives(Process(process.pid, ticks)) and time.monotonic() < end:
+            while engine.lives(LaunchProcess(process.pid, ticks)) and time.monotonic() < end:
                 time.sleep(0.02)
             said = capsys.readouterr().err
             assert "waits for a disk, and has for 0.2 s: it is killed" in said and ("given up" in said) == (not kills)
-            assert not engine.lives(Process(process.pid, ticks)) and (kills or process.poll() is None)
+            assert not engine.lives(LaunchProcess(process.pid, ticks)) and (kills or process.poll() is None)
 
 
 def test_a_process_that_polls_and_does_not_run_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

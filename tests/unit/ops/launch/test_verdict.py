@@ -11,7 +11,7 @@ from megasdc.common.memory_limits import MemoryKill
 from megasdc.common.moment import HostClock
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
-from megasdc.ops.launch.verdict import ABORTED, after_suspension, describe_code, judge
+from megasdc.ops.launch.verdict import ABORTED, after_suspension, describe_code, judge_launch
 
 HOSTS = ["a", "a", "b", "b"]
 CLOCKS = {"a": HostClock("a", 5000.0, 0.0, 0.001, 0.0), "b": HostClock("b", -70.0, 0.0, 0.002, 0.0)}
@@ -60,7 +60,7 @@ SUCCESS = dict.fromkeys(range(4), 0)
 )
 def test_exit_code_and_first_line(codes: dict[int, int], launcher_code: int, expected: int, line: str) -> None:
     """0 only if every rank says so; consequences never hide the cause."""
-    verdict = judge(HOSTS, records_of(codes), launcher_code)
+    verdict = judge_launch(HOSTS, records_of(codes), launcher_code)
     assert verdict.exit_code == expected
     assert line in verdict.lines[0]
 
@@ -69,10 +69,10 @@ def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then(
     """Of ranks without a record; the earliest of several hosts by the front's clock, else nobody is blamed."""
     records = records_of({})
     records.ended.update({1: EndedRecord(1, "a", -6, 5.0, "a", 5005.0), 3: EndedRecord(3, "b", -9, 9.0, "b", -66.0)})
-    unknown = judge(HOSTS, records, 250)
+    unknown = judge_launch(HOSTS, records, 250)
     assert (unknown.rank, unknown.host) == (None, None)
     assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
-    verdict = judge(HOSTS, records, 250, clocks=CLOCKS)
+    verdict = judge_launch(HOSTS, records, 250, clocks=CLOCKS)
     assert (verdict.rank, verdict.host, verdict.ended_by) == (3, "b", 9)
     assert verdict.lines[0].startswith("rank 3 on b: no done record (killed or host lost; launcher said exit code 250")
     assert "; it ended by itself, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
@@ -84,8 +84,8 @@ def test_a_signal_is_known_by_the_launchers_code_where_it_leaves_no_record_of_it
     code: int, number: int | None
 ) -> None:
     """As of a step of SLURM; not where several ranks may have been ended by it, or it was the launcher itself."""
-    assert judge(HOSTS, records_of({0: 79, 1: 79, 2: 79}), code).ended_by == number
-    assert judge(HOSTS, records_of({0: 79, 1: 79}), code).ended_by is None
+    assert judge_launch(HOSTS, records_of({0: 79, 1: 79, 2: 79}), code).ended_by == number
+    assert judge_launch(HOSTS, records_of({0: 79, 1: 79}), code).ended_by is None
 
 
 GIB = 1 << 30
@@ -110,19 +110,21 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
         records.started[rank] = replace(records.started[rank], memory_bytes=left)
     kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 6 * GIB)
     records.ended[3] = EndedRecord(3, "b", -9, 5.0, "b", -70.0, asdict(kill))
-    verdict = judge(HOSTS, records, 247)
+    verdict = judge_launch(HOSTS, records, 247)
     assert (verdict.rank, verdict.host, verdict.ended_by, verdict.memory) == (3, "b", 9, whose)
     assert "rank 3 on b: no done record" in verdict.lines[0] and said in verdict.lines[0]
     numbers = "out of memory: 8.00 GiB for programs, of which it had 6.00 GiB; other programs use "
     assert f"{numbers}{others:.2f} GiB there" in verdict.lines[0]
     records.ended[3] = replace(records.ended[3], memory=None)
-    assert judge(HOSTS, records, 247).memory is None and "memory" not in judge(HOSTS, records, 247).lines[0]
+    assert (
+        judge_launch(HOSTS, records, 247).memory is None and "memory" not in judge_launch(HOSTS, records, 247).lines[0]
+    )
     records.ended[1] = EndedRecord(1, "a", -9, 5.0)
     records.ended[3] = EndedRecord(3, "b", -9, 5.0, memory=asdict(kill))
     del records.done[1]
-    assert judge(HOSTS, records, 247).memory is None, "of the other nobody knows"
+    assert judge_launch(HOSTS, records, 247).memory is None, "of the other nobody knows"
     records.ended[1] = EndedRecord(1, "a", -9, 5.0, memory=asdict(kill))
-    assert (unknown := judge(HOSTS, records, 247)).memory == (whose if whose == "run" else None)
+    assert (unknown := judge_launch(HOSTS, records, 247)).memory == (whose if whose == "run" else None)
     assert unknown.host is None
 
 
@@ -132,11 +134,11 @@ def test_a_rank_whose_worker_the_kernel_has_ended_for_memory_is_told_so(others: 
     records = records_of({0: 79, 1: 79, 2: 1, 3: 79})
     kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 2 * GIB)
     records.ended[2] = EndedRecord(2, "b", 1, 5.0, memory=asdict(kill))
-    verdict = judge(HOSTS, records, 1)
+    verdict = judge_launch(HOSTS, records, 1)
     assert (verdict.exit_code, verdict.rank, verdict.host, verdict.memory) == (1, 2, "b", whose)
     assert "the kernel had no memory for a worker of it: 8.00 GiB for programs" in verdict.lines[0]
     records.ended[2] = replace(records.ended[2], memory=None)
-    assert judge(HOSTS, records, 1).memory is None and "memory" not in judge(HOSTS, records, 1).lines[0]
+    assert judge_launch(HOSTS, records, 1).memory is None and "memory" not in judge_launch(HOSTS, records, 1).lines[0]
 
 
 def test_hosts_with_other_numbers_of_ranks_are_compared_by_what_each_rank_has() -> None:
@@ -149,7 +151,7 @@ def test_hosts_with_other_numbers_of_ranks_are_compared_by_what_each_rank_has() 
     kill = MemoryKill(256 * GIB, 4 * GIB, 4 * GIB, 63 * GIB)
     for known in (kill, replace(kill, shared=90 * GIB), MemoryKill(None, None, None, 63 * GIB)):
         ended = {9: EndedRecord(9, "b", -9, 5.0, memory=asdict(known))}
-        verdict = judge(hosts, LaunchRecords(started=started, ended=ended), 247)
+        verdict = judge_launch(hosts, LaunchRecords(started=started, ended=ended), 247)
         assert verdict.memory == "run" and ("files in /dev/shm took 90.00 GiB" in verdict.lines[0]) == bool(
             known.shared
         )
@@ -167,7 +169,7 @@ def test_an_odd_record_of_an_end_is_told_and_not_used(memory: str, more: str) ->
     text = f'{{"rank": 1, "host": "b", "exit_code": -9, "time": 5.0, "memory": {memory}{more}}}'
     records = parse_records({"ended_00001.json": text})
     assert not records.ended and records.unreadable[0].startswith("ended_00001.json is not a record: ")
-    assert records.unreadable[0] in judge(["a", "b"], records, 247).lines
+    assert records.unreadable[0] in judge_launch(["a", "b"], records, 247).lines
     started = '{"rank": 1, "host": "b", "pid": 1, "time": 5.0, "memory_bytes": "1"}'
     assert parse_records({"started_00001.json": started}).unreadable
 
@@ -184,7 +186,7 @@ def test_an_odd_record_of_a_rank_is_told_and_not_used(name: str, value: object) 
     done = {"rank": 1, "host": "b", "exit_code": 1, "error_class": None, "message": "", "time": 5.0, "first_line": ""}
     records = parse_records({"rank_00001.json": json.dumps({**done, name: value})})
     assert not records.done and records.unreadable[0].startswith(f"rank_00001.json is not a record: {name} is ")
-    assert records.unreadable[0] in judge(["a", "b"], records, 1).lines
+    assert records.unreadable[0] in judge_launch(["a", "b"], records, 1).lines
     huge = '{"rank": 1, "host": "b", "exit_code": -9, "time": 5.0, "memory": {"total": 1%s, "others": 1, "before": 2}}'
     assert not parse_records({"ended_00001.json": huge % ("0" * 400)}).ended
 
@@ -192,23 +194,23 @@ def test_an_odd_record_of_a_rank_is_told_and_not_used(name: str, value: object) 
 def test_timeouts_after_a_suspension_blame_nobody() -> None:
     """The suspension is told first; other ends, and those of launches that always ran, are what they were."""
     records = records_of(dict.fromkeys(range(4), 75), {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
-    verdict = judge(HOSTS, records, 75, clocks=CLOCKS)
+    verdict = judge_launch(HOSTS, records, 75, clocks=CLOCKS)
     assert (verdict.exit_code, verdict.host) == (75, "a") and after_suspension(verdict, records, 0.0) == verdict
     found = after_suspension(verdict, records, 4000.0)
     assert (found.exit_code, found.rank, found.host) == (75, None, None)
     assert found.lines[0].startswith("this launch stood still for 4000 s") and found.lines[1:] == verdict.lines
     for code in (0, 71, 73):
         others = records_of({**SUCCESS, 1: 75, 2: code} if code else SUCCESS)
-        other = judge(HOSTS, others, code)
+        other = judge_launch(HOSTS, others, code)
         assert after_suspension(other, others, 4000.0) == other
     for rank, done in records.done.items():
         records.done[rank] = replace(done, message=f"{STANDSTILL} 9 s: rank 1 on a")
-    agreed = judge(HOSTS, records, 75)
+    agreed = judge_launch(HOSTS, records, 75)
     assert after_suspension(agreed, records, 25.0) == agreed, "the front alone was stopped"
     for text in ("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms", "Connection reset by peer"):
         for rank, done in records_of(dict.fromkeys(range(4), 1)).done.items():
             records.done[rank] = replace(done, error_class="RuntimeError", message=text)
-        assert after_suspension(judge(HOSTS, records, 1, clocks=CLOCKS), records, 25.0).host is None
+        assert after_suspension(judge_launch(HOSTS, records, 1, clocks=CLOCKS), records, 25.0).host is None
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:
@@ -222,17 +224,17 @@ def test_interrupted_ranks_are_no_cause() -> None:
     """They were stopped on request, or by the front because another had failed or was lost."""
     for codes in ({}, {2: 79, 3: 79}):
         ranks = [rank for rank in range(4) if rank not in codes]
-        verdict = judge(HOSTS, interrupt(records_of(codes), *ranks), 1, stopped_by=2)
+        verdict = judge_launch(HOSTS, interrupt(records_of(codes), *ranks), 1, stopped_by=2)
         assert (verdict.exit_code, verdict.rank) == (130, None)
         assert "stopped by SIGINT; interrupted before it could save: rank" in verdict.lines[0]
-    assert judge(HOSTS, interrupt(records_of({0: 79, 3: 71}), 1, 2), 1).rank == 3
-    lost = judge(HOSTS, interrupt(records_of({0: 79}), 1, 2), 1)
+    assert judge_launch(HOSTS, interrupt(records_of({0: 79, 3: 71}), 1, 2), 1).rank == 3
+    lost = judge_launch(HOSTS, interrupt(records_of({0: 79}), 1, 2), 1)
     assert (lost.exit_code, lost.rank) == (78, 3)
 
 
 def test_first_is_first_in_time_without_consequences() -> None:
     """A PeerError that came earlier is still a consequence."""
-    verdict = judge(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
+    verdict = judge_launch(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 1, "a")
     assert "after it failed: ranks 0 on a, 2 on b" in verdict.lines
     assert "without a done record: rank 3 on b" in verdict.lines
@@ -240,21 +242,21 @@ def test_first_is_first_in_time_without_consequences() -> None:
 
 def test_rank_that_never_started_is_told_apart() -> None:
     """No start record means the fault lies before the training script."""
-    verdict = judge(HOSTS, LaunchRecords(), 1, unreachable={"b": "b: cannot be reached"})
+    verdict = judge_launch(HOSTS, LaunchRecords(), 1, unreachable={"b": "b: cannot be reached"})
     assert "never started" in verdict.lines[0]
     assert "b: cannot be reached" in verdict.lines
 
 
 def test_stop_on_request_is_success_when_all_ranks_are_done() -> None:
     """After a signal 0 means that every rank has saved; a rank without a record or a failure still shows."""
-    verdict = judge(HOSTS, records_of(SUCCESS), 1, stopped_by=15)
+    verdict = judge_launch(HOSTS, records_of(SUCCESS), 1, stopped_by=15)
     assert (verdict.exit_code, verdict.lines) == (
         0,
         ["stopped by SIGTERM, all 4 ranks saved and are done"],
     )
-    assert judge(HOSTS, records_of({0: 0, 1: 0, 2: 0}), 1, stopped_by=10).exit_code == 138
-    assert judge(HOSTS, records_of({**SUCCESS, 2: 79}), 1, stopped_by=15).exit_code == 79
-    assert judge(HOSTS, records_of({0: 72}), 1, stopped_by=15).exit_code == 72
+    assert judge_launch(HOSTS, records_of({0: 0, 1: 0, 2: 0}), 1, stopped_by=10).exit_code == 138
+    assert judge_launch(HOSTS, records_of({**SUCCESS, 2: 79}), 1, stopped_by=15).exit_code == 79
+    assert judge_launch(HOSTS, records_of({0: 72}), 1, stopped_by=15).exit_code == 72
 
 
 @pytest.mark.parametrize(
@@ -266,17 +268,17 @@ def test_survivor_of_a_killed_rank_is_not_the_cause(error_class: str, message: s
     records = records_of({0: 1})
     records.done[0] = DoneRecord(0, "a", 1, error_class, message, 1.0, message)
     records.done.update(records_of({1: 79, 2: 79}).done)
-    verdict = judge(HOSTS, records, 1)
+    verdict = judge_launch(HOSTS, records, 1)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 3, "b")
     records.done.update(records_of({3: 71}).done)
-    assert judge(HOSTS, records, 1).rank == 3
+    assert judge_launch(HOSTS, records, 1).rank == 3
 
 
 def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
     """The only word there is of ranks that had not begun."""
     records = records_of({0: 0, 1: 0})
     records.failed_hosts["b"] = HostRecord("b", 137, 1.0)
-    verdict = judge(HOSTS, records, 137)
+    verdict = judge_launch(HOSTS, records, 137)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
     assert "the launcher of host b ended with exit code 137 (a process was ended by SIGKILL)" in verdict.lines
 
@@ -284,13 +286,13 @@ def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
 @pytest.mark.parametrize("launcher_code", [-6, 134, 250])
 def test_an_aborted_rank_is_told_what_ends_ranks_so(launcher_code: int) -> None:
     """PyTorch's watchdog over NCCL, after a timeout or an error of CUDA: the two are not told apart here."""
-    verdict = judge(HOSTS, records_of({0: 79, 1: 79, 2: 79}), launcher_code)
+    verdict = judge_launch(HOSTS, records_of({0: 79, 1: 79, 2: 79}), launcher_code)
     assert (verdict.exit_code, verdict.rank) == (78, 3)
     assert "ended by SIGABRT" in verdict.lines[0] and ABORTED in verdict.lines
-    assert ABORTED not in judge(HOSTS, records_of({0: 79}), 247).lines
+    assert ABORTED not in judge_launch(HOSTS, records_of({0: 79}), 247).lines
     lost = records_of({0: 79})
     lost.failed_hosts["b"] = HostRecord("b", 134, 1.0)
-    assert ABORTED in judge(HOSTS, lost, 255).lines
+    assert ABORTED in judge_launch(HOSTS, lost, 255).lines
 
 
 def test_codes_in_words() -> None:
@@ -304,16 +306,16 @@ def test_codes_in_words() -> None:
 
 def test_ranks_that_their_launcher_left_are_no_success_unless_a_stop_was_asked_for() -> None:
     """They save and end with 0, and steps are missing."""
-    seen = judge(HOSTS, records_of(SUCCESS), 0, outlived=True)
+    seen = judge_launch(HOSTS, records_of(SUCCESS), 0, outlived=True)
     assert seen.exit_code == 78
     assert "the launcher was killed, or ended before its ranks (exit code 0)" in seen.lines[0]
-    assert judge(HOSTS, records_of(SUCCESS), -9).exit_code == 78
+    assert judge_launch(HOSTS, records_of(SUCCESS), -9).exit_code == 78
     records = records_of(SUCCESS)
     records.done[2] = replace(records.done[2], launcher_gone=True)
-    told = judge(HOSTS, records, 0)
+    told = judge_launch(HOSTS, records, 0)
     assert (told.exit_code, told.host) == (78, "b")
     assert "the launcher of rank 2 on b was killed" in told.lines[0]
-    assert judge(HOSTS, records, 1, stopped_by=15, outlived=True).exit_code == 0
+    assert judge_launch(HOSTS, records, 1, stopped_by=15, outlived=True).exit_code == 0
 
 
 OFFSETS = [sign * seconds for seconds in (2.0, 300.0, 7200.0, 259200.0) for sign in (1, -1)]
@@ -324,14 +326,14 @@ OFFSETS = [sign * seconds for seconds in (2.0, 300.0, 7200.0, 259200.0) for sign
 def test_the_date_of_a_host_changes_no_verdict(offset_s: float, host: str) -> None:
     """Two ranks fail within a second, the first of them on b: it alone is blamed, or nobody is, as clocks are known."""
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0}, {host: offset_s})
-    verdict = judge(HOSTS, records, 71, clocks=CLOCKS)
+    verdict = judge_launch(HOSTS, records, 71, clocks=CLOCKS)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
     assert verdict.lines[0].startswith("rank 3 on b failed first with exit code 71 (DataError)")
-    unknown = judge(HOSTS, records, 71)
+    unknown = judge_launch(HOSTS, records, 71)
     assert (unknown.exit_code, unknown.rank, unknown.host) == (71, None, None), "what says most is its code"
     assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
     alone = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0}, {host: offset_s})
-    assert judge(HOSTS, alone, 71).rank == 1, "on one host its monotonic clock tells"
+    assert judge_launch(HOSTS, alone, 71).rank == 1, "on one host its monotonic clock tells"
 
 
 def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> None:
@@ -339,14 +341,14 @@ def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> N
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
     for changed in ({"uncertainty_s": 2.0}, {"at": 86400.0}, {"boot_id": "another"}):
         clock = replace(CLOCKS["b"], **changed)
-        assert judge(HOSTS, records, 71, clocks={"a": CLOCKS["a"], clock.boot_id: clock}).host is None
+        assert judge_launch(HOSTS, records, 71, clocks={"a": CLOCKS["a"], clock.boot_id: clock}).host is None
 
 
 def test_a_host_is_known_by_its_boot_whatever_it_is_called() -> None:
     """Ranks write their host's own name, where the hostfile has an address; clocks are of the boot."""
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
     records.done.update({rank: replace(one, host=f"{one.host}.cluster") for rank, one in records.done.items()})
-    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank == 3
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank == 3
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
@@ -357,20 +359,24 @@ def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s
         records = records_of({0: 1, 1: code, 2: code, 3: 79}, times, {"b": offset_s})
         for rank in (1, 2):
             records.done[rank] = replace(records.done[rank], message=f"{STANDSTILL} 15 s: rank 0")
-        verdict = judge(HOSTS, records, 1, clocks=CLOCKS)
+        verdict = judge_launch(HOSTS, records, 1, clocks=CLOCKS)
         assert (verdict.exit_code, verdict.rank, verdict.host) == (code, None, None)
         assert verdict.lines[0].startswith(f"ranks 1 on a, 2 on b ended with exit code {code} (")
         assert verdict.lines[1] == "with it failed: ranks 0 on a, 3 on b"
-    assert judge(HOSTS, records_of(dict.fromkeys(range(4), 73)), 1).lines[0].startswith("all 4 ranks ended with exit")
-    assert judge(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).rank == 0
-    assert judge(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
+    assert (
+        judge_launch(HOSTS, records_of(dict.fromkeys(range(4), 73)), 1)
+        .lines[0]
+        .startswith("all 4 ranks ended with exit")
+    )
+    assert judge_launch(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).rank == 0
+    assert judge_launch(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
 
 
 def test_a_rank_that_waited_for_another_is_explained_by_it() -> None:
     """Its own time limit ended it; which was first is not known, and needs not be."""
-    verdict = judge(HOSTS, records_of({0: 75, 3: 71}), 75)
+    verdict = judge_launch(HOSTS, records_of({0: 75, 3: 71}), 75)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
-    assert judge(HOSTS, records_of({0: 75, 3: 75}), 75).host is None
+    assert judge_launch(HOSTS, records_of({0: 75, 3: 75}), 75).host is None
 
 
 def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
@@ -378,9 +384,9 @@ def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
     records = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0})
     old = {rank: replace(one, boot_id=None, monotonic=None) for rank, one in records.done.items()}
     records.done.update(old)
-    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank == 1
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank == 1
     records.done[3] = replace(old[1], rank=3, host="b", time=0.5)
-    assert judge(HOSTS, records, 71, clocks=CLOCKS).rank is None
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank is None
 
 
 def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> None:
@@ -388,12 +394,12 @@ def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> No
     records = records_of({})
     for rank, host, code in ((0, "a", -9), (2, "b", -9)):
         records.ended[rank] = EndedRecord(rank, host, code, 5.0)
-    found = judge(HOSTS, records, 1)
+    found = judge_launch(HOSTS, records, 1)
     assert (found.rank, found.host, found.ended_by) == (None, None, 9)
     records.ended[2] = EndedRecord(2, "b", -11, 5.0)
-    assert judge(HOSTS, records, 1).ended_by is None
+    assert judge_launch(HOSTS, records, 1).ended_by is None
     records.ended[2] = EndedRecord(2, "b", 1, 5.0)
-    assert judge(HOSTS, records, 1).ended_by is None
+    assert judge_launch(HOSTS, records, 1).ended_by is None
 
 
 @pytest.mark.parametrize("stopped_by", [None, 15])
@@ -401,7 +407,7 @@ def test_a_rank_that_ended_with_0_before_its_last_step_is_not_done(stopped_by: i
     """Whoever wrote the code or ended it: what a training came to must stand in the record."""
     records = records_of(SUCCESS)
     records.done[2] = replace(records.done[2], end=None)
-    verdict = judge(HOSTS, records, 0, stopped_by=stopped_by)
+    verdict = judge_launch(HOSTS, records, 0, stopped_by=stopped_by)
     assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
     assert "rank 2 on b ended with exit code 0, and not at the last step" in verdict.lines[0]
 
@@ -411,4 +417,4 @@ def test_where_a_launch_stopped_stands_behind_its_ranks() -> None:
     records = records_of(SUCCESS)
     stopped = "stopped at step 3 of 9: time limit"
     records.done.update({rank: replace(done, end=stopped) for rank, done in records.done.items()})
-    assert judge(HOSTS, records, 0).lines == ["all 4 ranks are done", f"it {stopped}"]
+    assert judge_launch(HOSTS, records, 0).lines == ["all 4 ranks are done", f"it {stopped}"]

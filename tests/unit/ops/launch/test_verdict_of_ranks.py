@@ -18,7 +18,7 @@ from megasdc.sdc.golden_compare import (
     NOT_COMPARABLE,
     GoldenComparison,
     find,
-    judge,
+    judge_cell,
     trace_gaps,
 )
 from megasdc.sdc.trace import Trace
@@ -50,7 +50,7 @@ def _findings(changes: dict[int, set[int]]) -> dict[int, list]:
 
 
 def _status(changes: dict[int, set[int]]) -> dict[int, str]:
-    return {rank: verdict.status for rank, verdict in judge(_findings(changes), LAYOUT).items()}
+    return {rank: verdict.status for rank, verdict in judge_cell(_findings(changes), LAYOUT).items()}
 
 
 def test_nothing_differs() -> None:
@@ -71,7 +71,7 @@ def test_backward_comes_down_the_stages() -> None:
 
 def test_micro_batches_come_in_their_order() -> None:
     """Forward of micro-batch 1 was recorded before backward of 0, which does not depend on it: 0 comes first."""
-    found = judge(_findings({0: {2, 4}}), LAYOUT)
+    found = judge_cell(_findings({0: {2, 4}}), LAYOUT)
     assert str(found[0].first) == "step 1, micro-batch 0, backward of 0.x (a)"
 
 
@@ -83,7 +83,7 @@ def test_two_ranks_at_one_place_are_both_named() -> None:
 def test_k_of_n_runs() -> None:
     """Runs in which a rank was first are counted; in others it may be healthy."""
     wrong, right = _findings({1: {3}}), _findings({})
-    verdicts = judge({rank: right[rank] + wrong[rank] + right[rank] for rank in range(4)}, LAYOUT)
+    verdicts = judge_cell({rank: right[rank] + wrong[rank] + right[rank] for rank in range(4)}, LAYOUT)
     assert (verdicts[1].runs, verdicts[1].wrong_runs, verdicts[1].status) == (3, 1, DIVERGENT)
 
 
@@ -99,7 +99,7 @@ def _every_phase(rank: int, layout: ParallelDims, changed: dict[str, int]) -> Go
 
 def _judged(layout: ParallelDims, *changes: dict[str, int], **options: Any) -> list[str]:
     findings = {rank: [_every_phase(rank, layout, changed)] for rank, changed in enumerate(changes)}
-    return [verdict.status for verdict in judge(findings, layout, **options).values()]
+    return [verdict.status for verdict in judge_cell(findings, layout, **options).values()]
 
 
 LATER = {"reduced_grad": 0, "update": 0, "parameter": 0}
@@ -154,16 +154,16 @@ def test_missing_evidence_accuses_nobody() -> None:
     layout = ParallelDims(2, 1, 1)
     wrong, right = _every_phase(0, layout, {"backward": 0}), _every_phase(1, layout, {})
     for other in ([right], [right, GoldenComparison(0, 0)]):
-        found = judge({0: [right, wrong], 1: other}, layout)
+        found = judge_cell({0: [right, wrong], 1: other}, layout)
         assert (found[0].status, found[0].wrong_runs, found[1].status) == (INCONCLUSIVE, 1, HEALTHY)
         assert "rank 1 of the cell reported no result" in found[0].detail
-    found = judge({0: [wrong, wrong], 1: [right]}, layout)
+    found = judge_cell({0: [wrong, wrong], 1: [right]}, layout)
     assert (found[0].status, found[0].wrong_runs) == (DIVERGENT, 1)
 
 
 def test_nothing_compared_is_not_healthy() -> None:
     """A rank of which the golden trace holds nothing is not comparable, and the exit code says so."""
-    found = judge({0: [_every_phase(0, REPLICAS, {})], 1: [GoldenComparison(0, 0)]}, REPLICAS)
+    found = judge_cell({0: [_every_phase(0, REPLICAS, {})], 1: [GoldenComparison(0, 0)]}, REPLICAS)
     assert [found[rank].status for rank in (0, 1)] == [HEALTHY, NOT_COMPARABLE]
     assert (found[0].compared, found[1].compared) == (20, 0)
     nothing = {**_run(), "compared": 0}

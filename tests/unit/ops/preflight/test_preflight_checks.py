@@ -23,14 +23,14 @@ from megasdc.ops.preflight.commands import Commands, Done
 from megasdc.ops.preflight.inputs import judged
 from megasdc.ops.preflight.job import divided, scratch_folder
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, PreflightFinding, PreflightResult, Status
+from megasdc.ops.preflight.result import CheckResult, CheckStatus, PreflightFinding, PreflightResult
 from megasdc.ops.preflight.storage import PIECE, measure
 
-OK, WARNING, FAILED, NOT_DONE = Status.OK, Status.WARNING, Status.FAILED, Status.NOT_DONE
+OK, WARNING, FAILED, NOT_DONE = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.FAILED, CheckStatus.NOT_DONE
 LATER = tuple(CHECKS)[1:]
 
 
-def result_of(*findings: tuple[Status, int]) -> PreflightResult:
+def result_of(*findings: tuple[CheckStatus, int]) -> PreflightResult:
     """Checks a, b, ... with a status and an exit code each."""
     names = "abcdefg"
     return PreflightResult(

@@ -21,7 +21,7 @@ from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
-from megasdc.ops.run_folder.summary import summarize
+from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.ops.top.view import RunFollower, RunWatcher
 
 NOW = 1.8e9
@@ -103,13 +103,13 @@ def test_the_last_start_is_the_one_that_began_last(
     for one in (run, live):
         assert status_of(one).state == "running" and one.attempt == 2, "the first start's end is not this one's"
     assert places(run)["hosts"] == "host1", "of the first start others have written, too"
-    assert summarize(folder).stragglers == [] and summarize(folder).failure is None
+    assert summarize_run(folder).stragglers == [] and summarize_run(folder).failure is None
     hosts.emit(0, "end", "failed", exit_code=74, message="not finite", process_started=0.0)
-    found = summarize(folder).failure
+    found = summarize_run(folder).failure
     assert found is not None and found.exit_code == 74 and found.incident is None, "no evidence of the first start"
     hosts.front(2, 75, "nothing moved")
     of_launch(add_hang(folder, 4, "r.2.x"), 2, NOW + 4 - offset_s)
-    found = summarize(folder).failure
+    found = summarize_run(folder).failure
     assert found is not None and found.incident is not None and found.incident.endswith("r.2.x.json")
     last = RunWatcher(folder).look().last_incident
     assert last is not None and last.kind.startswith("hang"), "that of the later start, whatever its date"

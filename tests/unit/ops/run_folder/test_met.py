@@ -14,11 +14,11 @@ from run_folder import add_hang, add_incident, losses, write_run
 from megasdc.lab.report.run_pages.run_page import run_page
 from megasdc.ops.launch.verdict import SHOWN, Met, lines_of, read_met
 from megasdc.ops.run_folder.record import load_run
-from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.run_folder.summary import render, summarize_run
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.journal import FOLDER, Entry, Journal
+from megasdc.ops.supervise.journal import FOLDER, Journal, JournalEntry
 from megasdc.ops.supervise.launch_backend import LaunchBackend
-from megasdc.ops.supervise.met import all_met, by_entry, name_of, of_journal
+from megasdc.ops.supervise.met import all_met, by_entry, entry_name, of_journal
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher
 
@@ -76,7 +76,7 @@ def test_a_way_back_that_nobody_is_named_for_is_in_the_list(run: Path) -> None:
 
 def test_it_stands_wherever_people_look(run: Path) -> None:
     """Summary, page, live view and JSON of a run whose steps are all done."""
-    summary, found = summarize(run), all_met(run)
+    summary, found = summarize_run(run), all_met(run)
     assert summary.failure is None and summary.finished and list(summary.met) == found
     text = render(summary)
     assert all(str(one) in text for one in found)
@@ -94,7 +94,7 @@ def test_a_clean_run_says_nothing(tmp_path: Path) -> None:
     """No heading, no line."""
     run: Path = write_run(tmp_path / "run", losses(20))
     assert all_met(run) == [] and lines_of([]) == []
-    assert "met  " not in render(summarize(run))
+    assert "met  " not in render(summarize_run(run))
 
 
 def test_a_launch_tells_its_own(run: Path) -> None:
@@ -134,12 +134,12 @@ def test_a_decision_is_known_in_a_journal_that_is_written_anew(tmp_path: Path) -
         journal.write("tested", host="n2", exit_code=0, text="passed")
         for entries in (journal.entries, [journal.entries[0], *journal.entries[2:]]):
             renumbered = [replace(one, number=at) for at, one in enumerate(entries, 1)]
-            found += [name_of(entry, some) for entry, some in by_entry(renumbered) if some]
+            found += [entry_name(entry, some) for entry, some in by_entry(renumbered) if some]
     assert found[:2] == found[2:] and found[0] == "decision_0001_launch1" and found[1].startswith("tested_")
 
 
 def test_a_host_that_lacks_nothing_any_more_is_to_be_looked_at() -> None:
     """There is nothing to mend that a check finds."""
-    ended = Entry(1, 0.0, "ended", {"diagnosis": {**DIAGNOSIS, "kind": "mended"}})
-    (found,) = of_journal([ended, Entry(2, 0.0, "decided", {"action": "", "text": "t", "replaced": ["n2"]})])
+    ended = JournalEntry(1, 0.0, "ended", {"diagnosis": {**DIAGNOSIS, "kind": "mended"}})
+    (found,) = of_journal([ended, JournalEntry(2, 0.0, "decided", {"action": "", "text": "t", "replaced": ["n2"]})])
     assert found.to_do == "look at n2, test with `megasdc stress`"

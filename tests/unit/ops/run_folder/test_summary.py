@@ -25,15 +25,15 @@ from megasdc.common.errors import (
     PeerError,
 )
 from megasdc.common.origin import Origin
-from megasdc.common.run_lock import Holder, LockedFolders, take
+from megasdc.common.run_lock import Holder, LockedFolders, take_lock
 from megasdc.events import EventLog, read_events
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
-from megasdc.ops.run_folder.summary import Failure, RunSummary, render, summarize
+from megasdc.ops.run_folder.summary import LaunchFailure, RunSummary, render, summarize_run
 from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.pretrain import pretrain
-from megasdc.train.main import tell_end, tell_failure
+from megasdc.train.main import report_end, report_failure
 
 RUN = RunSummary(
     run_dir="runs/a",
@@ -81,15 +81,15 @@ def test_what_is_not_there_is_said_or_left_out() -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     """Nothing there, or a study, whose replicas are the runs."""
     with pytest.raises(DataError, match="holds no run that has reported a step"):
-        summarize(tmp_path)
+        summarize_run(tmp_path)
     (tmp_path / "study").mkdir()
     with pytest.raises(DataError, match="holds a study; give one of its folders replica_K"):
-        summarize(tmp_path)
+        summarize_run(tmp_path)
 
 
 def _fails(folder: Path, error: MegasdcError, monkeypatch: pytest.MonkeyPatch, rank: int = 0, began: float = 0) -> None:
     monkeypatch.setenv("RANK", str(rank))
-    tell_failure(folder, error.exit_code, error, began, LockedFolders())
+    report_failure(folder, error.exit_code, error, began, LockedFolders())
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, NonFiniteError, HangError, PeerError])
@@ -99,7 +99,7 @@ def test_a_failed_run_says_how_it_ended(
     """Exit code, meaning, cause, rank and host, without a front too; it is not finished, and the report says so too."""
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     _fails(folder, kind("it went wrong\nin detail"), monkeypatch, rank=1)
-    found = summarize(folder)
+    found = summarize_run(folder)
     failure = found.failure
     assert failure is not None and not found.finished and (found.steps, found.planned_steps) == (20, 20)
     assert (failure.exit_code, failure.rank, failure.incident, failure.verdict) == (kind.exit_code, 1, None, None)
@@ -118,30 +118,30 @@ def test_corruption_is_told_with_its_report(tmp_path: Path, monkeypatch: pytest.
     content = {**json.loads(incident.read_text()), "policy": "halt", "done": "halted"}
     incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00"}))
     _fails(folder, CorruptionError("step 20 is not committed"), monkeypatch)
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None
     assert (failure.exit_code, failure.verdict, failure.incident) == (73, "persistent", str(page))
     assert failure.suspects == ["rank 1 on node7 (cpu)"]
-    said = render(summarize(folder))
+    said = render(summarize_run(folder))
     assert "verdict           persistent (wrong by the same value in 2 of 2 repeats)" in said
     assert "on purpose" not in said
     assert "who               rank 1 on node7 (cpu)" in said
     assert f"what to do        {page}" in said
     incident.write_text(json.dumps({**content, "time": "2999-01-01T00:00:00+00:00", "injected": ["megasdc.faults"]}))
-    assert "to restart without them: --set 'megasdc.faults=[]'" in render(summarize(folder))
+    assert "to restart without them: --set 'megasdc.faults=[]'" in render(summarize_run(folder))
     earlier = {**content, "step": 8, "verdict": "not_reproduced", "time": "2999-01-01T00:00:00+00:00"}
     incident.with_name("incident_step_00000008.json").write_text(json.dumps(earlier))
-    latest = summarize(folder).failure
+    latest = summarize_run(folder).failure
     assert latest is not None and latest.verdict == "persistent", "of two in the same second that of the later step"
     for path in incident.parent.glob("*.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "done": "repaired"}))
-    went_on = summarize(folder).failure
+    went_on = summarize_run(folder).failure
     assert went_on is not None and (went_on.verdict, went_on.suspects) == (None, []), "the run went on after them"
     incident.with_name("incident_step_00000008.json").unlink()
     incident.write_text(json.dumps({**content, "verdict": "inconclusive", "time": "2999-01-01T00:00:00+00:00"}))
-    assert "one of            rank 1 on node7 (cpu)" in render(summarize(folder))
+    assert "one of            rank 1 on node7 (cpu)" in render(summarize_run(folder))
     incident.write_text(json.dumps({**content, "time": "2001-01-01T00:00:00+00:00"}))
-    old = summarize(folder).failure
+    old = summarize_run(folder).failure
     assert old is not None and old.incident is None, "a report of an earlier start is not this one's"
 
 
@@ -152,10 +152,10 @@ def test_a_hang_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
     before = add_hang(folder, 10, "before")
     before.write_text(json.dumps({**json.loads(before.read_text()), "time": 1e9}))
     _fails(folder, PeerError("lost"), monkeypatch)
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None and failure.incident is None and failure.suspects == []
     path = add_hang(folder, 20)
-    found = summarize(folder)
+    found = summarize_run(folder)
     assert found.failure is not None and found.failure.incident == str(path)
     assert found.failure.suspects == ["rank 1 on node1 (forward of step 20, micro-batch 0)"]
     assert [(one.path, one.kind, one.ranks, one.hosts) for one in found.hangs] == [
@@ -166,7 +166,7 @@ def test_a_hang_is_told_with_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"evidence          {path}" in said
     assert f"hangs             2, the last (hang/behind, rank 1 on node1): {path}" in said
     _fails(folder, HangError(f"nothing moved; see {before}"), monkeypatch)
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None and failure.incident == str(before), "the one that its message names"
 
 
@@ -179,7 +179,7 @@ def test_nan_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log.emit("nonfinite", "first", step=21, micro_batch=1, **place)
     log.close()
     _fails(folder, NonFiniteError("skipped"), monkeypatch)
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None
     assert failure.suspects == ["rank 3 on node3: NaN in the forward of 2.layer.mlp, step 21, micro-batch 1"]
 
@@ -192,12 +192,12 @@ def test_the_cause_is_not_who_lost_another(tmp_path: Path, monkeypatch: pytest.M
     between = max(one.time for one in load_run(folder).events) + 1e-6
     _fails(folder, PeerError("lost"), monkeypatch, rank=0, began=between)
     _fails(folder, HangError("given up"), monkeypatch, rank=1, began=between)
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None and (failure.exit_code, failure.rank) == (75, 1)
     log = EventLog(folder, 0)
     log.emit("start", "run", layout={}, world_size=2, versions={})
     log.close()
-    assert summarize(folder).failure is None, "it was started again"
+    assert summarize_run(folder).failure is None, "it was started again"
 
 
 def test_a_rank_of_an_earlier_start_that_ends_late_is_no_end_of_the_run(
@@ -224,7 +224,7 @@ def test_a_rank_of_an_earlier_start_that_ends_late_is_no_end_of_the_run(
     started = folder / "done" / "one" / "started_00001.json"
     started.write_text(started.read_text().replace('"time": ', '"time": 0.'))  # before the second start
     write_done(folder, 1, 79, PeerError("another rank has gone"))
-    assert summarize(folder).failure is None and load_run(folder).ending.exit_code == 0  # type: ignore[union-attr]
+    assert summarize_run(folder).failure is None and load_run(folder).ending.exit_code == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_supervised", [True, False])
@@ -263,12 +263,12 @@ def test_a_front_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     _fails(folder, HangError("given up"), monkeypatch)
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, "one")
     write_done(folder, 1, 75, HangError("given up by rank 1"))
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None and failure.text.endswith("given up by rank 1") and failure.rank == 1
     said = {"exit_code": 79, "lines": ["rank 1 on b was killed"], "failed_rank": 1, "failed_host": "b"}
     (folder / "done" / "one" / "launch.json").write_text(json.dumps(said))
-    failure = summarize(folder).failure
-    assert failure == Failure(79, "rank 1 on b was killed", 1, "b", None, [], None, None)
+    failure = summarize_run(folder).failure
+    assert failure == LaunchFailure(79, "rank 1 on b was killed", 1, "b", None, [], None, None)
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,11 +276,11 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, m
     folder = tmp_path / "run"
     (folder / "events").mkdir(parents=True)
     _fails(folder, CheckpointError("no verified checkpoint"), monkeypatch)
-    found = summarize(folder)
+    found = summarize_run(folder)
     assert (found.steps, found.planned_steps, found.finished, found.first_loss) == (0, None, False, None)
     said = render(found)
     assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
-    tell_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, LockedFolders())
+    report_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, LockedFolders())
     assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
 
 
@@ -300,7 +300,7 @@ def test_a_launch_with_nothing_to_train_warns(
     events = EventLog(tmp_path, 0)
     run: Any = SimpleNamespace(step=20, steps=20, stop_reason=reason, folder=tmp_path, results={}, events=events)
     run.skipped_steps = 0
-    tell_end(run, first)
+    report_end(run, first)
     events.close()
     (line,) = caplog.records
     assert line.getMessage().startswith(told.format(folder=tmp_path))
@@ -313,15 +313,15 @@ def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypat
     """A second launch into the folder of a run ends with 78: of the first, which goes on, nothing is told."""
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     _fails(folder, LaunchError("the folder is in use"), monkeypatch)
-    assert summarize(folder).failure is None
-    lock = take(folder, Holder.this_process("first", "one"), print)
+    assert summarize_run(folder).failure is None
+    lock = take_lock(folder, Holder.this_process("first", "one"), print)
     _fails(folder, DataError("refused before it looked for the lock"), monkeypatch)
     (folder / "done" / "two").mkdir(parents=True)
     said = {"exit_code": 78, "lines": ["the folder is in use"], "failed_rank": 0, "failed_host": "b"}
     (folder / "done" / "two" / "launch.json").write_text(json.dumps(said))
-    assert summarize(folder).failure is None
+    assert summarize_run(folder).failure is None
     lock.release()
-    failure = summarize(folder).failure
+    failure = summarize_run(folder).failure
     assert failure is not None and failure.exit_code == 78, "nobody works there: it is the last that is known"
 
 
@@ -350,12 +350,12 @@ def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(
 def test_the_archive_has_its_line(tmp_path: Path) -> None:
     """The newest that is in it, and what failed; a run without an archive has none."""
     folder = write_run(tmp_path / "run", losses(20))
-    assert summarize(folder).archive is None and "archived" not in render(summarize(folder))
+    assert summarize_run(folder).archive is None and "archived" not in render(summarize_run(folder))
     log = EventLog(folder, 0)
     log.emit("archive", "failed", step=10, problem="no route", exit_code=77)
-    assert summarize(folder).archive == "nothing; 1 failed, the last of step 10: no route"
+    assert summarize_run(folder).archive == "nothing; 1 failed, the last of step 10: no route"
     for step in (20, 15):
         log.emit("archive", "pushed", step=step, address="s3://b/a", size_bytes=1)
     log.close()
-    said = render(summarize(folder)).splitlines()
+    said = render(summarize_run(folder)).splitlines()
     assert "archived          up to step 20 in s3://b/a; 1 failed, the last of step 10: no route" in said

@@ -13,7 +13,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.sections.faults import FaultSpec
 from megasdc.faults.injector import Injector
-from megasdc.ops.stress.drill import SlotDrill, chance, read_drill, summarize
+from megasdc.ops.stress.drill import SlotDrill, chance, read_drill, summarize_drills
 
 
 def test_profile_and_host() -> None:
@@ -64,7 +64,7 @@ def test_expected_and_real_harm_agree() -> None:
         harm(Address(step, 0, "forward", "h64.mlp.linear_fc1", "output"), result)
     sent = [json.loads(json.dumps(one.summary())) for one in (drill, SlotDrill([fault]))]
     assert sent[0]["tallies"][0]["reasons"]  # times that no element was chosen
-    (said,) = summarize([fault], sent)
+    (said,) = summarize_drills([fault], sent)
     rate = 1 - (1 - 1e-3) ** 1000
     assert said["expected"] == pytest.approx(400 * rate)
     assert abs(said["changed"] - 400 * rate) < 5 * (400 * rate * (1 - rate)) ** 0.5
@@ -82,7 +82,7 @@ def test_why_nothing_was_harmed() -> None:
     harm = drill.harm(64)
     assert harm is not None
     harm(Address(1, 0, "forward", "x", "output"), torch.ones(4))
-    said = summarize(faults, [SlotDrill(faults).summary(), drill.summary()])
+    said = summarize_drills(faults, [SlotDrill(faults).summary(), drill.summary()])
     assert all(not one["expected"] and not one["changed"] for one in said)
     assert "narrower than min_hidden_size 1000" in said[0]["unfired"]
     assert all("no result of phase" in one["unfired"] for one in said[1:])

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.ops.stress.products import DTYPES, SLOTS, Linear, case_name, deviation, factors, linears, make_inputs
+from megasdc.ops.stress.products import (
+    DTYPES,
+    SLOTS,
+    Linear,
+    case_name,
+    deviation,
+    linears,
+    make_inputs,
+    product_factors,
+)
 from megasdc.tensors.bits import as_bits, bit_layout
 
 LAYER = Linear("odd.33x1025x17", 33, 1025, 17)
@@ -16,7 +25,7 @@ LAYER = Linear("odd.33x1025x17", 33, 1025, 17)
 
 def pair(dtype: str, phase: str = "forward") -> tuple[torch.Tensor, torch.Tensor]:
     inputs = {name: tensor.to(DTYPES[dtype]) for name, tensor in make_inputs(LAYER).items()}
-    return factors(inputs, phase)
+    return product_factors(inputs, phase)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.ops.stress.collectives import DTYPES, LARGEST_SUM, MOVED, Exchange, contribution, known_result
+from megasdc.ops.stress.collectives import DTYPES, LARGEST_SUM, MOVED, StressCollective, contribution, known_result
 
 RANKS = range(2, 9)
 
@@ -15,7 +15,7 @@ RANKS = range(2, 9)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_sums_are_exact_in_any_order(dtype: str, ranks: int) -> None:
     """Added one by one in the type itself, in several orders, the contributions give the known result bit for bit."""
-    exchange = Exchange("all_reduce", dtype, 4000, ranks, 7)
+    exchange = StressCollective("all_reduce", dtype, 4000, ranks, 7)
     given = [contribution(exchange, rank) for rank in range(ranks)]
     assert all(one.dtype == DTYPES[dtype] for one in given)
     exact = np.sum([one.to(torch.int64).numpy() for one in given], axis=0)
@@ -43,7 +43,7 @@ def test_every_number_up_to_the_largest_is_representable() -> None:
 def test_results_are_the_right_pieces(operation: str) -> None:
     """What a rank gets, against NumPy: its piece of the sum, all contributions, the root's, its piece of each."""
     ranks, n = 3, 5
-    exchange = Exchange(operation, "int32", n, ranks, 11)
+    exchange = StressCollective(operation, "int32", n, ranks, 11)
     given = np.stack([contribution(exchange, rank).numpy() for rank in range(ranks)])
     for rank in range(ranks):
         pieces = given.reshape(ranks, -1, n)
@@ -59,17 +59,17 @@ def test_results_are_the_right_pieces(operation: str) -> None:
 def test_what_is_moved_has_random_bits() -> None:
     """Each bit of each type is set in about half of the elements, NaN payloads included."""
     for name, dtype in DTYPES.items():
-        bits = contribution(Exchange("all_gather", name, 4096, 2, 3), 0).view(torch.uint8).numpy()
+        bits = contribution(StressCollective("all_gather", name, 4096, 2, 3), 0).view(torch.uint8).numpy()
         lanes = np.unpackbits(bits.reshape(4096, dtype.itemsize), axis=1).mean(0)
         assert (abs(lanes - 0.5) < 5 * 0.5 / 64).all()
 
 
 def test_ranks_and_seeds_differ() -> None:
     """No two ranks and no two rounds give the same, else a stale or swapped buffer would go unseen."""
-    one = Exchange("all_reduce", "fp32", 100, 4, 1)
+    one = StressCollective("all_reduce", "fp32", 100, 4, 1)
     given = {
         contribution(exchange, rank).numpy().tobytes()
-        for exchange in (one, Exchange(*("all_reduce", "fp32", 100, 4, 2)))
+        for exchange in (one, StressCollective(*("all_reduce", "fp32", 100, 4, 2)))
         for rank in range(4)
     }
     assert len(given) == 8
@@ -78,4 +78,4 @@ def test_ranks_and_seeds_differ() -> None:
 def test_too_many_ranks_for_a_type_are_refused() -> None:
     """bf16 holds no exact sum of more than 256 ranks; it says so instead of rounding."""
     with pytest.raises(ValueError, match="300 ranks have no exact sum in bf16"):
-        contribution(Exchange("all_reduce", "bf16", 1, 300, 1), 0)
+        contribution(StressCollective("all_reduce", "bf16", 1, 300, 1), 0)

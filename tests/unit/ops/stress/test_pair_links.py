@@ -17,9 +17,9 @@ from rich.console import Console
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.stress import pair_links
 from megasdc.ops.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
-from megasdc.ops.stress.result import StressResult, render_result
+from megasdc.ops.stress.result import StressResult, render_stress
 from megasdc.ops.stress.state import HostState, load_state, save_state
-from megasdc.ops.stress.verdict import HEALTHY, judge
+from megasdc.ops.stress.verdict import HEALTHY, judge_stress
 
 PLAN = {"hosts": ["a", "b", "c"], "only": ["links"], "drill": None}
 
@@ -42,7 +42,7 @@ def after_three_rounds(rtt_s: Mapping[tuple[str, str], float] | None = None) -> 
 
 
 def result_of(states: list[HostState]) -> StressResult:
-    return StressResult(judge(states), None, None, False, states, report_links(states))
+    return StressResult(judge_stress(states), None, None, False, states, report_links(states))
 
 
 def test_a_slow_link_ends_with_78_and_leaves_hosts_healthy() -> None:
@@ -52,7 +52,7 @@ def test_a_slow_link_ends_with_78_and_leaves_hosts_healthy() -> None:
     assert slow.exit_code == 78 and [one.status for one in slow.verdicts] == [HEALTHY] * 3
     assert set(json.loads(json.dumps(slow.as_dict()))["links"]["slow"]) == {"a - c"}
     text = io.StringIO()
-    render_result(slow, Console(file=text, width=200))
+    render_stress(slow, Console(file=text, width=200))
     assert "links: 3 of 3 pairs of hosts measured, round trips 0.1 to 6 ms" in text.getvalue()
     assert "a - c: slow link, latency: round trip 6 ms, usual 0.1 ms" in text.getvalue()
 

@@ -10,7 +10,7 @@ import pytest
 from megasdc.ops.stress.drill import DrillRequest
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.state import ALONE, Count, HostState
-from megasdc.ops.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge
+from megasdc.ops.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge_stress
 
 PLAN = {"hosts": [], "only": ["collectives", "gemm", "training"], "drill": None}
 RUN = {
@@ -33,11 +33,11 @@ def state(host: str, **changes: Any) -> HostState:
 
 
 def statuses(states: list[HostState]) -> list[str]:
-    return [verdict.status for verdict in judge(states)]
+    return [verdict.status for verdict in judge_stress(states)]
 
 
 def verdict_of(states: list[HostState], host: str) -> HostVerdict:
-    return next(verdict for verdict in judge(states) if verdict.host == host)
+    return next(verdict for verdict in judge_stress(states) if verdict.host == host)
 
 
 def wrong(test: str, against: str | None = None, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def wrong(test: str, against: str | None = None, **more: Any) -> dict[str, Any]:
 
 def test_hosts_without_a_difference_are_healthy() -> None:
     """Each says what it rests on, and the rate of errors that so many results still leave open: (1 - p)^100 = 0.05."""
-    verdicts = judge([state(host) for host in "abc"])
+    verdicts = judge_stress([state(host) for host in "abc"])
     assert [verdict.status for verdict in verdicts] == [HEALTHY] * 3
     assert verdicts[0].reasons == []
     assert (1 - verdicts[0].rates["gemm"]["at_most"]) ** 100 == pytest.approx(0.05)
@@ -167,7 +167,7 @@ def test_one_device_without_another_host_has_no_collectives() -> None:
     """It says so, and the rest decides; asked for nothing else, or beside a host that gave none, it is not tested."""
     plan = {**PLAN, "hosts": ["a"]}
     counts = {name: Count(100, 0) for name in ("gemm", "training")}
-    (alone,) = judge([state("a", plan=plan, meetings={}, tests=counts)])
+    (alone,) = judge_stress([state("a", plan=plan, meetings={}, tests=counts)])
     assert (alone.status, alone.reasons) == (HEALTHY, [])
     assert alone.notes == ["no collectives: one device, and no other host; name two hosts to test them"]
     assert statuses([state("a", plan=plan, meetings={}, tests={"gemm": Count(100, 0)})]) == [NOT_TESTED]
@@ -182,7 +182,7 @@ def test_exit_codes() -> None:
     gone = HostState("c", PLAN, lost={"how": "unreachable", "detail": "x"})
 
     def code(*states: HostState) -> int:
-        return StressResult(judge(states), None, None, False, states).exit_code
+        return StressResult(judge_stress(states), None, None, False, states).exit_code
 
     assert [code(state("a")), code(state("a"), gone), code(bad, gone), code(state("a"), bad)] == [0, 78, 73, 73]
     tie = state("b", products={"0": {"case": 7}})
@@ -199,7 +199,7 @@ def test_a_drill_that_was_not_found_says_why() -> None:
     reasons = {"none came": 0.0, "never said so": 0.2, "too narrow": 0.0}
     did = [{"expected": expected, "changed": 0, "unfired": why} for why, expected in reasons.items()]
     states = [state("a")]
-    report = StressResult(judge(states), DrillRequest("p", "a", faults), did, False, states).drill_report()
+    report = StressResult(judge_stress(states), DrillRequest("p", "a", faults), did, False, states).drill_report()
     assert report is not None and not report["found"]
     assert [fault["unfired"] for fault in report["faults"]] == [
         "it is silent until step 450, and this test ended before that",

@@ -11,11 +11,11 @@ import pytest
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.ops.health.incident_file import HangIncident
-from megasdc.ops.supervise.diagnosis import OF_HOSTS, Checked, Evidence, Unfit, diagnose
+from megasdc.ops.supervise.diagnosis import OF_HOSTS, AttemptEvidence, HostCheckResult, UnfitHost, diagnose
 from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
-from megasdc.sdc.incidents.incident import Evidence as SdcEvidence
+from megasdc.sdc.incidents.incident import IncidentEvidence as SdcEvidence
 
-ENDED = Evidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
+ENDED = AttemptEvidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
 
 
 def hang(kind: str, *ranks: int, hosts: tuple[str, ...] = ()) -> HangIncident:
@@ -117,15 +117,15 @@ def test_wrong_results_without_a_report_are_no_failure_of_the_launch() -> None:
 @pytest.mark.parametrize("code", OF_HOSTS)
 def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
     """Whatever the exit code: hosts of the attempt are named, others and spares are what they are compared with."""
-    lacks = tuple(Unfit(host, 71, f"{host}: no data") for host in ("b", "spare"))
-    found = diagnose(replace(ENDED, exit_code=code, checked=Checked(lacks, ("a",))))
+    lacks = tuple(UnfitHost(host, 71, f"{host}: no data") for host in ("b", "spare"))
+    found = diagnose(replace(ENDED, exit_code=code, checked=HostCheckResult(lacks, ("a",))))
     assert (found.kind, found.hosts, found.text) == ("unfit", ("b",), "b: no data")
     alone = replace(ENDED, exit_code=code, host_of_rank=("b",))
-    assert diagnose(replace(alone, checked=Checked(lacks[:1], ("spare",)))).kind == "unfit", "the spare has it"
-    for same in (Checked(lacks, ()), Checked((), ("a", "b"))):
+    assert diagnose(replace(alone, checked=HostCheckResult(lacks[:1], ("spare",)))).kind == "unfit", "the spare has it"
+    for same in (HostCheckResult(lacks, ()), HostCheckResult((), ("a", "b"))):
         assert diagnose(replace(ENDED, exit_code=code, checked=same)).kind not in ("unfit", "no_room")
-    assert diagnose(replace(ENDED, exit_code=79, checked=Checked(lacks, ("a",)))).kind == "rank_lost"
-    given_up = replace(ENDED, exit_code=code, checked=Checked(given_up=True))
+    assert diagnose(replace(ENDED, exit_code=79, checked=HostCheckResult(lacks, ("a",)))).kind == "rank_lost"
+    given_up = replace(ENDED, exit_code=code, checked=HostCheckResult(given_up=True))
     assert "before it was known whether one host alone has it" in diagnose(given_up).text
     assert diagnose(replace(given_up, interrupted="the job is about to end")).kind == "preempted", "the next one looks"
 
@@ -133,34 +133,36 @@ def test_what_one_host_lacks_and_others_have_is_its_own(code: int) -> None:
 @pytest.mark.parametrize("code", OF_HOSTS)
 def test_an_error_of_one_host_that_no_check_finds_now_was_its_own_where_a_check_would_find_it(code: int) -> None:
     """Not memory of one stage alone, or one rank's trace: no check looks at it, and the next host has it too."""
-    mended = replace(ENDED, exit_code=code, checked=Checked((), ("a", "b")), failed_alike=("b",))
+    mended = replace(ENDED, exit_code=code, checked=HostCheckResult((), ("a", "b")), failed_alike=("b",))
     found = diagnose(mended)
     if code in (ConfigError.exit_code, TraceError.exit_code):
         assert (found.kind, found.hosts) == ("input", ())
         return
     assert (found.kind, found.hosts) == ("mended", ("b",)), "others had it not, nobody has it now"
     assert found.text.endswith("; the check of all hosts finds nothing now")
-    for known in ({"failed_alike": ("a", "b")}, {"failed_alike": ()}, {"checked": Checked((), ("b",))}):
+    for known in ({"failed_alike": ("a", "b")}, {"failed_alike": ()}, {"checked": HostCheckResult((), ("b",))}):
         assert diagnose(replace(mended, **known)).kind != "mended"  # type: ignore[arg-type]
 
 
 def test_what_all_hosts_have_is_the_inputs_though_one_lacks_something_else() -> None:
     """The error that has ended it is looked at first."""
-    wrong = tuple(Unfit(host, 70, "the configuration is wrong") for host in ("a", "b"))
-    more = Unfit("b", 77, "b: read-only")
-    assert diagnose(replace(ENDED, exit_code=70, checked=Checked((*wrong, more), ()))).kind == "input"
-    assert diagnose(replace(ENDED, exit_code=77, checked=Checked((*wrong, more), ()))).hosts == ("b",)
+    wrong = tuple(UnfitHost(host, 70, "the configuration is wrong") for host in ("a", "b"))
+    more = UnfitHost("b", 77, "b: read-only")
+    assert diagnose(replace(ENDED, exit_code=70, checked=HostCheckResult((*wrong, more), ()))).kind == "input"
+    assert diagnose(replace(ENDED, exit_code=77, checked=HostCheckResult((*wrong, more), ()))).hosts == ("b",)
 
 
 def test_a_host_whose_memory_has_no_room_for_snapshots_is_told_from_others() -> None:
     """Without them the run could go on there; not where the host lacks more."""
-    full = Unfit("b", 70, "b: no room", snapshots=True)
-    assert diagnose(replace(ENDED, exit_code=70, checked=Checked((full,), ("a",)))).kind == "no_room"
-    both = Checked((full, Unfit("b", 77, "b: read-only")), ("a",))
+    full = UnfitHost("b", 70, "b: no room", snapshots=True)
+    assert diagnose(replace(ENDED, exit_code=70, checked=HostCheckResult((full,), ("a",)))).kind == "no_room"
+    both = HostCheckResult((full, UnfitHost("b", 77, "b: read-only")), ("a",))
     assert diagnose(replace(ENDED, exit_code=70, checked=both)).kind == "unfit"
-    other = diagnose(replace(ENDED, exit_code=77, checked=Checked((full, Unfit("a", 77, "a: read-only")), ("c",))))
+    other = diagnose(
+        replace(ENDED, exit_code=77, checked=HostCheckResult((full, UnfitHost("a", 77, "a: read-only")), ("c",)))
+    )
     assert (other.kind, other.hosts, other.text) == ("unfit", ("a",), "a: read-only"), "b is named where it is needed"
-    everywhere = Checked((full, replace(full, host="a")), ())
+    everywhere = HostCheckResult((full, replace(full, host="a")), ())
     assert diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=1)).kind == "input"
     later = diagnose(replace(ENDED, exit_code=70, checked=everywhere, reached=20))
     assert (later.kind, later.hosts) == ("no_room", ("b", "a")), "at a restart the run goes on without"

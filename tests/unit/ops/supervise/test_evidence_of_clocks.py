@@ -23,7 +23,7 @@ from megasdc.ops.health import agent as background
 from megasdc.ops.health.agent import Agent, AgentOptions
 from megasdc.ops.health.incident import INCIDENT_FOLDER
 from megasdc.ops.health.phases import Phase
-from megasdc.ops.health.record import HeartbeatWriter, Identity
+from megasdc.ops.health.record import HeartbeatWriter, WatchedIdentity
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
@@ -31,12 +31,12 @@ from megasdc.ops.supervise.attempt_process import FrontResult
 from megasdc.ops.supervise.attempt_progress import trained_in
 from megasdc.ops.supervise.diagnosis import RewindTarget, diagnose
 from megasdc.ops.supervise.goodput import goodput_of
-from megasdc.ops.supervise.history import Attempt, History
+from megasdc.ops.supervise.history import Attempt, JournalHistory
 from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.ops.supervise.launch_backend import LaunchBackend
-from megasdc.ops.supervise.policy import Action, Failure, Limits, decide
+from megasdc.ops.supervise.policy import Action, FailedAttempt, RestartLimits, decide
 from megasdc.sdc.incidents.finding import DONE
-from megasdc.sdc.incidents.incident import Environment, Evidence, FlaggedRank, Incident, RankPlace
+from megasdc.sdc.incidents.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace
 from megasdc.sdc.incidents.page import write_incident
 
 NOW = 1.8e9
@@ -75,7 +75,7 @@ def finding(run: Path, step: int, rank: int, launch: str | None, attempt: int, a
     found = datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
     incident = Incident(
         *(found, str(run), step, 0, "audit", "persistent", "relative to the majority", policy, DONE[policy]),
-        *((wrong,), (), (place,), Evidence(1, {}), Environment({}, {}, "fp32")),
+        *((wrong,), (), (place,), IncidentEvidence(1, {}), Environment({}, {}, "fp32")),
         launch=launch,
         attempt=attempt,
     )
@@ -182,7 +182,7 @@ def test_a_finding_after_which_the_attempt_went_on_is_not_what_ended_it(
 def watched(run: Path, records: Path, attempt: Attempt, step: int, start: str) -> None:
     """What the agent of the first host writes of a rank that was in a step when its process ended."""
     records.mkdir()
-    of_rank = Identity(f"{start}.{secrets.token_hex(16)}", 0, 0, 2, 0, 0, 0, "n0", 0, os.getpid(), 0.0)
+    of_rank = WatchedIdentity(f"{start}.{secrets.token_hex(16)}", 0, 0, 2, 0, 0, 0, "n0", 0, os.getpid(), 0.0)
     with closing(HeartbeatWriter(records, of_rank)) as record:
         record.enter(Phase.FORWARD, step, 0)
     options = AgentOptions(records, run, 0, (0,), attempt.hosts, 60.0, 60.0, 10.0, (), attempt.launch_id)
@@ -196,7 +196,7 @@ def test_the_last_step_of_an_attempt_is_what_its_agents_saw(
     """No metrics since the resume at step 50: errors in steps apart are not alike, those in the same one are."""
     for module in (agent, background):
         monkeypatch.setattr(module, "POLL_S", 0.01)
-    run, failures = tmp_path / "run", list[Failure]()
+    run, failures = tmp_path / "run", list[FailedAttempt]()
     for number, (step, hosts) in enumerate(zip(steps, (("n0", "n1"), ("n0", "n2"), ("n1", "n2")), strict=True), 1):
         attempt = replace(second, number=number, launch_id=f"launch-{number}", slots=dict.fromkeys(hosts, 1))
         with on_rank_0(run, number, attempt.launch_id, NOW + 10) as log:
@@ -209,8 +209,10 @@ def test_the_last_step_of_an_attempt_is_what_its_agents_saw(
         attempt_process.file_of(run / FOLDER, number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
         found = ended.evidence(attempt, {})
         assert found.last == step - 1 and found.trained is not None
-        failures.append(Failure(NOW + 4000 * number, hosts, 1, diagnose(found), found.last, found.trained.resumed))
-    assert (decide(failures, 5, Limits()).action is Action.STOP) == stops
+        failures.append(
+            FailedAttempt(NOW + 4000 * number, hosts, 1, diagnose(found), found.last, found.trained.resumed)
+        )
+    assert (decide(failures, 5, RestartLimits()).action is Action.STOP) == stops
 
 
 def test_an_attempt_that_did_no_step_has_none_though_its_agents_saw_the_save_before(
@@ -295,7 +297,7 @@ def test_where_the_time_went_does_not_depend_on_dates(
         for number, launch in ((1, FIRST), (2, SECOND)):
             passes(0.0)
             journal.write("planned", attempt=number, slots={"n0": 1}, launch_id=launch)
-            plan = History.of(journal.entries).attempt
+            plan = JournalHistory.of(journal.entries).attempt
             assert plan is not None
             with closing(_log(run, number, launch)) as log, closing(MetricsWriter(run, attempt=number)) as writer:
                 passes(10.0, "rank")
@@ -309,7 +311,7 @@ def test_where_the_time_went_does_not_depend_on_dates(
             journal.write("ended", exit_code=0, diagnosis=said, trained=trained)
             passes(3.0)
             journal.write("decided", action="finish", text="", replaced=[], pause_s=0.0)
-        history = History.of(journal.entries)
+        history = JournalHistory.of(journal.entries)
         assert history.now - history.decided_at == pytest.approx(0.0) and history.now - history.attempt_at == 38.0
         assert [one.time - history.failures[0].time for one in history.failures] == [0.0, 38.0]
     passes(7.0)

@@ -15,9 +15,9 @@ from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.verification_marks import mark_verified
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
-from megasdc.ops.supervise.diagnosis import Evidence, RewindTarget, diagnose
-from megasdc.ops.supervise.history import Attempt, History
-from megasdc.ops.supervise.journal import Entry
+from megasdc.ops.supervise.diagnosis import AttemptEvidence, RewindTarget, diagnose
+from megasdc.ops.supervise.history import Attempt, JournalHistory
+from megasdc.ops.supervise.journal import JournalEntry
 from megasdc.ops.supervise.launch_backend import find_back, overrides_of
 
 
@@ -104,19 +104,20 @@ def test_to_the_beginning_where_no_checkpoint_can_be_used(run_dir: Path) -> None
 def test_only_what_going_back_may_help_has_a_place_to_go_back_to() -> None:
     """NaN and Inf, and checkpoints; not a rank that failed in the same attempt."""
     kinds = {
-        code: diagnose(Evidence(code, 0, "a", ["it"], ["a"], back=RewindTarget(4))).back for code in (72, 74, 1, 77)
+        code: diagnose(AttemptEvidence(code, 0, "a", ["it"], ["a"], back=RewindTarget(4))).back
+        for code in (72, 74, 1, 77)
     }
     assert kinds == {72: RewindTarget(4), 74: RewindTarget(4), 1: None, 77: None}
 
 
-def entry(kind: str, **fields: Any) -> Entry:
+def entry(kind: str, **fields: Any) -> JournalEntry:
     """As the journal returns it, through JSON."""
-    return Entry(1, 0.0, kind, json.loads(json.dumps(fields)))
+    return JournalEntry(1, 0.0, kind, json.loads(json.dumps(fields)))
 
 
 def test_attempts_go_back_until_one_has_gone_on_from_there() -> None:
     """Then the newest checkpoint counts again; the samples are skipped for good."""
-    history = History(slots={"a": 1}, num_hosts=1)
+    history = JournalHistory(slots={"a": 1}, num_hosts=1)
 
     def attempt(trained: dict[str, Any] | None) -> tuple[int | None, tuple[tuple[int, int], ...]]:
         planned = entry("planned", attempt=1, slots={"a": 1}, launch_id="x", at_most=history.at_most, skip=history.skip)

@@ -10,13 +10,13 @@ import pytest
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.ops.supervise.command import _open
 from megasdc.ops.supervise.goodput import PARTS, Goodput, goodput
-from megasdc.ops.supervise.history import History
-from megasdc.ops.supervise.journal import Entry, Journal
+from megasdc.ops.supervise.history import JournalHistory
+from megasdc.ops.supervise.journal import Journal, JournalEntry
 
 
-def entries(*turns: tuple[str, float, dict[str, Any]]) -> list[Entry]:
+def entries(*turns: tuple[str, float, dict[str, Any]]) -> list[JournalEntry]:
     """A journal: kind, time and fields of its entries."""
-    return [Entry(number, time, kind, fields) for number, (kind, time, fields) in enumerate(turns, 1)]
+    return [JournalEntry(number, time, kind, fields) for number, (kind, time, fields) in enumerate(turns, 1)]
 
 
 def planned(attempt: int, time: float) -> tuple[str, float, dict[str, Any]]:
@@ -200,7 +200,7 @@ def test_a_supervisor_that_goes_on_says_so(tmp_path: Path) -> None:
             _open(journal, str(config), slots, 2, [2])
             found = journal.entries
     assert [one.kind for one in found] == ["hosts", "opened", "taken_over", "taken_over"]
-    assert History.of(found) == History.of(found[:2])
+    assert JournalHistory.of(found) == JournalHistory.of(found[:2])
     with Journal(tmp_path, print) as journal:
         journal.write("finished", exit_code=0, text="done")
         _open(journal, str(config), slots, 2, [2])

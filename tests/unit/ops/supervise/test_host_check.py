@@ -12,7 +12,7 @@ import pytest
 from megasdc.ops.launch.on_host.module import PROGRESS_MARK
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 from megasdc.ops.supervise import host_check
-from megasdc.ops.supervise.fitness import Checked, HostChecks, tell_every
+from megasdc.ops.supervise.fitness import HostCheckResult, HostChecks, report_every
 from megasdc.ops.supervise.host_check import HostRequest, check_host
 
 
@@ -59,7 +59,7 @@ def test_who_reads_every_byte_says_how_far_it_is(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(PROGRESS_MARK)]
     assert lines and all(line.endswith(" GiB") for line in lines)
     said: list[str] = []
-    tell = tell_every(said.append, 0.0)
+    tell = report_every(said.append, 0.0)
     for hosts in ({"b": "1.0 of 2.0 GiB", "a": ""}, {"b": "2.0 of 2.0 GiB"}, {}):
         tell(hosts)
     assert said == ["hosts are checked: a, b 1.0 of 2.0 GiB", "hosts are checked: b 2.0 of 2.0 GiB"]
@@ -93,7 +93,7 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     request = LaunchRequest(None, launcher_args=("--master_port", "29418"), program=program)
     checks = HostChecks(request, tmp_path / "run", {"a": ("env",), "b": ("env",)})
     hosts = {"a": 1, "b": 1}
-    assert checks.check({"b": 1}, hosts, beside=["a"]) == Checked((), ("b",), {})
+    assert checks.check({"b": 1}, hosts, beside=["a"]) == HostCheckResult((), ("b",), {})
     script.write_text("import torch\nfrom nowhere_b.part import thing\n")
     here = tmp_path / "here"
     here.mkdir()
@@ -122,7 +122,7 @@ def test_a_module_that_is_not_found_here_either_is_no_lack_of_a_host(
     for name, is_module in (("train.py", False), ("somewhere_c.train", True)):
         program = UserProgram(name, is_module, (), "run", 0.0, 1.0, (), 900.0)
         checks = HostChecks(replace(request, program=program), tmp_path / "run", {"a": ("env",), "b": ("env",)})
-        assert checks.check({"b": 1}, {"a": 1, "b": 1}, beside=["a"]) == Checked((), ("b",), {})
+        assert checks.check({"b": 1}, {"a": 1, "b": 1}, beside=["a"]) == HostCheckResult((), ("b",), {})
     before = list(sys.path)
     assert host_check.modules_of("train.py", False, []) == ["__main__", "json", "sys"]
     monkeypatch.delattr(sys.modules["__main__"], "__spec__", raising=False)
@@ -132,4 +132,4 @@ def test_a_module_that_is_not_found_here_either_is_no_lack_of_a_host(
 def test_without_a_host_that_answers_nothing_is_found(config: Path, tmp_path: Path) -> None:
     """All hosts are away: that is the diagnosis, and no error of the check."""
     checks = HostChecks(LaunchRequest(config_path=config), tmp_path / "run", {})
-    assert checks.check({}, {"a": 1, "b": 1}) == Checked()
+    assert checks.check({}, {"a": 1, "b": 1}) == HostCheckResult()

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.ops.launch.remote import Watch
+from megasdc.ops.launch.remote import HostWatch
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import attempt_process, host_tests
-from megasdc.ops.supervise.diagnosis import Checked
+from megasdc.ops.supervise.diagnosis import HostCheckResult
 from megasdc.ops.supervise.fitness import HostChecks
 from megasdc.ops.supervise.host_tests import StressTests
 
@@ -130,9 +130,9 @@ def test_a_check_is_given_up_once_a_stop_is_asked_for(
     """While it works it is told which hosts are waited for; then nothing is found, and nothing goes on."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     told: list[str] = []
-    watch = Watch(lambda: bool(told), told.extend)
+    watch = HostWatch(lambda: bool(told), told.extend)
     checks = checks_of(config, tmp_path / "pids")
-    assert checks.check({"a": 1}, {"a": 1}, whole=True, watch=watch) == Checked(given_up=True)
+    assert checks.check({"a": 1}, {"a": 1}, whole=True, watch=watch) == HostCheckResult(given_up=True)
     assert told and set(told) == {"a"}
     assert have_ended(pids_in(tmp_path / "pids", 2))
 

@@ -14,8 +14,8 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import open_lock_file
 from megasdc.ops.supervise import host_reliability_log as ledger_module
 from megasdc.ops.supervise.command import _suspect
-from megasdc.ops.supervise.history import HOSTS, History
-from megasdc.ops.supervise.host_reliability_log import DAY_S, HostReliabilityLog, HostUsage, judge
+from megasdc.ops.supervise.history import HOSTS, JournalHistory
+from megasdc.ops.supervise.host_reliability_log import DAY_S, HostReliabilityLog, HostUsage, judge_host
 from megasdc.ops.supervise.journal import Journal
 
 NOW = 100 * DAY_S
@@ -34,7 +34,7 @@ def test_the_posterior_is_that_of_the_integral(failures: int, hours: int, others
     uses = [use(number, "a", hours=hours / max(failures, 1), failed="a") for number in range(failures)]
     uses += [] if failures else [use(0, "a", hours=hours)]
     uses += [use(100 + number, "b", "c", hours=others_hours / 2 / others, failed="b") for number in range(others)]
-    found = judge(uses, "a", NOW, 30)
+    found = judge_host(uses, "a", NOW, 30)
     mean = (others + 0.5) / others_hours
     rates = np.linspace(0, 400 * mean + 60 * (failures + 1) / hours, 2_000_001)
     posterior = np.exp(-rates / mean) * rates**failures * np.exp(-rates * hours)
@@ -51,13 +51,15 @@ def test_few_hosts_that_fail_often_are_suspect_and_others_are_not() -> None:
         use(number, *names, failed=names[generator.integers(100)] if generator.random() < 0.5 else None)
         for number in range(400)
     ]
-    suspects = [name for name in names if judge(uses, name, NOW, 30).is_suspect]
+    suspects = [name for name in names if judge_host(uses, name, NOW, 30).is_suspect]
     assert len(suspects) <= 5, "a tenth at most would be by chance"
     bad = [use(1000 + number, *names, failed="h3") for number in range(20)]
-    assert judge(uses + bad, "h3", NOW, 30).is_suspect
-    assert "times as likely to fail as the others with a probability of 100%" in str(judge(uses + bad, "h3", NOW, 30))
-    assert not judge(uses + bad, "h3", NOW + 31 * DAY_S, 30).is_suspect, "nothing is left of it"
-    assert not judge([], "h3", NOW, 30).is_suspect
+    assert judge_host(uses + bad, "h3", NOW, 30).is_suspect
+    assert "times as likely to fail as the others with a probability of 100%" in str(
+        judge_host(uses + bad, "h3", NOW, 30)
+    )
+    assert not judge_host(uses + bad, "h3", NOW + 31 * DAY_S, 30).is_suspect, "nothing is left of it"
+    assert not judge_host([], "h3", NOW, 30).is_suspect
 
 
 def test_several_supervisors_write_each_line_once(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def suspected(tmp_path: Path, ledger: HostReliabilityLog, num_hosts: int) -> lis
     with Journal(tmp_path / str(num_hosts), print) as journal:
         journal.write(HOSTS, slots={"a": 1, "b": 1, "c": 1}, num_hosts=num_hosts)
         _suspect(journal, ledger, 30)
-        return list(History.of(journal.entries).replaced)
+        return list(JournalHistory.of(journal.entries).replaced)
 
 
 def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(

@@ -10,9 +10,9 @@ import pytest
 
 from megasdc.ops.supervise import policy
 from megasdc.ops.supervise.diagnosis import KINDS, Diagnosis, RewindTarget
-from megasdc.ops.supervise.policy import RULES, Action, Decision, Failure, Limits, decide
+from megasdc.ops.supervise.policy import RULES, Action, Decision, FailedAttempt, RestartLimits, decide
 
-LIMITS = Limits()
+LIMITS = RestartLimits()
 FINISH, STOP, AGAIN, REPLACE = Action.FINISH, Action.STOP, Action.AGAIN, Action.REPLACE
 
 
@@ -23,13 +23,13 @@ def failure(
     time: float = 0.0,
     used: tuple[str, ...] = ("a", "b"),
     last: int | None = None,
-) -> Failure:
+) -> FailedAttempt:
     """An attempt on two hosts that failed at a step that it had reached itself, unless ``last`` is another one."""
     named = hosts if KINDS[kind].names_hosts else ()
-    return Failure(time, used, 1, Diagnosis(kind, named, step, f"it was {kind}"), step if last is None else last)
+    return FailedAttempt(time, used, 1, Diagnosis(kind, named, step, f"it was {kind}"), step if last is None else last)
 
 
-def decided(*failures: Failure, spares: int = 2, limits: Limits = LIMITS) -> Decision:
+def decided(*failures: FailedAttempt, spares: int = 2, limits: RestartLimits = LIMITS) -> Decision:
     """What follows, with two spares."""
     return decide(failures, spares, limits)
 
@@ -152,7 +152,7 @@ def test_attempts_that_did_not_train_to_the_step_do_not_count_for_it() -> None:
 
 def test_starts_that_fail_have_a_limit_of_their_own() -> None:
     """In succession; a step between begins anew, and what comes from outside is passed over."""
-    limits = Limits(failed_starts=3)
+    limits = RestartLimits(failed_starts=3)
     start, lost = failure("launch", last=0), failure("host_lost", "b", last=0)
     assert decided(start, start, limits=limits).action is AGAIN
     stopped = decided(start, lost, start, lost, start, limits=limits)
@@ -165,7 +165,7 @@ def test_the_limits_of_the_documentation_are_those_there_are() -> None:
     """Each limit that counts failures has its line in the table."""
     assert policy.__doc__ is not None
     named = set(re.findall(r"^``(\w+)`` ", policy.__doc__, re.MULTILINE))
-    assert named == {"per_hour", "without_progress", "failed_starts", "same_step"} <= vars(Limits()).keys()
+    assert named == {"per_hour", "without_progress", "failed_starts", "same_step"} <= vars(RestartLimits()).keys()
 
 
 def test_too_many_failures_in_an_hour_stop() -> None:
@@ -179,7 +179,7 @@ def test_too_many_failures_in_an_hour_stop() -> None:
 
 def test_attempts_that_get_no_further_stop_in_the_end() -> None:
     """However long the pauses are; a step less far is no progress, one further begins anew."""
-    limits = Limits(without_progress=5)
+    limits = RestartLimits(without_progress=5)
     steps = [7, 9, *[8, 9, 7, 9]]
     idle = [failure("launch", step=step, time=1e4 * number) for number, step in enumerate(steps)]
     assert decided(*idle, limits=limits).action is AGAIN

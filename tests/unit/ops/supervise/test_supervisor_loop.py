@@ -28,17 +28,17 @@ from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import file_of
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.ops.supervise.command import complete
-from megasdc.ops.supervise.diagnosis import Evidence
-from megasdc.ops.supervise.history import ENDED, Attempt, History, Process
+from megasdc.ops.supervise.diagnosis import AttemptEvidence
+from megasdc.ops.supervise.history import ENDED, Attempt, JournalHistory, LaunchProcess
 from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog
 from megasdc.ops.supervise.host_tests import HostTest
-from megasdc.ops.supervise.journal import Entry, Journal
+from megasdc.ops.supervise.journal import Journal, JournalEntry
 from megasdc.ops.supervise.launch_backend import overrides_of
-from megasdc.ops.supervise.policy import Limits, may_return
+from megasdc.ops.supervise.policy import RestartLimits, may_return
 from megasdc.ops.supervise.supervise import Supervisor
 
 STEPS = 50
-LIMITS = Limits(pause_s=0.01, returns=0)
+LIMITS = RestartLimits(pause_s=0.01, returns=0)
 SLOTS = {"z": 1, "b": 1, "c": 1, "a": 1}
 """Not in the order of the alphabet."""
 
@@ -77,7 +77,7 @@ class SmallProcesses:
         """See ``Engine``."""
         return any(attempt.launch_id in line for line in self.started)
 
-    def find(self, attempt: Attempt) -> Process:
+    def find(self, attempt: Attempt) -> LaunchProcess:
         """See ``Engine``."""
         end = time.monotonic() + 2
         while time.monotonic() < end:
@@ -85,11 +85,11 @@ class SmallProcesses:
                 with contextlib.suppress(OSError):
                     if attempt.launch_id.encode() in path.read_bytes().split(b"\0"):
                         ticks = start_ticks(int(path.parent.name))
-                        return ENDED if ticks is None else Process(int(path.parent.name), ticks)
+                        return ENDED if ticks is None else LaunchProcess(int(path.parent.name), ticks)
             time.sleep(0.02)
         return ENDED
 
-    def start(self, attempt: Attempt, check: Callable[[], None]) -> Process:
+    def start(self, attempt: Attempt, check: Callable[[], None]) -> LaunchProcess:
         """See ``Engine``."""
         self.before_start()
         check()
@@ -104,18 +104,18 @@ class SmallProcesses:
         self._children.append(child)
         ticks = start_ticks(child.pid)
         assert ticks is not None
-        return Process(child.pid, ticks)
+        return LaunchProcess(child.pid, ticks)
 
     def show(self, attempt: Attempt) -> None:
         """See ``Engine``."""
 
-    def lives(self, process: Process) -> bool:
+    def lives(self, process: LaunchProcess) -> bool:
         """See ``Engine``."""
         for child in self._children:
             child.poll()
         return process != ENDED and start_ticks(process.pid) == process.ticks
 
-    def stop(self, process: Process) -> None:
+    def stop(self, process: LaunchProcess) -> None:
         """See ``Engine``."""
         self.stopped = True
         os.kill(process.pid, signal.SIGTERM)
@@ -138,13 +138,13 @@ class SmallProcesses:
         assert self.alerts.setdefault(name, told) == told, "whoever tells it again"
         return ""
 
-    def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
+    def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> AttemptEvidence:
         """See ``Engine``."""
         code, host, unreachable, reached = self._ends[attempt.number - 1]
         rank = None if host is None else attempt.hosts.index(host)
         said, grows, left_out = ["it ended"], attempt.grows, self.left_out(attempt)
         more = {"reached": reached, "steps": STEPS, "left_out": left_out}
-        return Evidence(code, rank, host, said, attempt.hosts, unreachable, grows, **more)  # type: ignore[arg-type]
+        return AttemptEvidence(code, rank, host, said, attempt.hosts, unreachable, grows, **more)  # type: ignore[arg-type]
 
 
 class SmallJob(Allocation):
@@ -231,7 +231,7 @@ def supervise(
     engine: SmallProcesses,
     on_write: Callable[[Journal, bool], None] | None = None,
     tests: SmallTests | None = None,
-    limits: Limits = LIMITS,
+    limits: RestartLimits = LIMITS,
     ledger: HostReliabilityLog | None = None,
     allocation: Allocation | None = None,
     sizes: Sequence[int] = (2,),
@@ -243,16 +243,16 @@ def supervise(
         if on_write is not None:
             write = journal.write
 
-            def watched(kind: str, **fields: object) -> Entry:
+            def watched(kind: str, **fields: object) -> JournalEntry:
                 on_write(journal, False)
                 entry = write(kind, **fields)
                 on_write(journal, True)
                 return entry
 
             journal.write = watched  # type: ignore[method-assign]
-        if History.of(journal.entries).slots != allocation.slots:
+        if JournalHistory.of(journal.entries).slots != allocation.slots:
             journal.write("hosts", slots=allocation.slots, num_hosts=2, sizes=sizes)
-        if not History.of(journal.entries).stage:
+        if not JournalHistory.of(journal.entries).stage:
             journal.write("opened", config="c.json")
         tests = SmallTests() if tests is None else tests
         stop = _Stop(allocation)
@@ -273,7 +273,7 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
         "whose locks the last one takes over at once"
     )
     with Journal(tmp_path, lambda line: None) as journal:
-        history = History.of(journal.entries)
+        history = JournalHistory.of(journal.entries)
         turns = ["planned", "started", "ended", "decided"]
         assert [one.kind for one in journal.entries] == ["hosts", "opened", *turns * 5, "finished"]
         launches = [one.fields["launch_id"] for one in journal.entries if one.kind == "planned"]
@@ -392,12 +392,12 @@ def test_a_request_to_stop_is_heard_while_the_journal_waits_for_room(
             append(self, line)
 
         monkeypatch.setattr(Journal, "_append", without_room)
-        began, limits = time.monotonic(), Limits(pause_s=0.01, spare_test_s=60.0)
+        began, limits = time.monotonic(), RestartLimits(pause_s=0.01, spare_test_s=60.0)
         hosts = Allocation("hosts", SLOTS)
         with pytest.raises(StorageError, match="No space left"):
             Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None).run()
         assert time.monotonic() - began < 10.0 and engine.stopped
-        assert not any(engine.lives(Process(child.pid, 1)) for child in engine._children)
+        assert not any(engine.lives(LaunchProcess(child.pid, 1)) for child in engine._children)
     room.end_waits_when(bool)
     monkeypatch.undo()
     assert supervise(tmp_path, engine) == 0 and len(engine.started) == 1
@@ -442,7 +442,7 @@ def test_a_run_goes_on_with_fewer_hosts_and_grows_again(tmp_path: Path, killed_a
     code = None
     while code is None:
         with contextlib.suppress(Killed):
-            code = supervise(tmp_path, engine, kill_once, tests, Limits(pause_s=0.01), None, hosts, (1, 2))
+            code = supervise(tmp_path, engine, kill_once, tests, RestartLimits(pause_s=0.01), None, hosts, (1, 2))
     assert code == 0 and [one.split()[1] for one in engine.started] == ["z,b", "z", "z,b"] and engine.stopped
     assert [one.diagnosis.kind for one in _history_in(tmp_path).failures] == ["host_lost", "grown", "done"]
     assert len(killed) == bool(killed_at)
@@ -461,7 +461,7 @@ def test_a_spare_takes_the_place_of_a_host_whose_replica_is_left_out(tmp_path: P
     engine = SmallProcesses(alone, [(0, None, (), STEPS)], seconds=2.0)
     engine.wrong = "b"
     hosts = Allocation("hosts", {"z": 1, "b": 1})
-    assert supervise(alone, engine, None, SmallTests(), Limits(pause_s=0.01), None, hosts) == 0
+    assert supervise(alone, engine, None, SmallTests(), RestartLimits(pause_s=0.01), None, hosts) == 0
     assert len(engine.started) == 1 and not engine.stopped
 
 
@@ -477,7 +477,7 @@ def test_a_request_to_stop_reaches_the_attempt_and_ends_a_pause(tmp_path: Path) 
             if line.startswith("attempt 2 ended"):
                 stop.set()
 
-        limits = Limits(pause_s=1000, longest_pause_s=1000)
+        limits = RestartLimits(pause_s=1000, longest_pause_s=1000)
         hosts = Allocation("hosts", SLOTS)
         assert Supervisor(journal, engine, SmallTests(), limits, hosts, stop, say).run() == 79
     assert len(engine.started) == 2 and not engine.stopped
@@ -504,9 +504,9 @@ def test_a_request_to_stop_before_a_start_starts_nothing(tmp_path: Path, begins:
     assert last.kind == "finished" and last.fields["text"].startswith("stopped on request")
 
 
-def _history_in(folder: Path) -> History:
+def _history_in(folder: Path) -> JournalHistory:
     with Journal(folder, lambda line: None) as journal:
-        return History.of(journal.entries)
+        return JournalHistory.of(journal.entries)
 
 
 def test_hosts_that_pass_their_test_come_back_after_all_others(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_hosts_that_pass_their_test_come_back_after_all_others(tmp_path: Path) -
     ends = [(78, None, (host,), step) for step, host in enumerate("bca", 1)]
     engine = SmallProcesses(tmp_path, [*ends, (78, None, ("b",), 9), (0, None, (), STEPS)])
     tests = SmallTests({host: [0, 0] for host in SLOTS})
-    assert supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01, returns=1)) == 0
+    assert supervise(tmp_path, engine, tests=tests, limits=RestartLimits(pause_s=0.01, returns=1)) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,c", "z,a", "z,b", "z,c"]
     history = _history_in(tmp_path)
     assert list(history.replaced) == ["b"] and history.given_back == {"b": 1, "c": 1, "a": 1}
@@ -526,7 +526,7 @@ def test_a_host_that_fails_its_test_stays_away_and_one_that_is_away_is_tested_ag
     ends = [(79, "b", (), 1), (79, "b", (), 2), (78, None, ("c",), 3)]
     engine = SmallProcesses(tmp_path, [*ends, *((1, None, (), step) for step in range(4, 9)), (0, None, (), STEPS)])
     tests = SmallTests({"b": [73], "c": [78, 78, 0]})
-    assert supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01, retest_s=0.05)) == 0
+    assert supervise(tmp_path, engine, tests=tests, limits=RestartLimits(pause_s=0.01, retest_s=0.05)) == 0
     history = _history_in(tmp_path)
     assert {host: one.kind for host, one in history.replaced.items()} == {"b": "rank_lost"}
     assert tests.started.count("b") == 1 and tests.started.count("c") == 3
@@ -547,7 +547,7 @@ def test_a_run_without_hosts_waits_for_tests_that_may_give_some_back(tmp_path: P
             if number == 1:
                 journal.write("decided", action="replace hosts", text="one is wrong", replaced=hosts, pause_s=0.0)
     tests = SmallTests({"z": [0 if passes else 73], "b": [0], "c": [0], "a": [0]})
-    code = supervise(tmp_path, engine, tests=tests, limits=Limits(pause_s=0.01))
+    code = supervise(tmp_path, engine, tests=tests, limits=RestartLimits(pause_s=0.01))
     if passes:
         assert code == 0 and [one.split()[1] for one in engine.started] == ["z,b"]
     else:
@@ -557,8 +557,10 @@ def test_a_run_without_hosts_waits_for_tests_that_may_give_some_back(tmp_path: P
 
 def test_a_host_that_repeats_wrong_results_is_never_given_back() -> None:
     """A test is short, and the evidence is not: the same wrong result of the same step."""
-    assert not may_return("corrupt_again", 0, Limits(returns=9)) and may_return("corrupt_one_of", 0, Limits())
-    assert not may_return("host_lost", 1, Limits()) and not may_return("host_lost", 0, Limits(returns=0))
+    assert not may_return("corrupt_again", 0, RestartLimits(returns=9)) and may_return(
+        "corrupt_one_of", 0, RestartLimits()
+    )
+    assert not may_return("host_lost", 1, RestartLimits()) and not may_return("host_lost", 0, RestartLimits(returns=0))
 
 
 def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
@@ -566,7 +568,7 @@ def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
     ends = [(1, None, (), 1), (1, None, (), 2), (78, None, ("z",), 3), (78, None, ("b",), 4), (0, None, (), STEPS)]
     engine = SmallProcesses(tmp_path, ends)
     tests = SmallTests({"c": [73], "a": [78, 0], "z": [0]})
-    limits = Limits(pause_s=0.01, returns=1, retest_s=0.05, spare_test_s=60.0)
+    limits = RestartLimits(pause_s=0.01, returns=1, retest_s=0.05, spare_test_s=60.0)
     assert supervise(tmp_path, engine, tests=tests, limits=limits) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,b", "z,b", "b,a", "a,z"]
     history = _history_in(tmp_path)
@@ -585,7 +587,7 @@ def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
     ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     engine = SmallProcesses(tmp_path, [(78, None, ("b",), 1), (1, None, (), 2), (0, None, (), STEPS)])
     tests = SmallTests({"b": [73]})
-    limits = Limits(pause_s=0.01, returns=1)
+    limits = RestartLimits(pause_s=0.01, returns=1)
     assert supervise(tmp_path, engine, tests=tests, limits=limits, ledger=ledger) == 0
     uses = ledger.read()
     assert [(one.hosts, one.failed) for one in uses if len(one.hosts) == 2][:2] == [
@@ -619,7 +621,7 @@ def test_a_job_that_is_about_to_end_is_left_after_the_attempt(tmp_path: Path) ->
             if written and journal.entries[-1].kind == kind and journal.entries[-1].number > 5:
                 ending.is_ending = True
 
-        assert supervise(folder, engine, warn, limits=Limits(pause_s=1000), allocation=ending) == 0
+        assert supervise(folder, engine, warn, limits=RestartLimits(pause_s=1000), allocation=ending) == 0
         assert engine.stopped == (kind == "started") and ending.away == [[]]
         assert _history_in(folder).stage == "left" and _history_in(folder).exit_code is None
 
@@ -664,7 +666,7 @@ def test_a_spare_is_looked_at_before_it_is_taken(tmp_path: Path) -> None:
     """One that is unfit is passed over, and is a spare again once it has passed its test."""
     ends = [(78, None, ("b",), 1), (78, None, ("a",), 2), (0, None, (), STEPS)]
     engine, tests = SmallProcesses(tmp_path, ends), SmallTests({"c": [0], "b": [73]}, unfit={"c": 71})
-    limits = Limits(pause_s=0.01, retest_s=0.0)  # due at the first turn, however fast that comes
+    limits = RestartLimits(pause_s=0.01, retest_s=0.0)  # due at the first turn, however fast that comes
     assert supervise(tmp_path, engine, tests=tests, limits=limits) == 0
     assert [one.split()[1] for one in engine.started] == ["z,b", "z,a", "z,c"]
     assert tests.looked == ["c", "a", "c"]
@@ -682,7 +684,7 @@ def test_the_run_waits_while_a_host_has_a_test_to_come(tmp_path: Path) -> None:
         journal.write("started", pid=0, ticks=0)
         journal.write("tested", host="c", exit_code=71, text="c: no data")
         journal.write("ended", exit_code=73, diagnosis=said)
-    tests, limits = SmallTests({"c": [77, 71, 0]}), Limits(pause_s=0.01, retest_s=0.3)
+    tests, limits = SmallTests({"c": [77, 71, 0]}), RestartLimits(pause_s=0.01, retest_s=0.3)
     assert supervise(tmp_path, engine, tests=tests, limits=limits, allocation=Allocation("hosts", hosts)) == 0
     assert [one.split()[1] for one in engine.started] == ["z,c"] and tests.started == ["c"] * 3
 
@@ -701,7 +703,7 @@ def test_a_run_without_hosts_and_room_does_not_wait_for_ever(tmp_path: Path, mon
         monkeypatch.setattr(room, "probe", full)
         monkeypatch.setattr(room._process, "limit_s", 1.0)
         Timer(6.0, stop.set).start()
-        hosts, limits = Allocation("hosts", {"z": 1, "b": 1}), Limits(pause_s=0.01, retest_s=3600.0)
+        hosts, limits = Allocation("hosts", {"z": 1, "b": 1}), RestartLimits(pause_s=0.01, retest_s=3600.0)
         supervisor = Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None)
         with pytest.raises(StorageError, match="has had no room for") as caught:
             supervisor.run()
@@ -713,7 +715,7 @@ def test_a_run_whose_folder_is_full_again_and_again_ends(tmp_path: Path) -> None
     """Each attempt has waited for as long as it may; the third went on from where the second did."""
 
     class Full(SmallProcesses):
-        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
+        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> AttemptEvidence:
             trained = AttemptProgress(min(attempt.number, 2) * 10, 0.0, 40, 1.0)
             return replace(super().evidence(attempt, waiting, stops), without_room=True, trained=trained)
 
@@ -752,7 +754,7 @@ def test_an_attempt_that_is_stopped_before_its_first_step_leaves_memory(tmp_path
     """It has saved nothing, and hosts may hold what no disk has; after steps all is on the disk."""
 
     class Stopped(SmallProcesses):
-        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> Evidence:
+        def evidence(self, attempt: Attempt, waiting: Mapping[str, int], stops: Callable[[], bool]) -> AttemptEvidence:
             return replace(super().evidence(attempt, waiting, stops), asked="SIGTERM", last=last)
 
     engine = Stopped(tmp_path, [(0, None, (), 5)])

@@ -15,15 +15,15 @@ import pytest
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from megasdc.ops.supervise.command import say
+from megasdc.ops.supervise.command import print_supervisor_message
 from megasdc.ops.supervise.command import lasting_output
 with lasting_output(Path(sys.argv[1])):
-    say("begins")
+    print_supervisor_message("begins")
     while not Path(sys.argv[2]).exists():
-        say("goes on") if len(sys.argv) > 3 else None
+        print_supervisor_message("goes on") if len(sys.argv) > 3 else None
         time.sleep(0.05)
-    say("ends")
-    say(f"stdout too {print('from print', flush=True)}")
+    print_supervisor_message("ends")
+    print_supervisor_message(f"stdout too {print('from print', flush=True)}")
 """
 
 

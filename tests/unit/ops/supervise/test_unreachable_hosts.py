@@ -14,7 +14,7 @@ from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import FrontResult
 from megasdc.ops.supervise.command import _allocation
-from megasdc.ops.supervise.diagnosis import Evidence, diagnose
+from megasdc.ops.supervise.diagnosis import AttemptEvidence, diagnose
 from megasdc.ops.supervise.fitness import HostChecks
 from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.host_tests import StressTests
@@ -33,7 +33,7 @@ exec sh -c "$command"
 
 
 @pytest.fixture(name="after")
-def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Evidence]:
+def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], AttemptEvidence]:
     """What is known of an attempt on three hosts, of which n1 is away, by its front's code; None: it was killed."""
     (folder := tmp_path / "run" / FOLDER).mkdir(parents=True)
     (ssh := tmp_path / "ssh").write_text(SSH.format(asked=tmp_path / "asked"))
@@ -42,7 +42,7 @@ def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | N
     attempt = Attempt(1, {"n0": 1, "n1": 1, "n2": 1}, "20270115-first", 1.8e9)
     allocation = Allocation("hosts", attempt.slots)
 
-    def ended(code: int | None) -> Evidence:
+    def ended(code: int | None) -> AttemptEvidence:
         if code is not None:
             result = FrontResult(code, None, None, [f"ended with {code}"])
             attempt_process.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
@@ -53,7 +53,9 @@ def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | N
 
 
 @pytest.mark.parametrize("code", [None, 1, 75, 79, 137])
-def test_the_host_that_cannot_be_reached_was_lost(after: Callable[[int | None], Evidence], code: int | None) -> None:
+def test_the_host_that_cannot_be_reached_was_lost(
+    after: Callable[[int | None], AttemptEvidence], code: int | None
+) -> None:
     """However the attempt has ended; those that answer are not."""
     found = after(code)
     assert found.unreachable == ("n1",)
@@ -61,14 +63,14 @@ def test_the_host_that_cannot_be_reached_was_lost(after: Callable[[int | None], 
 
 
 def test_a_host_that_is_away_is_not_checked(
-    after: Callable[[int | None], Evidence], capsys: pytest.CaptureFixture[str]
+    after: Callable[[int | None], AttemptEvidence], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After an error that a host alone may have: the others are, and those that wait."""
     assert diagnose(after(78)).hosts == ("n1",)
     assert "n0, n2, n3 are checked" in capsys.readouterr().err
 
 
-def test_nobody_is_asked_after_a_good_end(after: Callable[[int | None], Evidence], tmp_path: Path) -> None:
+def test_nobody_is_asked_after_a_good_end(after: Callable[[int | None], AttemptEvidence], tmp_path: Path) -> None:
     """The run is done, or goes on: a host that is away then is found at the next start."""
     assert after(0).unreachable == () and not (tmp_path / "asked").exists()
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import DataError, MegasdcError
 from megasdc.events import EventLog
-from megasdc.metrics.writer import MetricsWriter, cut_back, set_aside
+from megasdc.metrics.writer import MetricsWriter, cut_back, set_metrics_aside
 from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.record import load_run
@@ -188,7 +188,7 @@ def test_a_follower_reads_what_is_new_and_forgets_what_was_cut(tmp_path: Path) -
     assert follower.look().run.series["train/loss"].at(21) == 2.5
     cut_back(folder, 10)
     assert follower.look().run.series["train/loss"].steps[-1] == 10
-    set_aside(folder)
+    set_metrics_aside(folder)
     log, writer = EventLog(folder, 0), MetricsWriter(folder)
     log.emit("start", "run", world_size=2)
     log.emit("start", "metrics_set_aside")

@@ -10,7 +10,7 @@ import numpy as np
 from megasdc.lab.checkpoints.drift import DriftReport
 from megasdc.lab.report.run_pages.compared import EVAL_LOSS, LOSS, common, relative_difference
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.output.figure import Figure, Series, axis_of, curve, layout, log_axis, look, over_steps, rule
+from megasdc.output.figure import Figure, Series, axis_of, curve, layout, line_look, log_axis, over_steps, rule
 
 HEIGHT = 320
 
@@ -32,7 +32,7 @@ def _curves(series: Mapping[str, Series], names: Sequence[str], **options: Any) 
     traces = []
     for name, one in series.items():
         place = names.index(name)
-        colour, dash = look(place)
+        colour, dash = line_look(place)
         own: dict[str, Any] = (
             {"opacity": 0.55} if place == 0 else {}
         )  # wide and pale, since the other curves often coincide with it

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megasdc.lab.report.run_pages.drop_results import Scaling
-from megasdc.output.figure import COLOURS, DASHES, Figure, layout, look, scatter
+from megasdc.output.figure import COLOURS, DASHES, Figure, layout, line_look, scatter
 
 HEIGHT = 340
 DRAWN_RATE = 0.3
@@ -43,7 +43,7 @@ def scaling_figure(scaling: Sequence[Scaling]) -> Figure:
     return Figure("drop_scaling", "Scaling", caption, traces, placed, columns)
 
 
-def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
+def rate_figure(scaling: Sequence[Scaling]) -> Figure:
     """Effective speed-up against the drop rate, a line for each number of replicas."""
     traces = []
     columns: dict[str, list[Any]] = {"replicas": [], "drop_rate": [], "effective_speedup": []}
@@ -51,7 +51,7 @@ def threshold_figure(scaling: Sequence[Scaling]) -> Figure:
         rates, speedups = zip(*one.curve, strict=True)
         drawn = [point for point in one.curve if point[0] <= DRAWN_RATE]
         name = f"{one.replicas:,} replicas"
-        colour, dash = look(place)
+        colour, dash = line_look(place)
         x, y = zip(*drawn, strict=True)
         traces.append(scatter(name, x, y, colour, "%{x:.1%} left out: %{y:.4f}", line={"dash": dash}))
         columns["replicas"] += [one.replicas] * len(rates)
@@ -147,7 +147,7 @@ def _losses(name: str, title: str, caption: str, unit: str, place: int, result: 
     for number, score in enumerate(result["scores"]):
         x = [point[place] / divide for point in score["curve"]]
         y = [point[2] for point in score["curve"]]
-        colour, dash = look(number)
+        colour, dash = line_look(number)
         traces.append(_line(score["name"], x, y, colour, "%{x:.4g}: %{y:.4f}", dash))
         columns["setting"] += [score["name"]] * len(x)
         columns[unit] += x

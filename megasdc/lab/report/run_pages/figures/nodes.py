@@ -22,8 +22,8 @@ from megasdc.output.figure import (
     Series,
     curve,
     layout,
+    line_look,
     log_axis,
-    look,
     named_axis,
     over_steps,
     scatter,
@@ -133,7 +133,7 @@ def _distances(results: SweepResults, nodes: Sequence[StudiedNode]) -> Figure | 
         return None
     traces = []
     for place, (name, own) in enumerate(apart.items()):
-        colour, dash = look(place)
+        colour, dash = line_look(place)
         traces.append(curve(name, own.positive, colour, line={"dash": dash}))
     caption = "||p_u - p_h|| / ||p_h|| of the fp32 weights. Zero has no place on the axis."
     if equal := [name for name in series if name not in apart]:

@@ -21,7 +21,7 @@ from megasdc.ops.run_folder.marks import (
     SKIP,
     START,
     WARNING,
-    Mark,
+    EventMark,
 )
 from megasdc.ops.run_folder.record import RunRecord
 from megasdc.output.figure import COLOURS, Figure, Series, axis_of, curve, layout, named_axis, over_steps, rule, scatter
@@ -108,7 +108,7 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 """Name, title, caption, and (label, metric) of each curve."""
 
 
-def run_figures(run: RunRecord, marks: Sequence[Mark]) -> list[Figure]:
+def run_figures(run: RunRecord, marks: Sequence[EventMark]) -> list[Figure]:
     """Every figure for which the run has data, in the order of the page."""
     lines = mark_lines(marks)
     found = [_panel(run, lines, *panel) for panel in _PANELS if any(name in run.series for _, name in panel[3])]
@@ -195,7 +195,7 @@ def _time_parts(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
     return over_steps("step_time", "Time of a step, seconds", caption, traces, drawn, series)
 
 
-def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+def mark_lines(marks: Sequence[EventMark]) -> list[dict[str, Any]]:
     """Vertical lines for the marks of kinds in ``LINED``."""
     lines = []
     for lane in LINED:
@@ -205,7 +205,7 @@ def mark_lines(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     return lines
 
 
-def happened(marks: Sequence[Mark]) -> Figure:
+def happened(marks: Sequence[EventMark]) -> Figure:
     """Events on the same axis of steps, a lane of marks for each kind."""
     lanes = [lane for lane in LANES if any(mark.lane == lane for mark in marks)]
     traces, left = [], []
@@ -231,14 +231,14 @@ def _spread(count: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, MAX_MARKS).round().astype(int)).tolist()
 
 
-def _hover(mark: Mark) -> str:
+def _hover(mark: EventMark) -> str:
     """Text of a mark, wrapped into lines; markup in it is escaped."""
     text = mark.text.replace("&", "&amp;").replace("<", "&lt;")
     lines = [text[place : place + 70] for place in range(0, min(len(text), 280), 70)]
     return "<br>".join(([f"{mark.count:,} times, the first:"] if mark.count > 1 else []) + lines)
 
 
-def _columns(marks: Sequence[Mark]) -> Mapping[str, Sequence[Any]]:
+def _columns(marks: Sequence[EventMark]) -> Mapping[str, Sequence[Any]]:
     return {
         "step": [mark.step for mark in marks],
         "kind": [mark.lane for mark in marks],

@@ -25,8 +25,8 @@ from megasdc.output.figure import (
     curve,
     layer_map,
     layout,
+    line_look,
     log_axis,
-    look,
     map_axes,
     over_steps,
 )
@@ -157,7 +157,7 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
     shown = [f"replica {replica}, {'whole' if fqn == WHOLE else fqn}" for replica, fqn in (*wholes, *others[:DRAWN])]
     traces = []
     for place, name in enumerate(shown):
-        colour, dash = look(place)
+        colour, dash = line_look(place)
         line = {"dash": dash, "width": 3 if place < len(wholes) else 1.2}
         traces.append(curve(name, series[name].positive, colour, line=line))
     title, what = _SAID[quantity]
@@ -169,7 +169,7 @@ def distance_figure(quantity: str, lines: Sequence[Line]) -> Figure:
     return over_steps(f"{quantity}_apart", title, caption, traces, drawn, series, told=False)
 
 
-def loss_figures(lines: Sequence[Line]) -> list[Figure]:
+def study_loss_figures(lines: Sequence[Line]) -> list[Figure]:
     """Losses of all replicas, and their differences to the trusted one's, from at least one line of kind loss."""
     losses: dict[str, list[tuple[int, float]]] = {}
     apart: dict[str, list[tuple[int, float]]] = {}
@@ -183,7 +183,7 @@ def loss_figures(lines: Sequence[Line]) -> list[Figure]:
         ("study_loss_difference", "Training loss minus the trusted one's", apart),
     ):
         series = {label: Series.of(own) for label, own in sorted(points.items())}
-        traces = [curve(label, one, look(place)[0]) for place, (label, one) in enumerate(series.items())]
+        traces = [curve(label, one, line_look(place)[0]) for place, (label, one) in enumerate(series.items())]
         drawn = layout(HEIGHT, legend=True, yaxis={"nticks": 7})
         found.append(over_steps(name, title, "", traces, drawn, series))
     return found

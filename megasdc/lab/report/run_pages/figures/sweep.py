@@ -14,7 +14,7 @@ from megasdc.lab.sweeps.pei_metrics import relative_increase
 from megasdc.lab.sweeps.results import SweepResults
 from megasdc.lab.sweeps.sweep_file import HEALTHY
 from megasdc.lab.sweeps.table import SweepTable
-from megasdc.output.figure import Figure, Series, clean, curve, layout, log_axis, look, map_axes, named_axis
+from megasdc.output.figure import Figure, Series, clean, curve, layout, line_look, log_axis, map_axes, named_axis
 
 HEIGHT, CELL_HEIGHT = 420, 300
 CURVE_POINTS = 400
@@ -179,7 +179,7 @@ def _curves(
     traces, steps, said = [], [], []
     for row in sorted(own, key=lambda one: nodes.index(one["node"])):
         one, place = series[row["run_id"]], nodes.index(row["node"])
-        colour, dash = look(place)
+        colour, dash = line_look(place)
         label = f"{row['node']}, {row['status']}" if row["status"] != DONE else row["node"]
         options: dict[str, Any] = {"opacity": 0.5} if place == 0 else {}
         line = {"dash": dash, "width": 5 if place == 0 else 1.2}

@@ -7,7 +7,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 
-from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.tcp_info import SentBytes
 from megasdc.ops.health.links.watch import LEAST_PAST, CarriedWatch
 
 Way = tuple[str, str]
@@ -28,7 +28,7 @@ class Run:
         carried = {}
         for way, segments in self.segments.items():
             share = self.loss[way] * self._random.lognormal(0, 0.3) + 0.05 * burst
-            carried[way] = Sent(segments, int(self._random.binomial(segments, min(1.0, share))))
+            carried[way] = SentBytes(segments, int(self._random.binomial(segments, min(1.0, share))))
         return list(self._watch.take(carried))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from megasdc.ops.health.links.judgement import Direction, LinkFigures, SlowLink
-from megasdc.ops.health.links.tcp_info import Sent
+from megasdc.ops.health.links.tcp_info import SentBytes
 from megasdc.ops.health.links.watch import CONFIRM, LinkWatch
 
 HOSTS = ("node1", "node2", "node3")
@@ -86,7 +86,9 @@ def test_a_burst_of_losses_in_one_measurement_is_not_reported() -> None:
     ways = [way for one in ring() for way in one.ways()]
     watch = LinkWatch()
     for _ in range(6):
-        assert watch.take(ring(), dict.fromkeys(ways, Sent(3000))) == ([], [])
-    told = [watch.take(ring(), {**dict.fromkeys(ways, Sent(3000)), ways[0]: Sent(3000, 30)}) for _ in range(2)]
+        assert watch.take(ring(), dict.fromkeys(ways, SentBytes(3000))) == ([], [])
+    told = [
+        watch.take(ring(), {**dict.fromkeys(ways, SentBytes(3000)), ways[0]: SentBytes(3000, 30)}) for _ in range(2)
+    ]
     assert [names(begun) for begun, _ in told] == [[], ["node1 -> node2"]]
     assert watch.slow["node1", "node2"].text == "30 of 3,000 segments from node1 to node2 sent again"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megasdc.ops.health.links.own_connections import MOST, SentToHosts, hosts_by_address, own_connections
-from megasdc.ops.health.links.tcp_info import Sent, sent
+from megasdc.ops.health.links.tcp_info import SentBytes, sent
 
 Ends = tuple[socket.socket, socket.socket]
 
@@ -45,12 +45,12 @@ def test_segments_with_data_are_counted(ends: Ends) -> None:
     """As many as were sent since the look before; the other direction's are not."""
     here, there = ends
     seen = watch(here)
-    assert seen.look() == {"there": Sent(0, 0, 0)}
+    assert seen.look() == {"there": SentBytes(0, 0, 0)}
     for _ in range(3):
         here.sendall(b"one segment")
         there.recv(100)
     there.sendall(bytes(1000))
-    assert seen.look() == {"there": Sent(3, 0, 0)} and seen.look() == {"there": Sent(0, 0, 0)}
+    assert seen.look() == {"there": SentBytes(3, 0, 0)} and seen.look() == {"there": SentBytes(0, 0, 0)}
 
 
 def test_a_look_changes_nothing(ends: Ends) -> None:
@@ -83,7 +83,7 @@ def test_of_many_connections_those_that_send_are_looked_at() -> None:
     pairs[-1][0].sendall(b"x")
     seen = watch(*(one for one, _ in pairs))
     pairs[-1][0].sendall(b"x")
-    assert len(seen) == MOST and seen.look() == {"there": Sent(1, 0, 0)}
+    assert len(seen) == MOST and seen.look() == {"there": SentBytes(1, 0, 0)}
     for ends in pairs:
         for one in ends:
             one.close()
@@ -111,8 +111,8 @@ def test_an_address_that_several_hosts_have_is_nobodys() -> None:
 
 def test_counters_that_start_again_and_late_segments() -> None:
     """The kernel counts in 32 bits; what was only late is not lost."""
-    assert Sent(5, 2, 1).since(Sent(2**32 - 5, 2**32 - 1, 0)) == Sent(10, 3, 1)
-    assert Sent(1000, 5, 2).loss == 0.003 and Sent(10, 1, 2).lost == 0 and Sent().loss == 0.0
+    assert SentBytes(5, 2, 1).since(SentBytes(2**32 - 5, 2**32 - 1, 0)) == SentBytes(10, 3, 1)
+    assert SentBytes(1000, 5, 2).loss == 0.003 and SentBytes(10, 1, 2).lost == 0 and SentBytes().loss == 0.0
 
 
 def test_what_is_no_tcp_connection_is_an_error() -> None:

@@ -14,7 +14,7 @@ from megasdc.lab.report.run_pages.run_page import run_page
 from megasdc.ops.health.slow.report import SlowReport, Where
 from megasdc.ops.health.slow.stragglers import LONG, Stragglers
 from megasdc.ops.run_folder.record import load_run
-from megasdc.ops.run_folder.summary import render, summarize
+from megasdc.ops.run_folder.summary import render, summarize_run
 
 SMOKE = Path(__file__).parents[5] / "configs" / "smoke.json"
 
@@ -100,7 +100,7 @@ def test_summary_and_page_show_who_was_slow(tmp_path: Path) -> None:
     writer = MetricsWriter(run)
     writer.write(1, {"train/loss": 1.0, "train/tokens": 1, "speed/tokens_per_s": 1.0})
     writer.close()
-    (text,) = [line for line in render(summarize(run)).splitlines() if line.startswith("straggler")]
+    (text,) = [line for line in render(summarize_run(run)).splitlines() if line.startswith("straggler")]
     assert "rank 1 on b takes 1.3" in text and text.endswith("since step 16, until step 90")
     page = run_page(load_run(run), tmp_path / "page.html", now=0.0)
     (figure,) = [one for section in page.sections for one in section.figures if one.name == "slowness"]
