@@ -190,8 +190,8 @@ REPOSITORY = {
         "import threading\nfrom megasdc import only_body, save, watch, work\n\ndef train():\n"
         "    work.work()\n    threading.Thread(target=watch.watch).start()\n"
         "    while not watch.answers:\n        pass\n"
-        "    for step in range(3):\n        take_step(step)\n    save.save()\n\n"
-        "def take_step(step):\n    if step == 0:\n        work.work()\n    if step == 1:\n"
+        "    for step in range(3):\n        train_step(step)\n    save.save()\n\n"
+        "def train_step(step):\n    if step == 0:\n        work.work()\n    if step == 1:\n"
         "        aside = threading.Thread(target=save.save)\n        aside.start()\n        aside.join()\n"
         "        watch.asked.append(1)\n        while len(watch.answers) < 2:\n            pass\n"
     ),
