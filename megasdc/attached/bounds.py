@@ -14,10 +14,8 @@ from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError, NonFiniteError
 from megasdc.config.problems.optimizer_hooks import bound_problems, gradient_hook_problems
 from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpec
-from megasdc.optim.bound_report import bound_rows, gather_totals, warnings_of
-from megasdc.optim.bounds import ShardBounds
-from megasdc.optim.clip_factors import clip_factor
-from megasdc.optim.step_control import StepControl
+from megasdc.optim.bounds import ShardBounds, bound_rows, clip_factor, gather_totals, warnings_of
+from megasdc.optim.zero1 import StepControl
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.finding import Finding
 

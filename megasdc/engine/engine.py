@@ -21,11 +21,17 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.data.uneven_split import UnevenSplit
-from megasdc.engine.gated_schedule import GatedSchedule, MicroBatchGate
-from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime, StageReplay
+from megasdc.engine.schedules import (
+    BubbleSchedule,
+    GatedSchedule,
+    MicroBatchGate,
+    ReplayBackward,
+    ReplayForward,
+    SpareTime,
+    StageReplay,
+)
 from megasdc.model.randomness import DropoutStreams
-from megasdc.optim.step_control import StepControl
-from megasdc.optim.zero1 import accumulated_gradient, gradients_set_aside, scale_gradients
+from megasdc.optim.zero1 import StepControl, accumulated_gradient, gradients_set_aside, scale_gradients
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.step_agreement import StepAgreement
 

@@ -31,8 +31,7 @@ from megasdc.config.sections.faults import (
 )
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.faults.injector import Injector
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, gather_parameters, owned_fragments

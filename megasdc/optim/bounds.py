@@ -1,29 +1,242 @@
-"""Gradient bounds on the shards that a rank owns: the rules of all parameters in one pass, counted on the device.
+"""Gradient bounds: rule and limit of each parameter, all shards of a rank in one pass, and reports of what they did.
 
 Bounds are applied before the norm by default; else one outlier in the norm would make clipping scale all else to 0.
 
-Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, arXiv 2501.06842.
+Between two gradients of a rare element V decays, so eq. 1 alone bounds it ever more, until its update is negligible to
+Adam's eps. Hence V' = max(V, eps^2) by default: eq. 1 unchanged wherever V is at least eps^2, and below it
+- never frozen: a bounded element gets g^2 = theta V' and has V <= (beta2 + (1 - beta2) theta) V' then, and eps^2 <= V',
+  so g / (sqrt(V) + eps) >= sqrt(theta) / (sqrt(beta2 + (1 - beta2) theta) + 1), whatever V was. Without a bound it is
+  at most 1 / sqrt(1 - beta2). The quotient is the share of its update that a bounded gradient keeps at least: 0.05 to
+  0.96 for theta 10 to 10,000 and beta2 0.999 to 0.95. Bias correction makes eps less relative to sqrt(V): more share
+  (fp16 gradients: where the loss scale lifts sqrt(theta) eps above the type's smallest number);
+- no gain for an outlier: then V >= (1 - beta2) theta eps^2, so that fraction is at most sqrt(theta) /
+  (sqrt((1 - beta2) theta) + 1) <= sqrt(theta / (beta2 + (1 - beta2) theta)), which eq. 1 itself grants to a large V.
+
+Adam's V averages gradients after the clip of the norm. A gradient that is bounded before the norm is not clipped yet,
+so eq. 1, g^2 / V > theta, would compare unlike things: with steps clipped by a factor c it acts as theta c^2. V divided
+by the mean of c^2 (``ClipFactors``), with the weights that V gives its steps, is the mean of unclipped g^2, weighted by
+c^2: exactly what V would be if c or g^2 did not change.
+
+``MomentumReset`` resets the moments at an interval of steps, then the learning rate warms up again.
+
+Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; Huang et al., SPAM, ICLR 2025, arXiv
+2501.06842; restart of the bias correction: Stable-SPAM, arXiv 2502.17055.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, BEFORE_NORM, BOUNDS, HALT, LOCAL, SKIP_STEP, HookSpec
-from megasdc.optim.bound_rules import BoundRule, bound_rule, limits_at, may_act
-from megasdc.optim.clip_factors import ClipFactors
-from megasdc.optim.copies import shard_checksum
-from megasdc.optim.momentum_reset import MomentumReset
-from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments
+from megasdc.config.sections.optimizer_hooks import (
+    ABSOLUTE,
+    AFTER_NORM,
+    BEFORE_NORM,
+    BOUND,
+    BOUNDS,
+    HALT,
+    LOCAL,
+    SKIP_STEP,
+    SPIKE_AWARE,
+    ZERO,
+    HookSpec,
+    theta_at,
+)
+from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments, shard_checksum
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bound import bound_
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
+
+
+@dataclass(frozen=True)
+class BoundRule:
+    """Bounds of one parameter at one place.
+
+    Args:
+        absolute: the first absolute bound that matches; None: none does.
+        spike: the first spike-aware one.
+        policy: for NaN and Inf, of the first bound that matches.
+    """
+
+    absolute: HookSpec | None = None
+    spike: HookSpec | None = None
+    policy: str = SKIP_STEP
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a full name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def bound_rule(name: str, specs: Sequence[HookSpec], place: str) -> BoundRule:
+    """Bounds of a parameter, by its full name, at one of ``megasdc.optim.bounds.PLACES``: the first of each kind."""
+    fitting = [
+        spec
+        for spec in specs
+        if spec.hook in (ABSOLUTE, SPIKE_AWARE) and spec.where == place and fits(name, spec.parameters)
+    ]
+    if not fitting:
+        return BoundRule()
+    return BoundRule(
+        absolute=next((spec for spec in fitting if spec.hook == ABSOLUTE), None),
+        spike=next((spec for spec in fitting if spec.hook == SPIKE_AWARE), None),
+        policy=fitting[0].non_finite,
+    )
+
+
+def may_act(spec: HookSpec, step: int) -> bool:
+    """Whether a bound may change an element at this step (first is 1)."""
+    return spec.non_finite in (ZERO, BOUND) or (spec.theta is not None and math.isfinite(theta_at(spec.theta, step)))
+
+
+def limits_at(
+    rule: BoundRule, step: int, scale: float, *, floor: float | None = None, v_factor: float = 1.0
+) -> ElementLimits:
+    """Limits of a parameter's elements in a step, at this loss scale.
+
+    ``floor`` is the smallest V, None: the spike-aware bound does not act in this step; V is multiplied by ``v_factor``.
+    """
+    absolute, spike = rule.absolute, None if floor is None else rule.spike
+    return ElementLimits(
+        absolute=math.inf if absolute is None or absolute.theta is None else theta_at(absolute.theta, step),
+        spike=math.inf if spike is None or spike.theta is None else theta_at(spike.theta, step),
+        floor=floor or 0.0,
+        v_factor=v_factor,
+        scale=scale,
+        non_finite=rule.policy if rule.policy in (ZERO, BOUND) else "keep",
+    )
+
+
+def clip_factor(norm: float, largest: float) -> float:
+    """Factor by which DeepSpeed's ZeRO-1 optimizers clip a gradient of this norm; ``largest`` 0: no clip."""
+    return min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+
+
+@dataclass
+class ClipFactors:
+    """Weighted mean of squared clip factors of the steps in a second moment.
+
+    Args:
+        beta: beta2 of the moment.
+        squares: sum of c^2 by weight.
+        weight: sum of weights, 0 before the first step, near 1 after many.
+    """
+
+    beta: float
+    squares: float = 0.0
+    weight: float = 0.0
+
+    def add(self, factor: float) -> None:
+        """Count a step that the optimizer took, clipped by this factor."""
+        self.squares = self.beta * self.squares + (1 - self.beta) * factor**2
+        self.weight = self.beta * self.weight + (1 - self.beta)
+
+    def clear(self) -> None:
+        """The moment was set to 0."""
+        self.squares = self.weight = 0.0
+
+    @property
+    def unclipping(self) -> float:
+        """What V is multiplied by to be one of unclipped gradients; 1 without clip, and before the first step."""
+        return self.weight / self.squares if self.squares > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class MomentumReset:
+    """When moments are reset, and the factor of the learning rate; a function of the step only.
+
+    Args:
+        interval: steps n; resets are before step n + 1, 2 n + 1, and so on.
+        warmup_steps: steps in which the factor rises to 1.
+        warmup_start: factor of the step after a reset.
+        restart_bias_correction: whether the optimizer's step count restarts at 0.
+    """
+
+    interval: int
+    warmup_steps: int
+    warmup_start: float
+    restart_bias_correction: bool
+
+    def is_due(self, step: int) -> bool:
+        """Whether the moments are reset before this step."""
+        return step > 1 and (step - 1) % self.interval == 0
+
+    def restarts_count(self, before: int, step: int) -> bool:
+        """Whether the optimizer's step count has restarted after the step ``before`` and before this one."""
+        return self.restart_bias_correction and (before - 1) // self.interval != (step - 1) // self.interval
+
+    def steps_since(self, step: int) -> int:
+        """Steps before this one since the start or the last reset, skipped ones included."""
+        return (step - 1) % self.interval
+
+    def rate_factor(self, step: int) -> float:
+        """Factor of the scheduled learning rate: a half cosine from ``warmup_start`` to 1 after a reset."""
+        since = self.steps_since(step)
+        if step <= self.interval or since >= self.warmup_steps:
+            return 1.0
+        rise = (1 - math.cos(math.pi * since / self.warmup_steps)) / 2
+        return self.warmup_start + (1 - self.warmup_start) * rise
+
+    @torch.no_grad()
+    def reset(self, inner: Any) -> None:
+        """Set the moments of an optimizer, the torch one that steps the flat shards, to zero.
+
+        Sync: none.
+        """
+        for state in inner.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name].zero_()
+            if self.restart_bias_correction and "step" in state:
+                if isinstance(state["step"], Tensor):
+                    state["step"].zero_()
+                else:
+                    state["step"] = 0
+        if self.restart_bias_correction:
+            for group in inner.param_groups:  # DeepSpeed's FusedAdam counts by group
+                if "step" in group:
+                    group["step"] = 0
+
+
+class RateWarmup:
+    """Multiplies the learning rates during the inner optimizer's step; ``close`` removes its hooks.
+
+    Args:
+        inner: the torch optimizer that steps the flat shards.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.factor = 1.0
+        self._scheduled: list[float] = []
+        self._hooks = [
+            inner.register_step_pre_hook(lambda optimizer, *_: self._lower(optimizer)),
+            inner.register_step_post_hook(lambda optimizer, *_: self._restore(optimizer)),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _lower(self, inner: Any) -> None:
+        self._scheduled = [group["lr"] for group in inner.param_groups]
+        if self.factor != 1.0:
+            for group in inner.param_groups:
+                group["lr"] = group["lr"] * self.factor
+
+    def _restore(self, inner: Any) -> None:
+        for group, rate in zip(inner.param_groups, self._scheduled, strict=True):
+            group["lr"] = rate
+
 
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
@@ -264,3 +477,131 @@ def add_counts(table: Tensor, more: Tensor) -> None:
     largest = torch.maximum(table[:, _RATIO], more[:, _RATIO])
     table += more
     table[:, _RATIO] = largest
+
+
+Totals = dict[str, dict[str, list[float]]]
+"""By place (``PLACES``) and full name of the parameter: one number for each of ``COLUMNS``."""
+
+
+def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host_group: Any) -> Totals:
+    """Counts of all ranks, every parameter once; the same on all ranks.
+
+    Args:
+        data_group: the data-parallel group of this rank.
+        host_group: a host group of all ranks, for objects.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    table, largest = bounds.table.clone(), bounds.table[:, :, _RATIO].clone()
+    dist.all_reduce(table, group=data_group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_group)
+    table[:, :, _RATIO] = largest
+    own: Totals = {}
+    if dims.dp_rank == 0:
+        for place, rows in zip(PLACES, table.tolist(), strict=True):
+            counted = zip(bounds.names, rows, bounds.counted, strict=True)
+            own[place] = {name: row for name, row, counts in counted if counts and row[-1]}
+    found: Totals = {}
+    for one in gather_objects(own, host_group):
+        found = merge_totals(found, one)
+    return found
+
+
+def merge_totals(one: Totals, other: Totals) -> Totals:
+    """The sum of both; of the largest ratios the larger."""
+    merged: Totals = {place: {name: list(row) for name, row in rows.items()} for place, rows in one.items()}
+    for place, rows in other.items():
+        of_place = merged.setdefault(place, {})
+        for name, row in rows.items():
+            of_place[name] = _sum([of_place[name], row]) if name in of_place else list(row)
+    return merged
+
+
+def _sum(rows: Sequence[Sequence[float]]) -> list[float]:
+    total = [sum(column) for column in zip(*rows, strict=True)]
+    total[_RATIO] = max(row[_RATIO] for row in rows)
+    return total
+
+
+def _by_submodule(rows: dict[str, list[float]]) -> dict[str, list[float]]:
+    grouped: dict[str, list[list[float]]] = {}
+    for name, row in rows.items():
+        grouped.setdefault(name.rpartition(".")[0], []).append(row)
+    return {fqn: _sum(of_it) for fqn, of_it in grouped.items()}
+
+
+def _shares(row: Sequence[float]) -> dict[str, float]:
+    one = dict(zip(COLUMNS, row, strict=True))
+    return {
+        "elements": one["elements"],
+        "share": (one["by_absolute"] + one["by_spike"]) / one["elements"],
+        "removed_share": one["removed"] / one["mass"] if one["mass"] else 0.0,
+        "largest_ratio": one["largest_ratio"],
+        "nan": one["nan"],
+        "inf": one["inf"],
+    }
+
+
+def bound_rows(totals: Totals) -> dict[str, list[dict[str, Any]]]:
+    """For each place, a row for each submodule in the order of the model.
+
+    Columns: elements seen, summed over steps; share of them that was bounded; share of the mass (sum of magnitudes)
+    that was removed; largest g^2 / V; numbers of NaN and Inf.
+    """
+    return {
+        place: [
+            {"submodule": fqn, **_shares(row)}
+            for fqn, row in sorted(_by_submodule(rows).items(), key=lambda one: _in_order(one[0]))
+        ]
+        for place, rows in totals.items()
+        if rows
+    }
+
+
+def _in_order(fqn: str) -> list[tuple[int, int, str]]:
+    """Numbers of layers as numbers, whatever comes before and after them."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in fqn.split(".")]
+
+
+def metrics_of(totals: Totals, specs: Sequence[HookSpec]) -> dict[str, float]:
+    """Shares over the parameters that some entry bounds, at its places; NaN and Inf before the norm."""
+    rows = [
+        row
+        for place, of_place in totals.items()
+        for name, row in of_place.items()
+        if bound_rule(name, specs, place) != BoundRule()
+    ]
+    seen = [row for row in totals.get(BEFORE_NORM, {}).values()]
+    found = {}
+    if rows:
+        shares = _shares(_sum(rows))
+        found = {f"bounds/{name}": shares[name] for name in ("share", "removed_share", "largest_ratio")}
+    if seen:
+        shares = _shares(_sum(seen))
+        found["bounds/non_finite"] = shares["nan"] + shares["inf"]
+    return found
+
+
+def warnings_of(totals: Totals, specs: Sequence[HookSpec]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Shares above a bound's ``warn_share``, each as a sentence and as the fields of an event."""
+    for number, spec in enumerate(specs):
+        if spec.warn_share is None:
+            continue
+        column = COLUMNS.index(f"by_{spec.hook.removesuffix('_aware')}")
+        fitting = {
+            name: row
+            for name, row in totals.get(spec.where, {}).items()
+            if any(
+                one is spec
+                for one in (bound_rule(name, specs, spec.where).absolute, bound_rule(name, specs, spec.where).spike)
+            )
+        }
+        for fqn, row in _by_submodule(fitting).items():
+            share = row[column] / row[-1]
+            if share > spec.warn_share:
+                text = (
+                    f"optimizer_hooks.{number} ({spec.hook}) bounded {share:.3%} of the elements of {fqn} since the "
+                    f"last report, warn_share is {spec.warn_share:.3%}"
+                )
+                yield text, {"entry": number, "submodule": fqn, "share": share, "warn_share": spec.warn_share}

@@ -36,8 +36,8 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.run import Run
-from megasdc.engine.time_split import TimeSplit
+from megasdc.engine.hooks import Run
+from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import groups

@@ -24,7 +24,7 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.uneven_split import UnevenSplit
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
-from megasdc.optim.groups import parameter_groups
+from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims

@@ -19,7 +19,7 @@ from megasdc.config.changes import ChangedField, explain_refusal, find_changes, 
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.study import StudySection
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 
 logger = logging.getLogger(__name__)
 

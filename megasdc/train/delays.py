@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from megasdc.config.sections.delay import DelaySpec
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.faults.delay import InjectedDelays, check_delays
 from megasdc.parallel.collectives import gather_objects
 

@@ -29,8 +29,7 @@ from megasdc.dropcompute.recent import RecentSteps, SlowReplica
 from megasdc.dropcompute.time_log import TimeLog
 from megasdc.dropcompute.tuning import TimeWindow, Tuning, tune, tune_larger_batch
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects

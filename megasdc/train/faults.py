@@ -12,8 +12,7 @@ from megasdc.config.fault_profiles import expand_faults
 from megasdc.config.sections.faults import CHECKPOINT, TOKENS, ProcessFaultSpec
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog, read_events
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.process import ProcessFaults

@@ -13,18 +13,25 @@ import torch.distributed as dist
 from megasdc.common.errors import ConfigError, NonFiniteError
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET, HookSpec
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.bound_report import Totals, bound_rows, gather_totals, merge_totals, metrics_of, warnings_of
-from megasdc.optim.bound_rules import fits
-from megasdc.optim.bounds import ShardBounds
-from megasdc.optim.clip_factors import ClipFactors, clip_factor
-from megasdc.optim.copies import differ
+from megasdc.optim.bounds import (
+    ClipFactors,
+    MomentumReset,
+    RateWarmup,
+    ShardBounds,
+    Totals,
+    bound_rows,
+    clip_factor,
+    fits,
+    gather_totals,
+    merge_totals,
+    metrics_of,
+    warnings_of,
+)
 from megasdc.optim.hooks import GradientHook, GradientPart, load_hook
-from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
-from megasdc.optim.zero1 import owned_fragments
+from megasdc.optim.zero1 import differ, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.train.process.isolation import IsolationError
 
 

@@ -33,7 +33,7 @@ from megasdc.train.process.logs import set_up_logging
 from megasdc.train.process.signals import STOPPED_START, Leave, StopSignals
 
 if TYPE_CHECKING:
-    from megasdc.engine.run import Run
+    from megasdc.engine.hooks import Run
     from megasdc.train.process.isolation import SurvivingRanks
     from megasdc.train.process.startup import StartClock
     from megasdc.train.start import Features

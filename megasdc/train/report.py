@@ -17,9 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
-from megasdc.engine.time_split import TimeSplit
+from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.step_times import TimeSplit
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
 from megasdc.train.process.garbage import CollectionTimer

@@ -15,7 +15,7 @@ from typing import Any
 import megasdc
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.deepspeed import Wandb
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.deepspeed_monitor import DeepSpeedMonitorSink
 from megasdc.metrics.sinks.sink import Sink, open_sinks

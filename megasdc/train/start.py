@@ -15,9 +15,8 @@ from megasdc.config.sections.study import StudySection
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
-from megasdc.engine.time_split import TimeSplit
+from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.step_times import TimeSplit
 from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.parallel.replica_world import ReplicaWorld

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.details import DetailsWriter, ParameterDetails, SampleLosses, StepDetails
 from megasdc.model.kinds import LOSS_FQN
 from megasdc.model.submodules import list_submodules

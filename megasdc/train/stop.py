@@ -13,8 +13,7 @@ from megasdc.checkpoint.verification_marks import find_way_back
 from megasdc.common import room
 from megasdc.common.errors import NonFiniteError, StorageError
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import MIN, Field
 from megasdc.train.process.signals import StopSignals

@@ -13,8 +13,7 @@ from megasdc.checkpoint.manifest import installed_versions
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.device import device_name
 from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path

@@ -11,8 +11,7 @@ from typing import Any
 from megasdc.common.errors import ConfigError
 from megasdc.common.user_code import create, load_class
 from megasdc.config.sections.hooks import UserHookSpec
-from megasdc.engine.hooks import PURPOSES, Hook, Slot
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import PURPOSES, Hook, Run, Slot
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.process.known_errors import as_known_error
 

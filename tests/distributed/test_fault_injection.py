@@ -23,9 +23,8 @@ from megasdc.config.sections.model import ModelSection
 from megasdc.config.submodule_names import submodule_slots
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
-from megasdc.engine.hooks import Hook
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Observer
-from megasdc.engine.run import Run
 from megasdc.events import EventLog
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.faults.stored import HarmedBatches, StateFaults

@@ -13,8 +13,7 @@ from megasdc.config.sections.model import ModelSection
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.hooks import Hook
 from megasdc.model.pipeline import build_pipeline
-from megasdc.optim.groups import parameter_groups
-from megasdc.optim.zero1 import is_bf16_optimizer
+from megasdc.optim.zero1 import is_bf16_optimizer, parameter_groups
 from megasdc.parallel import groups
 
 VOCAB = 250

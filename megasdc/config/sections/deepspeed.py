@@ -28,7 +28,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DataType = Literal["fp32", "fp16", "bf16"]
 _OF_GROUPS = Field(min_length=2, max_length=2)
-"""One value for each of the optimizer's parameter groups, `megasdc.optim.groups`."""
+"""One value for each of the optimizer's parameter groups, `megasdc.optim.zero1`."""
 
 
 class OptimizerParams(Section):

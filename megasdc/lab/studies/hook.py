@@ -51,8 +51,7 @@ from megasdc.config.sections.study import (
 )
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.lab.studies.replica_link import ReplicaLink
 from megasdc.lab.studies.tables import describe_study, summarize_study
 from megasdc.model.loss import TokenLoss

@@ -19,8 +19,7 @@ from megasdc.checkpoint.verification_marks import read_mark
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megasdc.config.sections.megasdc import CheckpointSection
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.archive.child import PushProcess
 from megasdc.ops.archive.record import check_name

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from megasdc.attached.training import Protection, Training
-from megasdc.engine.time_split import mark
+from megasdc.engine.step_times import mark
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.limits import FIRST_STEPS
 from megasdc.ops.health.phases import Phase

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepspeed.runtime.pipe import schedule
 
-from megasdc.engine.stage_replay import ReplayBackward, ReplayForward
+from megasdc.engine.schedules import ReplayBackward, ReplayForward
 from megasdc.ops.health.phases import Phase
 
 PHASES: Mapping[type, Phase] = {

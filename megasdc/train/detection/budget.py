@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.step_agreement import MAX, MIN, Field
 from megasdc.sdc.budget import MOST_EVERY, Cadence, TimeShares, choose_cadence

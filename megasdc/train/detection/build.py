@@ -19,8 +19,8 @@ from megasdc.config.sections.detection import AlwaysOnSection
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
 from megasdc.data.step_batches import StepBatches
+from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
-from megasdc.engine.run import Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.kinds import LOSS
 from megasdc.model.submodules import Submodule, list_submodules

@@ -21,25 +21,23 @@ from torch import Tensor
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.clip_factors import clip_factor
-from megasdc.optim.state_blocks import (
+from megasdc.optim.bounds import clip_factor
+from megasdc.optim.zero1 import (
     MASTER,
     StateBlock,
+    Used,
     blocks_of,
     differing_state_blocks,
     finish_digests,
-    start_digests,
-)
-from megasdc.optim.step_control import Used, norms_have_equal_bits
-from megasdc.optim.zero1 import (
     grouped_parameters,
     is_bf16_optimizer,
     master_partitions,
+    norms_have_equal_bits,
     own_parameters,
     owned_fragments,
+    start_digests,
 )
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects

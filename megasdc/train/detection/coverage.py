@@ -22,9 +22,7 @@ from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.optim.state_blocks import BLOCK
-from megasdc.optim.step_control import norms_have_equal_bits
-from megasdc.optim.zero1 import owned_fragments
+from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.sdc.budget import Cadence, TimeShares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates

@@ -16,8 +16,8 @@ from typing import Any
 from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.config.sections.detection import EXTRA, TRAINING, SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
-from megasdc.engine.run import Run
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.referee import Referee

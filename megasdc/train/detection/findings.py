@@ -14,7 +14,7 @@ from typing import Any
 
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.audits.referee import Referee

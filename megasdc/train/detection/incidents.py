@@ -17,7 +17,7 @@ from megasdc.checkpoint.verification_marks import list_verified, mark_corruption
 from megasdc.common.alert import alert
 from megasdc.common.errors import StorageError
 from megasdc.config.load import RunConfig
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.device import gather_places

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finite import FiniteRecorder, NonFinite

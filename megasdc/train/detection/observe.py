@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Listener, Observer
-from megasdc.engine.run import Run
 from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.tracer import Tracer

@@ -15,7 +15,7 @@ import xxhash
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.data.position import Order, Position
 from megasdc.data.step_positions import StepWork, advance
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field
 from megasdc.train.detection.tokens import BATCH

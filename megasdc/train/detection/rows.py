@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import Submodule
 from megasdc.sdc.exhibits.calls import Call, Exhibit, kept_calls
 from megasdc.sdc.exhibits.make import LINEAR, make_exhibit

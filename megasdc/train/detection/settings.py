@@ -18,8 +18,8 @@ import xxhash
 from torch import Tensor
 
 from megasdc.common.addresses import UPDATE, Address
-from megasdc.engine.run import Run
-from megasdc.optim.momentum_reset import MomentumReset
+from megasdc.engine.hooks import Run
+from megasdc.optim.bounds import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incidents.finding import Finding

@@ -4,7 +4,7 @@ Evidence is collected while micro-batches run and compared once, after the last 
 over replicas. A finding is not an error: all ranks learn it at the same point and settle it together.
 
 An audit inside one device computes the audited micro-batch once more, each operation with its elements in other places.
-Each stage replays it alone, where it would wait for others (``megasdc.engine.stage_replay``), but for an extra one. The
+Each stage replays it alone, where it would wait for others (``megasdc.engine.schedules``), but for an extra one. The
 first audit of a start computes it after all micro-batches, and also tries every operation both ways
 (``megasdc.sdc.audits.places``).
 """
@@ -28,9 +28,8 @@ from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeS
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.step_batches import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
-from megasdc.engine.stage_replay import StageReplay
+from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.schedules import StageReplay
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field

@@ -26,8 +26,7 @@ from megasdc.common.run_lock import (
     take_lock,
 )
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 
 logger = logging.getLogger(__name__)
 

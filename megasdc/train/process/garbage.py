@@ -15,8 +15,7 @@ import time
 from typing import Any
 
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 
 
 class CollectionTimer:

@@ -22,8 +22,7 @@ from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.run_lock import LockedFolders
 from megasdc.config.checks import BatchLayout
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects

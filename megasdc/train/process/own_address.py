@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 
 from megasdc.common.own_address import own_address_towards
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ import time
 
 from megasdc.common import process_state
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 
 
 class StartClock:

@@ -26,8 +26,7 @@ from megasdc.common.shared_memory import is_own_folder
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import MemorySection
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.process.own_address import own_address

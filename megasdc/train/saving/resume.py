@@ -38,7 +38,7 @@ from megasdc.config.sections.study import StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import cut_back, set_metrics_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects

@@ -22,8 +22,7 @@ from megasdc.config.sections.study import StudySection
 from megasdc.data.position import merge_positions
 from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info

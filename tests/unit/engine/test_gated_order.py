@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from megasdc.engine.gated_schedule import GatedSchedule
+from megasdc.engine.schedules import GatedSchedule
 
 STAGES = range(1, 7)
 MICRO_BATCHES = range(1, 13)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from megasdc.engine.gated_schedule import GatedSchedule
-from megasdc.engine.stage_replay import BubbleSchedule, ReplayBackward, ReplayForward, SpareTime
+from megasdc.engine.schedules import BubbleSchedule, GatedSchedule, ReplayBackward, ReplayForward, SpareTime
 
 REPLAYS = (ReplayForward, ReplayBackward)
 OWN = (*REPLAYS, SpareTime)

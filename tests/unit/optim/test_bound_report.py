@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megasdc.config.sections.optimizer_hooks import HookSpec
-from megasdc.optim.bound_report import bound_rows, merge_totals, metrics_of, warnings_of
-from megasdc.optim.bounds import COLUMNS
+from megasdc.optim.bounds import COLUMNS, bound_rows, merge_totals, metrics_of, warnings_of
 
 
 def _row(**values: float) -> list[float]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megasdc.optim.clip_factors import ClipFactors, clip_factor
+from megasdc.optim.bounds import ClipFactors, clip_factor
 from megasdc.tensors.bound import bound_
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.optim.copies import differ, shard_checksum
+from megasdc.optim.zero1 import differ, shard_checksum
 from megasdc.tensors import checksum
 
 HOST = torch.device("cpu")
@@ -16,7 +16,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(params=["xxh3_64.v1", "mixed_sum_64.v1"])
 def _algorithm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = checksum.algorithm(request.param)
-    monkeypatch.setattr("megasdc.optim.copies.default_algorithm", lambda device: chosen)
+    monkeypatch.setattr("megasdc.optim.zero1.default_algorithm", lambda device: chosen)
 
 
 @pytest.mark.usefixtures("_algorithm")

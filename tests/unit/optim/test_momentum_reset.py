@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
+from megasdc.optim.bounds import MomentumReset, RateWarmup
 
 
 def test_the_schedule_is_a_function_of_the_step() -> None:

@@ -62,7 +62,7 @@ def _moved_without_a_bound(beta2: float) -> Tensor:
 
 
 def _least_share(theta: float, beta2: float) -> float:
-    """What `megasdc.optim.bound_rules` promises of a bounded gradient's own part of the update, over Adam's largest."""
+    """What `megasdc.optim.bounds` promises of a bounded gradient's own part of the update, over Adam's largest."""
     return math.sqrt((1 - beta2) * theta) / (math.sqrt(beta2 + (1 - beta2) * theta) + 1)
 
 

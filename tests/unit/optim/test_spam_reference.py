@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
+from megasdc.optim.bounds import MomentumReset, RateWarmup
 from megasdc.tensors.bound import bound_
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasdc.optim.step_control import StepControl
+from megasdc.optim.zero1 import StepControl
 
 
 class Optimizer:

@@ -11,7 +11,7 @@ import torch
 
 from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence
 from megasdc.tensors.checksum import default_algorithm

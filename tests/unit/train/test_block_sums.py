@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasdc.optim.state_blocks import BLOCK
+from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.detection.slices import squares
 from megasdc.train.detection.slices.squares import (

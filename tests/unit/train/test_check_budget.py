@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megasdc.config.load import parse_config
 from megasdc.events import EventLog, read_events
-from megasdc.optim.state_blocks import BLOCK
+from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.budget import Cadence, TimeShares

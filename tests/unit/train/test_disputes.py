@@ -19,7 +19,7 @@ from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.common.errors import CorruptionError
 from megasdc.config.load import parse_config
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
-from megasdc.optim.momentum_reset import MomentumReset, RateWarmup
+from megasdc.optim.bounds import MomentumReset, RateWarmup
 from megasdc.train.detection.settings import Own, UsedSettings, judge_settings
 
 RESET = MomentumReset(interval=3, warmup_steps=2, warmup_start=0.1, restart_bias_correction=True)

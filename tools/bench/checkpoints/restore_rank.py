@@ -18,8 +18,7 @@ from typing import Any
 
 from megasdc.common.errors import ConfigError
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.clocks import Clock
 from tools.bench.rank import Messages, join_ranks

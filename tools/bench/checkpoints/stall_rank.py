@@ -17,8 +17,7 @@ from typing import Any
 from megasdc import features
 from megasdc.config.load import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import Field
 from megasdc.train.saving.memory import MemoryCheckpoints

@@ -17,8 +17,7 @@ from megasdc.data.memory_stream import MemoryStream
 from megasdc.data.step_batches import StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.step_agreement import StepAgreement

@@ -25,8 +25,7 @@ from megasdc.data.step_batches import StepBatches
 from megasdc.dropcompute.decisions import ReplayedDecisions, StepDecisions
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.events import Event, EventLog
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults

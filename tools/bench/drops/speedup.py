@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megasdc.dropcompute.compensation import TOLERANCE
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.drops.options import AUTO, NEVER, DropSpeedupOptions
 from tools.bench.drops.speedup_scores import (

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from megasdc import features
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.ops.health.hooks.links import LinkPings
 from megasdc.ops.health.hooks.progress import PHASES, Health

@@ -20,8 +20,7 @@ from megasdc.data.dataset import TokenDataset, build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import Manifest
 from megasdc.data.memory_stream import MemoryStream
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.events import EventLog
 from megasdc.faults.injector import Injector

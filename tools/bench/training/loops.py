@@ -24,15 +24,14 @@ from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.memory_stream import MemoryStream
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
-from megasdc.engine.time_split import TimeSplit
+from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.pipeline import build_pipeline
 from megasdc.model.sizes import model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.optim.groups import parameter_groups
+from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
 from megasdc.train.gradient_bounds import GradientBounds

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from megasdc.common.own_address import own_address_towards
 from megasdc.common.wire import SECRET_BYTES, Door, connect
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.links.judgement import Direction, LinkFigures, Pair, SlowLink, name_places
 from megasdc.ops.health.links.own_connections import SentToHosts, hosts_by_address, own_connections

@@ -18,8 +18,7 @@ from megasdc.common.process_state import started_at
 from megasdc.common.shared_memory import is_own_folder, make_own_folder
 from megasdc.config.sections.health import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front.address import FrontAddress, claim_front, keep_front

@@ -9,8 +9,7 @@ from statistics import median
 
 from megasdc.dropcompute.gate import replica_ranks
 from megasdc.engine.engine import StepResult, TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.limits import FIRST_STEPS

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook
-from megasdc.engine.run import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
 from megasdc.parallel.agreement import compare_replicas

@@ -16,8 +16,7 @@ import xxhash
 from torch import Tensor
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.optim.state_blocks import BLOCK
-from megasdc.optim.zero1 import counts_here, owned_fragments
+from megasdc.optim.zero1 import BLOCK, counts_here, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.detection.slices.exchange import TensorExchange, ring_of
 
