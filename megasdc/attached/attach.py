@@ -50,11 +50,8 @@ from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.devices import device_uuid
-from megasdc.sdc.device import device_name, gather_places
-from megasdc.sdc.incidents.finding import Finding, describe_ruling
-from megasdc.sdc.incidents.incident import Environment, Script
-from megasdc.sdc.incidents.page import write_incident
-from megasdc.sdc.suspects import Suspects
+from megasdc.sdc.finding import Finding, Suspects, describe_ruling, device_name, gather_places
+from megasdc.sdc.incident import Environment, Script, write_incident
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
 

@@ -31,14 +31,13 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.audits.referee import Make, Referee, Subject
-from megasdc.sdc.evidence import count_differing
 from megasdc.sdc.exhibits.calls import Call, Exhibit
 from megasdc.sdc.exhibits.own import HOOKS, own_result, result_between
 from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.golden.machine import machine_key
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.trace import Trace, trace_digest
+from megasdc.sdc.trace import Trace, count_differing, trace_digest
 from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 

@@ -17,7 +17,7 @@ from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpe
 from megasdc.optim.bounds import ShardBounds, bound_rows, clip_factor, gather_totals, warnings_of
 from megasdc.optim.zero1 import StepControl
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.finding import Finding
+from megasdc.sdc.finding import Finding
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from megasdc.attached.record import Watched
 from megasdc.common.origin import Origin
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.suspects import Suspects
+from megasdc.sdc.finding import Finding, Suspects
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import execution_key
+from megasdc.sdc.trace import execution_key
 from megasdc.tensors.finite import checkable, is_surely_finite, kind_of_extremes, start_extremes
 
 

@@ -9,9 +9,9 @@ import xxhash
 
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.ballot import Ballot
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import repeated_value, to_repeat
+from megasdc.sdc.vote import Ballot
 
 
 def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:

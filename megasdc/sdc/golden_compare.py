@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import compare_rank, execution_key
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, compare_rank, execution_key
 from megasdc.sdc.verdict import INCONCLUSIVE
 
 HEALTHY, DIVERGENT, AFFECTED = "healthy", "divergent", "affected"

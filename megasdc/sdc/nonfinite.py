@@ -16,8 +16,8 @@ from torch import Tensor
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.inputs import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import execution_key
 from megasdc.sdc.finite import NonFinite, first_non_finite
+from megasdc.sdc.trace import execution_key
 from megasdc.tensors.finite import checkable, non_finite_kind, start_extremes
 
 EVENT_KIND = "nonfinite"

@@ -15,7 +15,7 @@ from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
-from megasdc.sdc.device import device_name
+from megasdc.sdc.finding import device_name
 from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm

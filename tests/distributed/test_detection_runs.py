@@ -29,7 +29,7 @@ from megasdc.config.load import load_config
 from megasdc.events import read_events
 from megasdc.ops.golden.record import record_golden_trace
 from megasdc.ops.run_folder.summary import summarize_run
-from megasdc.sdc.incidents.incident import incident_from_json
+from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

@@ -22,7 +22,7 @@ from megasdc.attached import audit
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.run_identity import read_identity
 from megasdc.events import read_events
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.trace_file import read_folder
 from tools.bench.guard.campaign import bench_guard
 from tools.bench.guard.options import GuardOptions

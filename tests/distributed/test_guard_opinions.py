@@ -12,7 +12,7 @@ from harness import run_distributed
 
 import megasdc
 from megasdc.events import read_events
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
 from tools.bench.guard.units import BrokenUnit
 

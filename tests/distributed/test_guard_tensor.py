@@ -11,7 +11,7 @@ from harness import run_distributed
 
 import megasdc
 from megasdc.events import read_events
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

@@ -22,7 +22,7 @@ from megasdc.metrics.writer import read_metrics
 from megasdc.model.pipeline import build_pipeline
 from megasdc.model.sharding import Split, parameter_splits, take_shard
 from megasdc.parallel import groups
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS, FOUND, BATCH = 9, 5, 12

@@ -17,7 +17,7 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.verification_marks import list_verified
-from megasdc.sdc.incidents.incident import incident_from_json
+from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

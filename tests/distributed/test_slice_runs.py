@@ -22,7 +22,7 @@ from whole_runs import (
 )
 
 from megasdc.ops.run_folder.summary import summarize_run
-from megasdc.sdc.incidents.incident import incident_from_json
+from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

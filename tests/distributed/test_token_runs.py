@@ -19,7 +19,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.sdc.incidents.incident import incident_from_json
+from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed
 

@@ -31,8 +31,7 @@ from megasdc.model.kinds import submodule_kind
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.cost import RankWork, reads_of_step
-from megasdc.sdc.cross_layout import LAYOUT_FREE, compare_across_layouts
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import LAYOUT_FREE, Trace, compare_across_layouts
 from megasdc.sdc.trace_file import TraceWriter, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
@@ -76,7 +75,7 @@ def _run(model: dict[str, Any], layout: tuple[int, int, int], **options: Any) ->
 def _difference(expected: RunTraces, got: RunTraces, monkeypatch: Any) -> tuple[Counter[Any], Counter[Any]]:
     """Results that were compared and that differ, by (phase, kind), of everything that has a counterpart."""
     kinds = frozenset(submodule_kind(address.fqn) for trace in got.traces.values() for address in trace.addresses)
-    monkeypatch.setattr("megasdc.sdc.cross_layout.free_kinds", lambda *_: dict.fromkeys(PHASES, kinds))
+    monkeypatch.setattr("megasdc.sdc.trace.free_kinds", lambda *_: dict.fromkeys(PHASES, kinds))
     one = compare_across_layouts(expected.traces, got.traces, expected.header, got.header)[0]
     monkeypatch.undo()
     wrong = Counter((d.address.phase, submodule_kind(d.address.fqn)) for d in one.divergences)

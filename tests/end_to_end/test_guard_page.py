@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.parallel.local_ranks import free_port
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "attach.md"

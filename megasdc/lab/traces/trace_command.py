@@ -24,7 +24,7 @@ from megasdc.output.html import write_page
 from megasdc.output.page import Page, PageSection
 from megasdc.output.table import Table
 from megasdc.output.terminal import print_pages
-from megasdc.sdc.incidents.heat_map import ranges
+from megasdc.sdc.incident import ranges
 
 SHADES = " ░▒▓█"
 """Share of results that differ: none, below 1/3, below 2/3, below 1, all."""

@@ -10,9 +10,7 @@ from typing import Any
 
 from megasdc.common.errors import TraceError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import Comparison, Divergence, compare_traces
-from megasdc.sdc.cross_layout import compare_across_layouts
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Comparison, Divergence, Trace, compare_across_layouts, compare_traces
 from megasdc.sdc.trace_file import RECORDED_ALIKE, read_folder
 
 _NOTED = ("device", "threads", "versions", "seed", "config_digest")

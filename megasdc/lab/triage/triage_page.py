@@ -9,7 +9,7 @@ from megasdc.lab.triage.verdict import StepComparison, Verdict
 from megasdc.metrics.details import ParameterDetails
 from megasdc.output.page import Page, PageSection, State
 from megasdc.output.table import Cell, Table, number_cell
-from megasdc.sdc.incidents.heat_map import ranges
+from megasdc.sdc.incident import ranges
 
 NAMED = 3
 """Maximum of samples in the sentences."""

@@ -29,7 +29,7 @@ from megasdc.common.moment import HostClock, first_moments
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, LaunchRecords
-from megasdc.sdc.incidents.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents
+from megasdc.sdc.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents
 
 MAX_RANKS_SHOWN = 8
 AGREED = (CorruptionError.exit_code, HangError.exit_code, NonFiniteError.exit_code)

@@ -27,7 +27,7 @@ from megasdc.ops.health.slow.report import HEALTH_FOLDER, SLOWNESS_FILE
 from megasdc.ops.launch.records import collect
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.output.figure import Series
-from megasdc.sdc.incidents.incident import Incident, load_incidents
+from megasdc.sdc.incident import Incident, load_incidents
 
 T = TypeVar("T")
 

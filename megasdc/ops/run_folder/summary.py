@@ -23,7 +23,7 @@ from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
-from megasdc.sdc.incidents.incident import how_often, without_faults
+from megasdc.sdc.incident import how_often, without_faults
 
 _SHOWN_SKIPS = 5
 

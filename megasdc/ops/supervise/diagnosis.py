@@ -24,7 +24,7 @@ from megasdc.common.errors import (
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.verdict import HOST_MEMORY
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
-from megasdc.sdc.incidents.incident import Incident
+from megasdc.sdc.incident import Incident
 
 USAGE = 2
 """Exit code of a wrong command line."""

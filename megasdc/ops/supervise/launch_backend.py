@@ -50,7 +50,7 @@ from megasdc.ops.supervise.diagnosis import OF_HOSTS, AttemptEvidence, HostCheck
 from megasdc.ops.supervise.fitness import HostChecks, report_every
 from megasdc.ops.supervise.history import ENDED, Attempt, LaunchProcess
 from megasdc.ops.supervise.journal import FOLDER
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from megasdc.train.process.signals import STOPPED_START
 
 _END = "data/stream_end"

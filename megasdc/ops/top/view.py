@@ -41,8 +41,7 @@ from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.met import all_met
 from megasdc.output.page import plain_values
-from megasdc.sdc.incidents.incident import Incident, load_incidents
-from megasdc.sdc.incidents.page import headline
+from megasdc.sdc.incident import Incident, headline, load_incidents
 
 KEPT_ROWS, KEPT_EVENTS = 200, 500
 PACE_ROWS = 50

@@ -17,15 +17,11 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.audits.together import suspect_together, tensor_ranks
-from megasdc.sdc.ballot import Ballot
-from megasdc.sdc.compare import compare_rank
-from megasdc.sdc.evidence import Counts, count_differing
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.gather import gather_traces, repeat_disputed
 from megasdc.sdc.golden_compare import DIVERGENT, find, judge_cell
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.incident import Opinion
+from megasdc.sdc.trace import Counts, Trace, compare_rank, count_differing
 from megasdc.sdc.verdict import (
     ELSEWHERE,
     GOLDEN,
@@ -35,11 +31,13 @@ from megasdc.sdc.verdict import (
     REFEREE,
     REPLAY,
     RankVerdict,
+    Unrepeated,
     find_differences,
+    judge_recomputed,
     repeated_value,
     settle,
 )
-from megasdc.sdc.vote import vote
+from megasdc.sdc.vote import Ballot, vote
 from megasdc.tensors.bits import as_bits
 
 ASKED = 8

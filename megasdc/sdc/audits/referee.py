@@ -20,7 +20,7 @@ from megasdc.sdc.exhibits.calls import Call, Exhibit, Trust, kept_calls
 from megasdc.sdc.fp64.noise import NoiseBudget, Unfit
 from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import Exact
-from megasdc.sdc.incidents.opinion import Opinion, Outside
+from megasdc.sdc.incident import Opinion, Outside
 
 T = TypeVar("T")
 Hearing = Generator[Any, Sequence[Any], Opinion]

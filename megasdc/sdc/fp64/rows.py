@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasdc.sdc.fp64.referee import is_within
 from megasdc.sdc.fp64.rounding_bounds import WORKING, product
-from megasdc.sdc.incidents.opinion import Outside
+from megasdc.sdc.incident import Outside
 
 LIMIT = 8.0
 """Standard deviations that a sum may be off."""

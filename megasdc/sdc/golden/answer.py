@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import compare_rank, execution_key
-from megasdc.sdc.evidence import Counts
 from megasdc.sdc.golden_compare import DIVERGENT, HEALTHY, GoldenComparison, GoldenVerdict, judge_cell
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Counts, Trace, compare_rank, execution_key
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 
 

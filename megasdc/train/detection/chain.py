@@ -41,7 +41,7 @@ from megasdc.optim.zero1 import (
 )
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.finding import Finding
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.sdc.audits.findings import PermutedResult
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.recompute import Repeats
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.trace import Trace, trace_digest
+from megasdc.sdc.verdict import Repeats
 from megasdc.train.detection.place import WrongPlace
 from megasdc.train.detection.rows import Rows
 from megasdc.train.detection.settings import NONE

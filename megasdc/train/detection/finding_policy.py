@@ -22,9 +22,8 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
+from megasdc.sdc.finding import Finding, Suspects, describe_ruling
 from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT
-from megasdc.sdc.incidents.finding import Finding, describe_ruling
-from megasdc.sdc.suspects import Suspects
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.train.detection.evidence import (

@@ -18,12 +18,9 @@ from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.audits.referee import Referee
-from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.opinion import Opinion
-from megasdc.sdc.recompute import Repeats, Unrepeated, judge_recomputed, origins, pair_at
-from megasdc.sdc.suspects import Suspects
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.finding import Finding, Suspects
+from megasdc.sdc.incident import Opinion
+from megasdc.sdc.trace import Counts, Trace
 from megasdc.sdc.verdict import (
     FILE,
     FOLLOWS,
@@ -33,6 +30,11 @@ from megasdc.sdc.verdict import (
     NOT_REPRODUCED,
     REFEREE,
     RankVerdict,
+    Repeats,
+    Unrepeated,
+    judge_recomputed,
+    origins,
+    pair_at,
 )
 from megasdc.train.detection.evidence import PLACE, Rehearse
 from megasdc.train.detection.parameters import ParameterReader

@@ -20,15 +20,14 @@ from megasdc.config.load import RunConfig
 from megasdc.engine.hooks import Run
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.device import gather_places
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.incident import (
+from megasdc.sdc.finding import Finding, gather_places
+from megasdc.sdc.incident import (
     FAULT_FIELDS,
     Environment,
     Incident,
     RankPlace,
+    write_incident,
 )
-from megasdc.sdc.incidents.page import write_incident
 from megasdc.train.saving.memory import mark_memory
 from megasdc.train.saving.saver import checkpoint_folder
 

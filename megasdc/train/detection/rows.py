@@ -16,7 +16,7 @@ from megasdc.model.submodules import Submodule
 from megasdc.sdc.exhibits.calls import Call, Exhibit, kept_calls
 from megasdc.sdc.exhibits.make import LINEAR, make_exhibit
 from megasdc.sdc.fp64.rows import suspicion, worst_element
-from megasdc.sdc.incidents.opinion import Outside
+from megasdc.sdc.incident import Outside
 from megasdc.tensors.bits import as_bits
 
 PRODUCTS = {FORWARD: "output", BACKWARD: "input", WEIGHT_GRAD: "weight"}

@@ -22,7 +22,7 @@ from megasdc.engine.hooks import Run
 from megasdc.optim.bounds import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.incidents.finding import Finding
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, RankVerdict
 
 SETTINGS = "settings"

@@ -37,11 +37,11 @@ from megasdc.sdc.audits.findings import PermutedResult
 from megasdc.sdc.audits.places import PermutableOps
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.budget import Cadence
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.recompute import Repeats, compare_recomputed
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.sdc.verdict import Repeats, compare_recomputed
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.tensors.permuted import Permuted
 from megasdc.train.detection.budget import CheckBudget

@@ -16,7 +16,7 @@ from megasdc.sdc.audits.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.exhibits.calls import Exhibit
 from megasdc.sdc.fp64 import noise
 from megasdc.sdc.fp64.rounding_bounds import Exact
-from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.sdc.incident import Opinion
 from tools.bench.guard.pair import Side, judge_pair
 
 ADDRESS = Address(1, 0, FORWARD, "m", "output")

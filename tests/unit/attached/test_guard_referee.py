@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.audits.referee import heard
-from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.sdc.incident import Opinion
 from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from tools.bench.guard.disputes import SDPA, bench_disputes, wrong_attention
 from tools.bench.guard.options import DisputeOptions

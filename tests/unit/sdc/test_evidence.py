@@ -6,8 +6,7 @@ import pytest
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.evidence import count_differing
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, count_differing
 
 
 def traces(*values: int) -> dict[int, Trace]:

@@ -18,21 +18,28 @@ from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEI
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.events import Event
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.heat_map import MAX_COLUMNS, MAX_ROWS, HeatMapCell, build_heat_maps, ranges
-from megasdc.sdc.incidents.incident import (
+from megasdc.sdc.finding import Finding
+from megasdc.sdc.incident import (
+    MAX_COLUMNS,
+    MAX_ROWS,
     DisputedRank,
     Environment,
     FlaggedRank,
+    HeatMapCell,
     Incident,
     IncidentEvidence,
+    Opinion,
+    Outside,
     RankPlace,
+    build_heat_maps,
+    headline,
     how_often,
     incident_from_json,
     incident_to_json,
+    ranges,
+    render_page,
+    write_incident,
 )
-from megasdc.sdc.incidents.opinion import Opinion, Outside
-from megasdc.sdc.incidents.page import headline, render_page, write_incident
 from megasdc.sdc.verdict import MAJORITY, PERSISTENT, RankVerdict
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
-from megasdc.sdc.recompute import Unrepeated, compare_recomputed, judge_recomputed, pair_at
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import Unrepeated, compare_recomputed, judge_recomputed, pair_at
 
 
 def trace(*results):

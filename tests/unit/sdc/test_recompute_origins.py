@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megasdc.common.addresses import FORWARD, RECOMPUTE, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.recompute import Unrepeated, compare_recomputed, origins
 from megasdc.sdc.trace import Trace
+from megasdc.sdc.verdict import Unrepeated, compare_recomputed, origins
 
 LAYOUT = ParallelDims(2, 2, 2)
 

@@ -10,7 +10,6 @@ import pytest
 from megasdc.common.addresses import Address
 from megasdc.config.sections.detection import PolicySection
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.ballot import Ballot, Dispute, Flag
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import (
     GOLDEN,
@@ -26,6 +25,7 @@ from megasdc.sdc.verdict import (
     settle,
     to_repeat,
 )
+from megasdc.sdc.vote import Ballot, Dispute, Flag
 
 WHERE = Address(3, 0, "forward", "1.mlp.linear_fc2", "output")
 A, B, C = 11, 22, 33

@@ -7,15 +7,15 @@ import json
 import pytest
 import torch
 
-from megasdc.sdc import suspects
-from megasdc.sdc.suspects import Suspects
+from megasdc.sdc import finding
+from megasdc.sdc.finding import Suspects
 
 A0, A1, B0, B1 = ("a", "cpu-0"), ("a", "cpu-1"), ("b", "cpu-0"), ("b", "cpu-1")
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, str]) -> Suspects:
     """Of a run whose ranks are on these hosts and devices; what ranks tell each other is given."""
-    monkeypatch.setattr(suspects, "gather_objects", lambda own, group: list(places))
+    monkeypatch.setattr(finding, "gather_objects", lambda own, group: list(places))
     found = Suspects()
     found.on_start(torch.device("cpu"), None)
     return found

@@ -9,8 +9,7 @@ import pytest
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import execution_key
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, execution_key
 from megasdc.sdc.vote import vote
 
 LAYOUTS = [ParallelDims(*sizes) for sizes in [(1, 1, 3), (2, 1, 3), (1, 2, 3), (2, 2, 4)]]

@@ -8,8 +8,7 @@ import pytest
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.compare import execution_key
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.trace import Trace, execution_key
 from megasdc.sdc.verdict import (
     GOLDEN,
     INCONCLUSIVE,

@@ -25,10 +25,9 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
-from megasdc.sdc.incidents.incident import incident_from_json
-from megasdc.sdc.recompute import Repeats
+from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict
+from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict, Repeats
 from megasdc.train.detection.evidence import (
     AUDITED,
     COPIES,

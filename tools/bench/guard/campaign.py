@@ -18,7 +18,7 @@ from typing import Any
 
 from megasdc.common.errors import CorruptionError
 from megasdc.events import read_events
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.verdict import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, OWN_CODE, PERSISTENT, REFEREE
 from tools.bench.guard.cases import (
     CLEAN,

@@ -16,7 +16,7 @@ from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits.referee import Hearing, heard
-from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.sdc.incident import Opinion
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import RankVerdict, find_differences, settle
 from megasdc.sdc.vote import vote

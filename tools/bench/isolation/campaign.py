@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.events import Event, read_events
-from megasdc.sdc.incidents.incident import load_incidents
+from megasdc.sdc.incident import load_incidents
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts

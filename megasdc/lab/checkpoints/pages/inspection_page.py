@@ -7,7 +7,7 @@ from typing import Any
 from megasdc.checkpoint.verification_marks import Standing
 from megasdc.ops.run_folder.status import ago
 from megasdc.output.page import Page, PageSection
-from megasdc.sdc.incidents.heat_map import ranges
+from megasdc.sdc.incident import ranges
 
 
 def inspection_page(found: dict[str, Any]) -> Page:

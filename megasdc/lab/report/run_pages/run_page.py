@@ -43,7 +43,7 @@ from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
 from megasdc.output.page import Fold, Page, PageSection, State, plain_values
 from megasdc.output.table import Cell, Table, few, number_cell, table_of
-from megasdc.sdc.incidents.page import headline
+from megasdc.sdc.incident import headline
 
 _WELL = ("done", "stopped")
 

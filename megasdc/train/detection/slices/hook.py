@@ -23,15 +23,24 @@ from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.ballot import Ballot, Dispute
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.fp64.rounding_bounds import Exact
 from megasdc.sdc.fp64.sums import mean_of
-from megasdc.sdc.incidents.finding import Finding
-from megasdc.sdc.incidents.opinion import Opinion, Outside
-from megasdc.sdc.recompute import Unrepeated, judge_recomputed
-from megasdc.sdc.verdict import ELSEWHERE, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, REFEREE, RankVerdict, settle
+from megasdc.sdc.incident import Opinion, Outside
+from megasdc.sdc.verdict import (
+    ELSEWHERE,
+    INCONCLUSIVE,
+    INTERMITTENT,
+    NOT_REPRODUCED,
+    REFEREE,
+    RankVerdict,
+    Unrepeated,
+    judge_recomputed,
+    settle,
+)
+from megasdc.sdc.vote import Ballot, Dispute
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import roll
 from megasdc.train.detection.budget import CheckBudget

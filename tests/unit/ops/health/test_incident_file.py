@@ -13,7 +13,7 @@ from megasdc.common.errors import TraceError
 from megasdc.ops.health.incident import INCIDENT_FOLDER, conclude
 from megasdc.ops.health.incident_file import load_hangs
 from megasdc.ops.launch.verdict import lines_of, of_incident, read_met
-from megasdc.sdc.incidents.incident import (
+from megasdc.sdc.incident import (
     DisputedRank,
     Environment,
     Incident,

@@ -12,8 +12,8 @@ from megasdc.common.addresses import FORWARD, Address
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.supervise.diagnosis import OF_HOSTS, AttemptEvidence, HostCheckResult, UnfitHost, diagnose
-from megasdc.sdc.incidents.incident import DisputedRank, Environment, FlaggedRank, Incident
-from megasdc.sdc.incidents.incident import IncidentEvidence as SdcEvidence
+from megasdc.sdc.incident import DisputedRank, Environment, FlaggedRank, Incident
+from megasdc.sdc.incident import IncidentEvidence as SdcEvidence
 
 ENDED = AttemptEvidence(79, 1, "b", ("rank 1 on b: no done record",), ("a", "a", "b", "b"), reached=7, steps=50)
 

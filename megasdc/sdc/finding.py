@@ -1,18 +1,29 @@
-"""A finding with its rulings: as people read it, as events hold it, and what an incident says of its ranks."""
+"""Findings with their rulings: as people read them, as events hold them, and what an incident says of their ranks.
+
+A rank is named with its host, device and place in the layout. Devices found wrong in a run are remembered by host and
+device (``Suspects``), since a restart or a change of layout may move ranks.
+"""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import os
+import platform
+import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megasdc.common.addresses import Address
 from megasdc.common.origin import this_launch
-from megasdc.sdc.evidence import Counts
-from megasdc.sdc.incidents.incident import DisputedRank, FlaggedRank, Incident, IncidentEvidence, RankPlace, how_often
-from megasdc.sdc.incidents.opinion import Opinion
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.incident import DisputedRank, FlaggedRank, Incident, IncidentEvidence, Opinion, RankPlace, how_often
+from megasdc.sdc.trace import Counts
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
@@ -123,3 +134,59 @@ def _say(ruling: RankVerdict) -> str:
 
 def _hex(value: int | None) -> str | None:
     return None if value is None else f"{value:016x}"
+
+
+def device_id(device: torch.device) -> str:
+    """Identifier of a rank's device on its host: a GPU's UUID, or ``cpu-`` and the rank's local number."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"cpu-{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a rank's device: the GPU's, or the processor's with the instruction set that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def gather_places(device: torch.device, dims: ParallelDims, group: dist.ProcessGroup | None) -> list[RankPlace]:
+    """The place of every rank; ``group``: a host group of all ranks, which call it together."""
+    here = (socket.gethostname(), device_name(device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
+    return [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
+
+
+class Suspects:
+    """Devices that computed wrong results before, whatever rank they had."""
+
+    def __init__(self) -> None:
+        self._found: set[tuple[str, str]] = set()
+        self._of_rank: list[tuple[str, str]] = []
+
+    def on_start(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Gather the host and device of every rank; all ranks of the world call it together, with their host group."""
+        self._of_rank = gather_objects((socket.gethostname(), device_id(device)), group)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Ranks that are now on such a device."""
+        return frozenset(rank for rank, place in enumerate(self._of_rank) if place in self._found)
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Add the devices of wrong ranks."""
+        self._found |= {self._of_rank[rank] for rank in ranks}
+
+    def state(self) -> list[list[str]]:
+        """Pairs of host and device, the same on all ranks."""
+        return sorted(map(list, self._found))
+
+    def load_state(self, state: Iterable[Any]) -> list[Any]:
+        """Restore ``state``; returns ignored entries: rank numbers of earlier versions, which identify no device."""
+        entries = list(state)
+        self._found = {(one[0], one[1]) for one in entries if not isinstance(one, int)}
+        return [one for one in entries if isinstance(one, int)]

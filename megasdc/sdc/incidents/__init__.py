@@ -1,1 +1,0 @@
-"""Cases of corruption: their rulings, reports and pages."""
